@@ -1,0 +1,119 @@
+"""Command lines from dataclasses: every field is a flag and a YAML key, its docstring the help text."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+import yaml
+
+from megaenc.errors import InputError
+
+Settings = TypeVar("Settings")
+
+
+def parse(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None) -> Settings:
+    """Read `argv` into the dataclass `settings`; nested dataclasses give flat flags (`--tensor-model-parallel-size`).
+
+    `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError, in one line, for what cannot be read.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if os.environ.get("RANK", "0") != "0" and {"-h", "--help"} & set(arguments):
+        sys.exit(0)
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                settings,
+                prog=prog,
+                description=description,
+                args=arguments,
+                default=tyro.MISSING_NONPROP if default is None else default,
+                config=(tyro.conf.OmitArgPrefixes,),
+            )
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        raise InputError(f"{_plain(complaint.getvalue())} (see {prog} --help)") from None
+
+
+def from_yaml(default: Settings, path: str | Path) -> Settings:
+    """Return `default` with the fields that the YAML file at `path` names; keys are flag names with `-` or `_`, flat like the flags."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--config {path}: {error.strerror or error}; expected a YAML file of flags") from None
+    try:
+        values = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise InputError(f"--config {path}: not YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
+    return replace_fields(default, {str(key).replace("-", "_"): value for key, value in values.items()}, source=str(path))
+
+
+def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
+    """Return `settings` with the flat `values` put into whichever nested dataclass has a field of that name."""
+    known = flatten(settings)
+    for name, value in values.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+        if not _fits(known[name], value):
+            raise InputError(f"{source}: field `{name}`: found {value!r}, expected a {type(known[name]).__name__}")
+
+    def put(node):
+        changes = {}
+        for field in dataclasses.fields(node):
+            current = getattr(node, field.name)
+            if dataclasses.is_dataclass(current):
+                changes[field.name] = put(current)
+            elif field.name in values:
+                value = values[field.name]
+                convert = isinstance(current, (float, tuple)) and value is not None
+                changes[field.name] = type(current)(value) if convert else value
+        return dataclasses.replace(node, **changes)
+
+    return put(settings)
+
+
+def flatten(settings: Any) -> dict[str, Any]:
+    """The fields of a dataclass and of those nested in it, by name, in the order of declaration."""
+    flat: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        flat.update(flatten(value) if dataclasses.is_dataclass(value) else {field.name: value})
+    return flat
+
+
+def _fits(current: Any, value: Any) -> bool:
+    if current is None or value is None:
+        return True
+    if isinstance(current, bool) or isinstance(value, bool):
+        return isinstance(current, bool) and isinstance(value, bool)
+    if isinstance(current, float):
+        return isinstance(value, (int, float))
+    if isinstance(current, (list, tuple)):
+        return isinstance(value, (list, tuple))
+    return isinstance(value, type(current))
+
+
+def _plain(box: str) -> str:
+    """The sentence inside the frame that tyro draws around an error, with its nearest suggestion."""
+    lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
+    lines = [line for line in lines if line and not line.startswith("For full helptext")]
+    titles = ("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options")
+    lines = [line for line in lines if line not in titles]
+    for heading in ("Argument helptext:", "Got errors:"):
+        if heading in lines:
+            lines = lines[: lines.index(heading)]
+    if "Perhaps you meant:" in lines:
+        at = lines.index("Perhaps you meant:")
+        lines = lines[:at] + ["- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
+    return " ".join(lines) or "the command line could not be read"

@@ -1,0 +1,66 @@
+"""Counter-based random numbers: pure functions of (seed, purpose, counters), the same on every rank, layout, restart and machine.
+
+The words come from Philox-4x64-10 (Salmon et al. 2011), whose raw stream NumPy guarantees not to change; everything else here is
+arithmetic on them. There is no state to save, broadcast or restore.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
+    """uint64[count]: the random words of one stream.
+
+    `seed`, `purpose` and `counters` (say, sample and epoch) choose the stream; `block` skips 4 * block words of it at no cost.
+    """
+    name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
+    key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
+    return np.random.Philox(key=key, counter=block).random_raw(count)
+
+
+def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
+    """float64[count] in [0, 1), 53 random bits each."""
+    return (words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
+
+
+def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
+    """int64[count]: a random order of range(count). Equal words (one chance in 2**64 a pair) keep their order, so the result is unique."""
+    return np.argsort(words(seed, purpose, count, counters=counters), kind="stable")
+
+
+def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
+    """float32[len(rows), columns]: standard normal rows of the matrix called `name`.
+
+    A row depends on (seed, name, its number) alone, so that a rank draws just the rows it holds. Box-Muller in float64, rounded once.
+    """
+    if rows.step != 1:
+        raise ValueError(f"rows must be contiguous, found step {rows.step}")
+    pairs = (columns + 1) // 2
+    blocks = (pairs + 3) // 4  # Philox gives four words a block; a row starts on a fresh one
+    out = np.empty((len(rows), columns), dtype=np.float32)
+    chunk = max(1, (1 << 20) // (4 * blocks))  # rows at a time: bounds the float64 intermediates to some tens of megabytes
+    for start in range(0, len(rows), chunk):
+        count = min(chunk, len(rows) - start)
+        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks).reshape(count, -1)[:, :pairs]
+        radius = np.sqrt(-2.0 * np.log(((raw >> np.uint64(32)) + 0.5) * 2.0**-32))
+        angle = (raw & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
+        normals = np.empty((count, 2 * pairs))
+        normals[:, 0::2] = radius * np.cos(angle)
+        normals[:, 1::2] = radius * np.sin(angle)
+        out[start : start + count] = normals[:, :columns]
+    return out
+
+
+@dataclass(frozen=True)
+class SampleRandomness:
+    """The random numbers that belong to one sample of one run; `purpose` keeps independent uses apart."""
+
+    seed: int
+    sample: int
+    epoch: int
+
+    def uniforms(self, purpose: str, count: int) -> np.ndarray:
+        """float64[count] in [0, 1)."""
+        return uniforms(self.seed, purpose, count, counters=(self.sample, self.epoch))
