@@ -6,7 +6,7 @@ import difflib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +18,9 @@ from megaenc.errors import InputError
 Settings = TypeVar("Settings")
 
 
-def parse(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None) -> Settings:
+def parse(
+    settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str, default: Settings | None = None
+) -> Settings:
     """Read `argv` into the dataclass `settings`; nested dataclasses give flat flags (`--tensor-model-parallel-size`).
 
     `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError, in one line, for what cannot be read.
@@ -43,8 +45,13 @@ def parse(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, de
         raise InputError(f"{_plain(complaint.getvalue())} (see {prog} --help)") from None
 
 
-def from_yaml(default: Settings, path: str | Path) -> Settings:
-    """Return `default` with the fields that the YAML file at `path` names; keys are flag names with `-` or `_`, flat like the flags."""
+def from_yaml(
+    default: Settings, path: str | Path, *, first: tuple[str, Callable[[Settings, Any], Settings]] | None = None
+) -> Settings:
+    """Return `default` with the fields that the YAML file at `path` names; keys are flag names with `-` or `_`.
+
+    `first` names a key that, where the file has it, changes the defaults of others (a preset), and how.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -55,7 +62,10 @@ def from_yaml(default: Settings, path: str | Path) -> Settings:
         raise InputError(f"--config {path}: not YAML: {error}") from None
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
-    return replace_fields(default, {str(key).replace("-", "_"): value for key, value in values.items()}, source=str(path))
+    fields = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if first and first[0] in fields:
+        default = first[1](default, fields[first[0]])
+    return replace_fields(default, fields, source=str(path))
 
 
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
@@ -115,5 +125,5 @@ def _plain(box: str) -> str:
             lines = lines[: lines.index(heading)]
     if "Perhaps you meant:" in lines:
         at = lines.index("Perhaps you meant:")
-        lines = lines[:at] + ["- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
+        lines = [*lines[:at], "- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
     return " ".join(lines) or "the command line could not be read"

@@ -43,7 +43,9 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     chunk = max(1, (1 << 20) // (4 * blocks))  # rows at a time: bounds the float64 intermediates to some tens of megabytes
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
-        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks).reshape(count, -1)[:, :pairs]
+        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks).reshape(count, -1)[
+            :, :pairs
+        ]
         radius = np.sqrt(-2.0 * np.log(((raw >> np.uint64(32)) + 0.5) * 2.0**-32))
         angle = (raw & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
         normals = np.empty((count, 2 * pairs))

@@ -1,0 +1,89 @@
+"""Which machine this is, found once: the device, its process-group backend and whether it has bfloat16 instructions."""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets. An MI250X shows as two devices, one a die.
+PEAK_BF16 = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+    "MI355X": 2500e12,
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """`name` is cuda, rocm or cpu; `process_group` the torch.distributed backend; `device` this process's own device."""
+
+    name: str
+    device: torch.device
+    process_group: str
+    has_bf16: bool
+
+    @property
+    def is_host(self) -> bool:
+        """Whether there is no accelerator."""
+        return self.name == "cpu"
+
+    @property
+    def description(self) -> str:
+        """One phrase for the console."""
+        return f"cpu, {torch.get_num_threads()} threads" if self.is_host else torch.cuda.get_device_name(self.device)
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        """FLOP/s that this process can reach in `dtype`: from the table of accelerators, or measured by a matrix product on CPU.
+
+        0.0 means unknown.
+        """
+        if self.is_host:
+            return _measured_gemm(dtype)
+        name = torch.cuda.get_device_name(self.device)
+        peak = next((flops for part, flops in PEAK_BF16.items() if part in name), 0.0)
+        return peak if dtype == torch.bfloat16 else 0.0
+
+    def synchronize(self) -> None:
+        """Wait for the device, so that a clock read next measures what was asked of it."""
+        if not self.is_host:
+            torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def detect() -> Backend:
+    """The backend of this process; LOCAL_RANK picks the accelerator."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        name = "rocm" if torch.version.hip else "cuda"
+        return Backend(name, device, "nccl", torch.cuda.is_bf16_supported(including_emulation=False))
+    return Backend("cpu", torch.device("cpu"), "gloo", host_has_bf16())
+
+
+def host_has_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 itself (AVX512-BF16 or AMX); elsewhere bf16 is slower than float32."""
+    try:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
+
+
+@functools.cache
+def _measured_gemm(dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product: the best of a few, some tenths of a second in all."""
+    from time import perf_counter
+
+    size = 1024
+    a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        start = perf_counter()
+        a @ b
+        best = min(best, perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,136 @@
+"""Adapter one: megatron-core on a machine without an accelerator.
+
+The wheel allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's names.
+Here each megatron.core module gets a stand-in for its global name `torch` that answers those with the host; torch itself stays as
+it is for everybody else. Two tensor methods cannot be given to some modules alone, so they look at their caller.
+"""
+
+import contextlib
+import functools
+import importlib
+import sys
+import types
+
+import torch
+
+HOST = torch.device("cpu")
+
+# Modules that are only imported on use; they must exist before the stand-ins are dealt out.
+_LAZY_MODULES = (
+    "dist_checkpointing.strategies.async_utils",
+    "dist_checkpointing.strategies.filesystem_async",
+    "dist_checkpointing.strategies.fully_parallel",
+    "dist_checkpointing.strategies.state_dict_saver",
+    "dist_checkpointing.strategies.torch",
+    "distributed",
+    "models.common.embeddings.language_model_embedding",
+    "models.common.embeddings.rotary_pos_embedding",
+    "models.common.language_module.language_module",
+    "num_microbatches_calculator",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "pipeline_parallel",
+    "tensor_parallel",
+    "timers",
+    "transformer.transformer_block",
+    "transformer.transformer_layer",
+)
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
+
+
+class _StandIn(types.ModuleType):
+    """A module that has its own names first and those of the `original` otherwise."""
+
+    def __init__(self, original: types.ModuleType, **own) -> None:
+        super().__init__(original.__name__)
+        self.__dict__.update(original.__dict__)
+        self.__dict__.update(own, _original=original)
+
+    def __getattr__(self, name: str):
+        return getattr(self._original, name)
+
+
+class _Stream:
+    """A stream where everything already happens in order."""
+
+    def wait_stream(self, *_) -> None: ...
+    def wait_event(self, *_) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def _on_host(factory):
+    @functools.wraps(factory)
+    def make(*args, **kwargs):
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = HOST
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _called_by_megatron() -> bool:
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core")
+
+
+def _nothing(*_, **__) -> None:
+    return None
+
+
+_installed = False
+
+
+def install() -> None:
+    """Put the stand-ins in, once. RuntimeError where CUDA or HIP exists: there nothing may be replaced."""
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("the host adapter is for machines without an accelerator; this one has CUDA or HIP")
+    if _installed:
+        return
+    for name in _LAZY_MODULES:
+        importlib.import_module("megatron.core." + name)
+    _deal_out_torch()
+    _replace_tensor_methods()
+    _installed = True
+
+
+def _deal_out_torch() -> None:
+    # The accelerator's random state is that of a generator of our own, so that the host's is left alone.
+    generator = torch.Generator()
+    cuda = _StandIn(
+        torch.cuda,
+        manual_seed=generator.manual_seed,
+        get_rng_state=lambda *_, **__: generator.get_state(),
+        set_rng_state=lambda state, *_, **__: generator.set_state(state),
+        current_device=lambda: HOST,
+        current_stream=lambda *_, **__: _Stream(),
+        default_stream=lambda *_, **__: _Stream(),
+        Stream=lambda *_, **__: _Stream(),
+        stream=lambda _: contextlib.nullcontext(),
+        synchronize=_nothing,
+        empty_cache=_nothing,
+    )
+    stand_in = _StandIn(torch, cuda=cuda, **{name: _on_host(getattr(torch, name)) for name in _FACTORIES})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = stand_in
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = cuda.get_rng_state
+    random._set_cuda_rng_state = cuda.set_rng_state
+
+
+def _replace_tensor_methods() -> None:
+    type_of, to_cuda = torch.Tensor.type, torch.Tensor.cuda
+
+    @functools.wraps(type_of)
+    def tensor_type(self, *args, **kwargs):
+        answer = type_of(self, *args, **kwargs)
+        if isinstance(answer, str) and _called_by_megatron():
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    @functools.wraps(to_cuda)
+    def tensor_cuda(self, *args, **kwargs):
+        return self if _called_by_megatron() else to_cuda(self, *args, **kwargs)
+
+    torch.Tensor.type, torch.Tensor.cuda = tensor_type, tensor_cuda

@@ -1,0 +1,38 @@
+"""megatron-core made ready: its version checked, its adapters put in where this machine needs them."""
+
+import functools
+import warnings
+from importlib import metadata
+
+from megaenc.backend.device import detect
+from megaenc.errors import InputError
+
+# The adapters stand in for names inside the wheel, so each version is read before it is listed here.
+KNOWN_VERSIONS = ("0.16.1",)
+
+
+def check_version(found: str | None = None) -> str:
+    """Return the installed version of megatron-core; InputError if the adapters were not written for it."""
+    if found is None:
+        try:
+            found = metadata.version("megatron-core")
+        except metadata.PackageNotFoundError:
+            raise InputError(f"megatron-core is not installed, expected {' or '.join(KNOWN_VERSIONS)}") from None
+    if found not in KNOWN_VERSIONS:
+        known = " or ".join(KNOWN_VERSIONS)
+        raise InputError(f"megatron-core {found} is installed, expected {known}: pip install megatron-core=={KNOWN_VERSIONS[-1]}")
+    return found
+
+
+@functools.cache
+def prepare_megatron() -> None:
+    """Import megatron-core quietly and install the adapters. Call it before anything of megatron.core is used; again is free."""
+    check_version()
+    with warnings.catch_warnings():
+        # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
+        warnings.simplefilter("ignore")
+        from megaenc.backend import host_adapter, optimizer_adapter
+
+        if detect().is_host:
+            host_adapter.install()
+        optimizer_adapter.install()

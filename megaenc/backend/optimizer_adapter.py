@@ -1,0 +1,61 @@
+"""Adapter two: megatron-core's optimizers where neither apex nor Transformer Engine is installed, on every device.
+
+megatron-core then falls back to torch's AdamW, which counts a step for each parameter. Its checkpoints of the distributed optimizer
+expect what apex's FusedAdam has: one `step` a parameter group. `GroupStepAdamW` has that and calls torch's own fused kernel.
+"""
+
+import torch
+from torch.optim.adamw import adamw
+
+
+class GroupStepAdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay (Loshchilov & Hutter 2019) and apex FusedAdam's interface.
+
+    State of a parameter: `exp_avg`, `exp_avg_sq`; of a group: `step`, the number of updates made.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, adam_w_mode=True):
+        if not adam_w_mode:
+            raise ValueError("only decoupled weight decay (adam_w_mode=True) is provided")
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update from the gradients in `.grad`."""
+        for group in self.param_groups:
+            made = group.get("step", 0)
+            group["step"] = made + 1
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            for p in params:
+                if not self.state[p]:
+                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            adamw(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                [torch.tensor(float(made), device=p.device) for p in params],  # the kernel counts them up itself
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def install() -> None:
+    """Put GroupStepAdamW where megatron-core looks for apex's Adam; nothing is changed where apex or Transformer Engine is there."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    if not optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True

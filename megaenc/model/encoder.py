@@ -1,0 +1,96 @@
+"""The encoder: embedding, megatron-core's transformer block, and a head that sees the predicted positions alone."""
+
+import dataclasses
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from megaenc.backend import Layout, detect
+from megaenc.model.attention import Packing
+from megaenc.model.config import ModelConfig, padded_vocab_size
+from megaenc.model.initial import draw_weights
+from megaenc.model.layers import block_spec, transformer_config
+
+
+class Encoder(LanguageModule):
+    """This rank's part of the model.
+
+    Letters in names: S tokens of a row, N predicted positions, H hidden size, V this rank's columns of the padded vocabulary.
+    """
+
+    def __init__(self, model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype):
+        config = transformer_config(model, layout, dtype)
+        super().__init__(config)
+        self.vocab_size = vocab_size
+        self.pre_process = parallel_state.is_pipeline_first_stage()
+        self.post_process = parallel_state.is_pipeline_last_stage()
+        self.share_embeddings_and_output_weights = False
+        tensor_parallel = layout.tensor_model_parallel_size
+        padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
+        # [seq_length, 1, 1, head_dim], no buffer: angles rounded to bfloat16 would put distant tokens at each other's place.
+        self.angles = RotaryEmbedding(model.head_dim, rotary_percent=1.0, rotary_base=model.rotary_base)(seq_length)
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
+        self.decoder = TransformerBlock(
+            config, block_spec(config), pre_process=self.pre_process, post_process=self.post_process
+        )
+        if self.post_process:
+            # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                padded,
+                config=dataclasses.replace(config, sequence_parallel=False),
+                init_method=config.init_method,
+                bias=False,
+            )
+        self.setup_embeddings_and_output_layer()
+
+    def _set_attention_backend(self) -> None:
+        """Nothing: the base class asserts that Transformer Engine's variables suit its attention, and the attention here is our own."""
+
+    def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
+        """Take what the previous pipeline stage sent (megatron-core's schedules call this)."""
+        self.decoder.set_input_tensor(input_tensor[0])
+
+    def forward(self, tokens: Tensor, positions: Tensor, packing: Packing, predict_at: Tensor | None) -> Tensor:
+        """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all.
+
+        Returns logits_NV (float32 or bfloat16, padding columns -inf) on the last pipeline stage, [S, 1, H] on the others.
+        """
+        hidden = self.embedding(tokens, None) if self.pre_process else None
+        hidden = self.decoder(
+            hidden, attention_mask=None, rotary_pos_emb=self.angles[positions], packed_seq_params=packing
+        )
+        return self.logits(hidden, predict_at) if self.post_process else hidden
+
+    def logits(self, hidden_S1H: Tensor, predict_at: Tensor | None) -> Tensor:
+        """The output layer on the predicted positions alone: most of an MLM step's head would otherwise be thrown away."""
+        if self.config.sequence_parallel:
+            # Every rank then picks the same rows, and the output layer sums their gradients: so the way back is a plain split.
+            hidden_S1H = gather_from_sequence_parallel_region(hidden_S1H, tensor_parallel_output_grad=False)
+        hidden_NH = hidden_S1H.squeeze(1)
+        if predict_at is not None:
+            hidden_NH = hidden_NH.index_select(0, predict_at)
+        logits_NV, _ = self.output_layer(hidden_NH)
+        valid = self.vocab_size - logits_NV.size(1) * parallel_state.get_tensor_model_parallel_rank()
+        if valid < logits_NV.size(1):
+            logits_NV[:, max(valid, 0) :] = float("-inf")  # padding takes no part in the softmax
+        return logits_NV
+
+
+def build_encoder(
+    model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype, *, seed: int | None
+) -> Encoder:
+    """This rank's part of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
+
+    InputError if `layout` cannot divide the model.
+    """
+    model.check(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    encoder = Encoder(model, vocab_size, seq_length, layout, dtype).to(detect().device)
+    return encoder if seed is None else draw_weights(encoder, model, vocab_size, seed)

@@ -1,0 +1,99 @@
+"""The recipe of a layer: megatron-core's parallel layers with a norm and a core attention of our own."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, _grad_accum_fusion_available
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megaenc.backend import Layout
+from megaenc.model.attention import PackedAttention
+from megaenc.model.config import ModelConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    megatron-core's own wrapper of torch's norm refuses sequence parallelism; marking the weight is all that this needs: its gradient
+    is then summed over the tensor-parallel ranks, each of which sees a piece of the sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The loss is a sum over predicted tokens and a count; megatron-core divides by the global count.
+        calculate_per_token_loss=True,
+        # Weights are drawn by name and row afterwards; the parallel layers still mark their parameters as sharded.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        # Kernels of apex and Transformer Engine, and torch.compile, which would need a C++ compiler on CPU.
+        gradient_accumulation_fusion=_grad_accum_fusion_available,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage."""
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                # What SelfAttention would tell its core; ours asks the batch instead.
+                params={"attn_mask_type": AttnMaskType.no_mask},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -1,0 +1,1 @@
+"""Pretraining: the settings of a run, its loop, optimizer, checkpoints and evaluation."""

@@ -1,0 +1,64 @@
+"""Micro-batches: packs in one row with their targets, made by each rank for itself."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megaenc.data.packs import ConcatPacks
+from megaenc.model.attention import Packing
+from megaenc.objectives import Objective
+from megaenc.randomness import SampleRandomness
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """S = packs x seq_length tokens in one row; N of its positions are predicted (N may be 0)."""
+
+    tokens: Tensor  # int64[1, S]
+    positions: Tensor  # int64[S], from 0 in each document
+    packing: Packing
+    predict_at: Tensor  # int64[N]
+    labels: Tensor  # int64[N]
+
+
+def micro_batch(packs: ConcatPacks, samples: range, objective: Objective, seed: int, device: torch.device) -> MicroBatch:
+    """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
+    edges, tokens, positions, predict_at, labels = [0], [], [], [], []
+    for sample in samples:
+        pack = packs[sample]
+        targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
+        start = edges[-1]
+        edges += (pack.edges[1:] + start).tolist()
+        tokens.append(targets.inputs)
+        positions.append(pack.positions)
+        predict_at.append(targets.predict_at + start)
+        labels.append(targets.labels)
+    row, at, predicted, wanted = (
+        torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True) for parts in (tokens, positions, predict_at, labels)
+    )
+    return MicroBatch(row[None], at, Packing.of(edges, objective.attention, device), predicted, wanted)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which samples of a global batch this data-parallel rank reads."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int
+    size: int
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that a rank runs for one global batch."""
+        return self.global_batch_size // (self.micro_batch_size * self.size)
+
+    def samples(self, batch: int) -> Iterator[range]:
+        """The samples of each micro-batch of global batch number `batch`, counted from 0."""
+        start = batch * self.global_batch_size + self.rank * self.micro_batch_size
+        for number in range(self.micro_batches):
+            first = start + number * self.micro_batch_size * self.size
+            yield range(first, first + self.micro_batch_size)

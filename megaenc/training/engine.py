@@ -1,0 +1,146 @@
+"""The model under megatron-core: one call runs a global batch through its schedules, another makes an update."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import Float16Module
+
+from megaenc.backend import Backend
+from megaenc.data.packs import ConcatPacks
+from megaenc.model.encoder import build_encoder
+from megaenc.model.loss import summed_loss
+from megaenc.objectives import Objective
+from megaenc.training.batches import MicroBatch, Share, micro_batch
+from megaenc.training.plan import Plan
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Sums over a global batch, the same on every rank."""
+
+    loss_sum: float
+    predicted: int
+    correct: int
+    flops: float
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the predicted tokens; None where there were none."""
+        return self.loss_sum / self.predicted if self.predicted else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the predicted tokens whose most likely guess was right."""
+        return self.correct / self.predicted if self.predicted else None
+
+
+class Engine:
+    """This rank's part of the model with its optimizer."""
+
+    def __init__(self, plan: Plan, backend: Backend):
+        settings = plan.settings
+        self.plan = plan
+        self.device = backend.device
+        self.row_length = settings.micro_batch_size * settings.data.seq_length
+        self.share = Share(
+            settings.global_batch_size,
+            settings.micro_batch_size,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        encoder = build_encoder(
+            settings.shape,
+            plan.vocabulary.size,
+            settings.data.seq_length,
+            settings.layout,
+            plan.dtype,
+            seed=settings.seed,
+        )
+        self.config = encoder.config
+        self.config.finalize_model_grads_func = finalize_model_grads
+        module = Float16Module(self.config, encoder) if settings.bf16 else encoder
+        self.model = DistributedDataParallel(
+            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
+        )
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.optimizer.lr,
+                weight_decay=settings.optimizer.weight_decay,
+                adam_beta1=settings.optimizer.adam_beta1,
+                adam_beta2=settings.optimizer.adam_beta2,
+                adam_eps=settings.optimizer.adam_eps,
+                clip_grad=settings.optimizer.clip_grad or float("inf"),  # so that the norm is always known
+                bf16=settings.bf16,
+                params_dtype=plan.dtype,
+            ),
+            [self.model],
+            config_overrides={},  # no exceptions: norms decay like everything else, as in the study
+        )
+
+    def update(self, step: int) -> tuple[BatchResult, float]:
+        """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        settings = self.plan.settings
+        result = self._run(self.plan.packs, step - 1, self.plan.schedule.at(step).objective, settings.seed, train=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.learning_rate(step)
+        _, grad_norm, _ = self.optimizer.step()
+        return result, float(grad_norm)
+
+    def evaluate(self, packs: ConcatPacks, batches: int, objective: Objective) -> BatchResult:
+        """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
+        self.model.eval()
+        results = [self._run(packs, batch, objective, seed=0, train=False) for batch in range(batches)]
+        self.model.train()
+        return BatchResult(*(sum(values) for values in zip(*(vars(result).values() for result in results), strict=True)))
+
+    def _run(self, packs: ConcatPacks, batch: int, objective: Objective, seed: int, train: bool) -> BatchResult:
+        """Global batch number `batch` through the pipeline, forward and, to train, backward."""
+        iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(batch))
+        with torch.set_grad_enabled(train):
+            outputs = get_forward_backward_func()(
+                forward_step_func=self._forward_step,
+                data_iterator=iterator,
+                model=[self.model],
+                num_microbatches=self.share.micro_batches,
+                seq_length=self.row_length,
+                micro_batch_size=1,  # a row holds all packs of the micro-batch
+                forward_only=not train,
+            )
+        # One copy of each micro-batch counts: that of the last stage's first tensor-parallel rank.
+        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
+            sums += torch.stack(outputs).sum(0)
+        dist.all_reduce(sums)
+        loss_sum, predicted, correct, flops = sums.tolist()
+        return BatchResult(loss_sum, int(predicted), int(correct), flops if train else flops / 3)
+
+    def _forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
+        """megatron-core's forward step: the stage's output, and what makes a loss of the last one."""
+        batch = next(iterator)
+        output = model(batch.tokens, batch.positions, packing=batch.packing, predict_at=batch.predict_at)
+
+        def loss_of(logits_NV: torch.Tensor):
+            loss, correct = summed_loss(logits_NV, batch.labels)
+            sums = torch.tensor([0.0, batch.labels.numel(), 0.0, self._flops(batch)], dtype=torch.float64, device=self.device)
+            sums[0], sums[2] = loss.detach(), correct
+            return loss, torch.tensor(batch.labels.numel(), dtype=torch.int, device=self.device), sums
+
+        return output, loss_of
+
+    def _flops(self, batch: MicroBatch) -> float:
+        """Operations of the matrix products of one micro-batch, forward and backward, as executed: documents and predictions."""
+        shape = self.plan.settings.shape
+        causal = batch.packing.mask_type == AttnMaskType.causal
+        attention = sum(shape.attention_flops(stop - start, causal) for start, stop in batch.packing.documents)
+        head = 6 * shape.hidden_size * self.plan.vocabulary.size * batch.labels.numel()
+        return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

@@ -1,0 +1,95 @@
+"""A run worked out before any process group exists: every wrong input is found here, on every rank alike."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaenc import __version__, flags
+from megaenc.backend.process import world_size
+from megaenc.data.corpus import Corpus, parse_split, split_documents
+from megaenc.data.demo import ensure_demo
+from megaenc.data.packs import ConcatPacks
+from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives import Schedule
+from megaenc.training.learning_rate import LearningRate, steps_of
+from megaenc.training.settings import PretrainSettings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `settings` amount to: packs to read, a schedule over updates 1..N, a learning rate."""
+
+    settings: PretrainSettings
+    vocabulary: Vocabulary
+    tokenizer: Any  # transformers' PreTrainedTokenizerFast
+    corpus: Corpus
+    packs: ConcatPacks
+    validation: ConcatPacks | None  # None where the split leaves no document for it
+    schedule: Schedule
+    learning_rate: LearningRate
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What layers compute in."""
+        return torch.bfloat16 if self.settings.bf16 else torch.float32
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
+
+        Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same.
+        """
+        free = {"config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
+        free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output))
+        free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
+        values = {name: value for name, value in flags.flatten(self.settings).items() if name not in free}
+        return values | {
+            "objective_schedule": self.schedule.canonical,
+            "lr_warmup_iters": self.learning_rate.warmup,
+            "lr_wsd_decay_iters": self.learning_rate.decay,
+            "data": self.corpus.fingerprint,
+            "tokenizer": self.vocabulary.fingerprint,
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the run folder needs beyond the flags, JSON-ready."""
+        return {
+            "megaenc": __version__,
+            "vocab_size": self.vocabulary.size,
+            "parameters": self.settings.shape.parameters(self.vocabulary.size),
+            "identity": self.identity,
+        }
+
+
+def make_plan(settings: PretrainSettings) -> Plan:
+    """Open what `settings` name and check that it fits together. Raises InputError."""
+    settings.check(world_size())
+    total, optimizer, data = settings.train_iters, settings.optimizer, settings.data
+    learning_rate = LearningRate(
+        optimizer.lr,
+        steps_of("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
+        steps_of("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
+        total,
+    )
+    prefix, tokenizer_name = data.data_path, data.tokenizer
+    if not prefix:
+        if tokenizer_name:
+            raise InputError("--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)")
+        demo = ensure_demo(Path("demo"))
+        prefix, tokenizer_name = str(demo.data_prefix), str(demo.tokenizer)
+    elif not tokenizer_name:
+        raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
+    tokenizer = load_tokenizer(tokenizer_name)
+    vocabulary = vocabulary_of(tokenizer)
+    schedule = Schedule.build(settings.objective_schedule, total, vocabulary)
+    corpus = Corpus.open(prefix)
+    corpus.check_vocabulary(vocabulary)
+    train, validation, _ = split_documents(len(corpus), parse_split(data.split))
+    packs = ConcatPacks(corpus, train, data.seq_length, settings.seed)
+    held_out = ConcatPacks(corpus, validation, data.seq_length, seed=0) if len(validation) else None
+    return Plan(settings, vocabulary, tokenizer, corpus, packs, held_out, schedule, learning_rate)

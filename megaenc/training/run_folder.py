@@ -1,0 +1,89 @@
+"""The folder of a run: one process group at a time, one run for ever, its metrics without a gap or an overlap."""
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaenc import flags
+from megaenc.errors import InputError
+from megaenc.files import write_durably
+from megaenc.training.plan import Plan
+
+CONFIG, FACTS, METRICS, TOKENIZER, LOCK = "config.yaml", "run.json", "metrics.jsonl", "tokenizer", ".lock"
+
+
+class RunFolder:
+    """What rank 0 keeps in `--save`; construct it on rank 0 alone.
+
+    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer, `tokenizer/`
+    a copy of it, `metrics.jsonl` an object a logged step, `checkpoints/` the checkpoints.
+    """
+
+    def __init__(self, path: Path, plan: Plan):
+        """Lock the folder and check that it is empty or holds this very run. InputError otherwise."""
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(path / LOCK, "w", encoding="utf-8")  # held until the process ends, however it ends
+        except OSError as error:
+            raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"--save {path}: another process is training in this folder; wait for it or choose another") from None
+        if (path / FACTS).exists():
+            _same_run(path, plan)
+        elif (path / METRICS).exists() or (path / "checkpoints").exists():
+            raise InputError(f"--save {path}: holds metrics or checkpoints but no {FACTS}; choose another folder")
+        with_flags = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        write_durably(path / CONFIG, yaml.safe_dump(with_flags, sort_keys=False))
+        plan.tokenizer.save_pretrained(path / TOKENIZER)
+        write_durably(path / FACTS, json.dumps(plan.facts, indent=1))
+
+    def cut_metrics(self, step: int) -> None:
+        """Drop the rows beyond `step`: steps that are about to be made again."""
+        metrics = self.path / METRICS
+        if metrics.exists():
+            rows = metrics.read_text(encoding="utf-8").splitlines()
+            write_durably(metrics, "".join(row + "\n" for row in rows if _step_of(row) <= step))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Append one object to the metrics."""
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def sync(self) -> None:
+        """Put the metrics on the disk, before a checkpoint says that they are there."""
+        with contextlib.suppress(FileNotFoundError), open(self.path / METRICS, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _step_of(row: str) -> float:
+    """The step of a row; a row that was cut off by a kill counts as beyond any step."""
+    try:
+        return json.loads(row)["step"]
+    except (ValueError, KeyError):
+        return float("inf")
+
+
+def _same_run(path: Path, plan: Plan) -> None:
+    try:
+        kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
+    for name, value in plan.identity.items():
+        if kept.get(name) != value:
+            raise InputError(
+                f"--save {path} holds a different run: {name} is {_short(kept.get(name))} there, {_short(value)} here; "
+                "give the same value or choose another folder"
+            )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,172 @@
+"""Everything a run can be told, as dataclasses: each field is a flag of the command and a key of the YAML file."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megaenc import flags
+from megaenc.backend.device import detect
+from megaenc.backend.process import Layout
+from megaenc.errors import InputError
+from megaenc.model.config import ModelConfig, preset
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Where the text is and how it is cut."""
+
+    data_path: str = ""
+    """prefix of a tokenised corpus (PREFIX.bin, .idx, .json); without it the demo corpus is used, and built when missing"""
+    tokenizer: str = ""
+    """Hugging Face tokenizer the corpus was made with: a folder or a name"""
+    split: str = "99,1,0"
+    """shares of the documents for training, validation and test"""
+    seq_length: int = 256
+    """tokens of a pack: documents laid end to end, attention never crosses their edges"""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW and its learning rate: warm-up, constant, linear decay to zero."""
+
+    lr: float = 5e-4
+    """peak learning rate"""
+    lr_warmup_iters: int | None = None
+    """steps of linear warm-up (or give the fraction)"""
+    lr_warmup_fraction: float | None = None
+    """warm-up as a fraction of the run; 0.05 if neither is given"""
+    lr_wsd_decay_iters: int | None = None
+    """last steps, over which the rate falls to zero (or give the fraction)"""
+    lr_wsd_decay_fraction: float | None = None
+    """decay as a fraction of the run; 0.05 if neither is given"""
+    weight_decay: float = 0.1
+    """decoupled weight decay, on all parameters"""
+    adam_beta1: float = 0.9
+    """decay rate of the first moment"""
+    adam_beta2: float = 0.95
+    """decay rate of the second moment"""
+    adam_eps: float = 1e-5
+    """added to the root of the second moment"""
+    clip_grad: float = 1.0
+    """largest norm of the gradient; 0 leaves it alone"""
+
+
+@dataclass(frozen=True)
+class OutputSettings:
+    """What a run writes, and when."""
+
+    save: str = ""
+    """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
+    save_interval: int | None = None
+    """steps between checkpoints; the last step is always saved"""
+    exit_interval: int | None = None
+    """save and stop after the next step that is a multiple of this"""
+    eval_interval: int | None = None
+    """steps between validations, 0 for none; a tenth of the run unless given"""
+    eval_iters: int = 4
+    """global batches of a validation, always the same packs and masks"""
+    log_interval: int | None = None
+    """steps between rows of metrics; 1 for up to 1,000 steps, 10 beyond"""
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """One pretraining run."""
+
+    config: str = ""
+    """YAML file of flags; the command line wins over it"""
+    objective_schedule: str = "clm:0.25,mlm:0.75"
+    """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000"""
+    train_iters: int = 500
+    """steps (updates of the weights)"""
+    micro_batch_size: int = 8
+    """packs that one process reads at once, in one row"""
+    global_batch_size: int = 16
+    """packs of a step, over all processes"""
+    seed: int = 1
+    """initial weights, order of the data and masks follow from it"""
+    bf16: bool = field(default_factory=lambda: detect().has_bf16)
+    """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
+    model: str = "tiny"
+    """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
+    shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
+    data: DataSettings = DataSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    layout: Layout = Layout()
+    output: OutputSettings = OutputSettings()
+
+    def check(self, world_size: int) -> None:
+        """InputError, naming the flag, for what cannot be run on `world_size` processes."""
+        self.layout.check(world_size)
+        self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
+        values = flags.flatten(self)
+        for name in ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters", "make_vocab_size_divisible_by"):
+            _expect(values[name] >= 1, name, values[name], "1 or more")
+        for name in ("save_interval", "exit_interval", "log_interval"):
+            _expect(values[name] is None or values[name] >= 1, name, values[name], "1 or more")
+        for name in ("lr", "adam_eps"):
+            _expect(values[name] > 0, name, values[name], "more than 0")
+        for name in ("weight_decay", "clip_grad", "seed", "init_method_std"):
+            _expect(values[name] >= 0, name, values[name], "0 or more")
+        row = self.micro_batch_size * self.data.seq_length
+        tensor = self.layout.tensor_model_parallel_size
+        if self.layout.sequence_parallel and row % tensor:
+            raise InputError(
+                f"--sequence-parallel: a row of {row} tokens (--micro-batch-size x --seq-length) is no multiple of "
+                f"--tensor-model-parallel-size {tensor}"
+            )
+        step = self.micro_batch_size * self.data_parallel_size(world_size)
+        if self.global_batch_size % step:
+            raise InputError(
+                f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
+                f"(--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size(world_size)} data-parallel ranks)"
+            )
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model."""
+        return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
+
+    @property
+    def log_every(self) -> int:
+        """Steps between rows of metrics."""
+        return self.output.log_interval or (1 if self.train_iters <= 1000 else 10)
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between validations; 0 for none."""
+        return max(1, self.train_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
+
+
+def _expect(right: bool, name: str, found: object, expected: str) -> None:
+    if not right:
+        raise InputError(f"--{name.replace('_', '-')}: found {found}, expected {expected}")
+
+
+DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.
+
+With nothing given it trains the tiny preset on the demo corpus. Each flag is also a key of --config's YAML file."""
+
+
+def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
+    """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    config, model = _value_of(argv, "--config"), _value_of(argv, "--model")
+    default = PretrainSettings()
+    if config:
+        default = flags.from_yaml(default, config, first=("model", _with_preset))
+    if model:
+        default = _with_preset(default, model)
+    return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+
+
+def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
+    return dataclasses.replace(settings, model=name, shape=preset(name))
+
+
+def _value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The value that `argv` gives `flag`, before the rest of it is read: it decides the defaults of others."""
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        if word == flag:
+            return following
+        if word.startswith(flag + "="):
+            return word.removeprefix(flag + "=")
+    return None
