@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 
 from megaenc.backend.process import rank
 from megaenc.errors import InputError
-from megaenc.files import write_durably
+from megaenc.files import write_whole
 from megaenc.training.engine import Engine
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -79,12 +79,12 @@ class Checkpoints:
         dist.barrier()
         if rank() == 0:
             files = {file.name: file.stat().st_size for file in sorted(attempt.iterdir())}
-            write_durably(attempt / STATE, json.dumps({"step": step, **progress, "files": files}, indent=1))
+            write_whole(attempt / STATE, json.dumps({"step": step, **progress, "files": files}, indent=1))
             target = self.path(step)
             if target.exists():  # a save that was cut off before its tracker was written
                 shutil.rmtree(target)
             os.rename(attempt, target)
-            write_durably(self.folder / TRACKER, f"{step}\n")
+            write_whole(self.folder / TRACKER, f"{step}\n")
         dist.barrier()
 
     def load(self, engine: Engine, step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError
-from megaenc.files import write_durably
+from megaenc.files import write_whole
 from megaenc.training.plan import Plan
 
 CONFIG, FACTS, METRICS, TOKENIZER, LOCK = "config.yaml", "run.json", "metrics.jsonl", "tokenizer", ".lock"
@@ -41,16 +41,16 @@ class RunFolder:
         elif (path / METRICS).exists() or (path / "checkpoints").exists():
             raise InputError(f"--save {path}: holds metrics or checkpoints but no {FACTS}; choose another folder")
         with_flags = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
-        write_durably(path / CONFIG, yaml.safe_dump(with_flags, sort_keys=False))
+        write_whole(path / CONFIG, yaml.safe_dump(with_flags, sort_keys=False))
         plan.tokenizer.save_pretrained(path / TOKENIZER)
-        write_durably(path / FACTS, json.dumps(plan.facts, indent=1))
+        write_whole(path / FACTS, json.dumps(plan.facts, indent=1))
 
     def cut_metrics(self, step: int) -> None:
         """Drop the rows beyond `step`: steps that are about to be made again."""
         metrics = self.path / METRICS
         if metrics.exists():
             rows = metrics.read_text(encoding="utf-8").splitlines()
-            write_durably(metrics, "".join(row + "\n" for row in rows if _step_of(row) <= step))
+            write_whole(metrics, "".join(row + "\n" for row in rows if _step_of(row) <= step))
 
     def log(self, row: dict[str, Any]) -> None:
         """Append one object to the metrics."""

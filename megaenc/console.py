@@ -1,0 +1,136 @@
+"""What the user sees while something runs: one quiet, live line, printed by rank 0 alone."""
+
+import logging
+import os
+import sys
+import time
+import warnings
+from types import TracebackType
+from typing import Any, Self
+
+_NOISY_LOGGERS = (
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "torch",
+    "megatron",
+    "matplotlib",
+    "datasets",
+    "sentence_transformers",
+)
+
+
+def quiet() -> None:
+    """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
+
+    Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
+    already set keeps its value.
+    """
+    for name, value in {
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore")
+        warnings.filterwarnings("default", module=r"megaenc(\.|$)")
+
+
+def is_rank_zero() -> bool:
+    """Whether this process is the one that talks: rank 0 of a torchrun job, or any process outside of one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Print one line on standard output, from rank 0 only."""
+    if is_rank_zero():
+        print(text, flush=True)
+
+
+class ProgressLine:
+    """One line that tells how far something is: description, bar, percent, fields, time left.
+
+    On a terminal the line is live; elsewhere (a file, a pipe) it is a plain line at most each `every` seconds and one at the
+    end, which an exception leaves out. Other ranks than 0 stay silent. `total` may be None when it is not known; its unit is
+    that of `done`.
+
+        with ProgressLine("tokenising", total=size_in_bytes) as progress:
+            progress.update(done, **{"MB/s": 12.5}, documents=1204)
+    """
+
+    def __init__(self, description: str, total: float | None, every: float = 10.0) -> None:
+        self.description, self.total, self.every = description, total, every
+        self._done = 0.0
+        self._fields: dict[str, Any] = {}
+        self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
+        self._printed_at = time.monotonic()
+        self._printed: tuple | None = None
+        self._live = None
+
+    def __enter__(self) -> Self:
+        if is_rank_zero() and sys.stdout.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            columns = [TextColumn("{task.description}", markup=False)]
+            if self.total is not None:
+                columns.append(BarColumn(bar_width=24))
+            columns.append(TextColumn("{task.fields[tail]}", markup=False))
+            self._live = Progress(*columns, console=Console(file=sys.stdout))
+            self._live.start()
+            self._task = self._live.add_task(self.description, total=self.total, tail="")
+        return self
+
+    def update(self, done: float, *, description: str | None = None, **fields: Any) -> None:
+        """Say that `done` of `total` is done. `fields` (numbers or text) stay until given again, like `description`."""
+        now = time.monotonic()
+        self._done = done
+        self._fields.update(fields)
+        self.description = self.description if description is None else description
+        if self._first is None:
+            self._first = (now, done)
+        if self._live is not None:
+            self._live.update(self._task, completed=done, description=self.description, tail=self._tail(now))
+        elif is_rank_zero() and now - self._printed_at >= self.every:
+            self._print(now)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+        elif kind is None and is_rank_zero() and self._printed != self._state():
+            self._print(time.monotonic())
+
+    def _state(self) -> tuple:
+        return (self.description, self._done, tuple(self._fields.items()))
+
+    def _print(self, now: float) -> None:
+        self._printed_at, self._printed = now, self._state()
+        say(f"{self.description}  {self._tail(now)}".rstrip())
+
+    def _tail(self, now: float) -> str:
+        parts = [] if not self.total else [f"{100 * self._done / self.total:.0f} %"]
+        parts += [f"{name} {_number(value)}" for name, value in self._fields.items()]
+        if self.total and self._first is not None and self._first[1] < self._done < self.total:
+            rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
+            parts.append(f"{_clock((self.total - self._done) / rate)} left")
+        return "  ".join(parts)
+
+
+def _number(value: Any) -> str:
+    """A field for the eye: 1,204 documents, 3.1M tokens, loss 3.214."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return str(value)
+    if abs(value) >= 1e6:
+        return f"{value / 1e9:.2f}G" if abs(value) >= 1e9 else f"{value / 1e6:.2f}M"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

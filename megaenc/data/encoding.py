@@ -1,0 +1,122 @@
+"""Text to token ids: those of the Hugging Face tokenizer, reached by a faster way wherever it gives the same.
+
+Text is plain text. No token is added before or after it, and a special token that is spelled out in it stays the characters it
+is: the ids are those of `tokenizer(text, add_special_tokens=False, split_special_tokens=True)`. Half a surrogate pair (JSON can
+spell one, `"\\ud800"`; no encoding of Unicode can) becomes U+FFFD, the replacement character, before any tokenizer sees it.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+# What has set tokenizers apart before: white space of every kind, contractions, digits, scripts without spaces, combining marks,
+# joiners, control characters, characters beyond the basic plane, long runs.
+_PROBES = (
+    "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; and 3.14159 or 1,000,000 of them.",
+    " leading, trailing and  double   spaces \t tabs\t\tand\n\nnew lines\r\nof\rtwo kinds \n \n",
+    "no-break\u00a0space, \u2003em space, \u3000wide, \u2028line and \u2029paragraph ends, \x85next line, \x0b\x0c\x1c\x1d",
+    "NUL \x00 and \x01\x02\x7f, zero\u200bwidth\u200c\u200d\ufeff, soft\u00adhyphen, \ufffd, \ufffe, \U0010ffff",
+    "e\u0301 \u00e9 \u212b \u1e9b\u0323 \ufb01 \u0130\u0131 \u00df \u1e9e \u01c4"
+    "\u03a3\u03c3\u03c2 I\u0307 \u2460 \u00bd \u2167 \u0663\u0664",
+    "\u65e5\u672c\u8a9e\u306e\u6587\u3002 \u4e2d\u6587\u6587\u672c\uff0c\u6ca1\u6709\u7a7a\u683c"
+    " \ud55c\uad6d\uc5b4 \u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940"
+    " \u0627\u0644\u0639\u0631\u0628\u064a\u0629 \u05e2\u05d1\u05e8\u05d9\u05ea",
+    "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea \U0001f44d\U0001f3fd \u2764\ufe0f"
+    " \U00010348 \U0001d518\U0001d52b\U0001d526",
+    "def f(x):\n    return {'a': [1, 2], \"b\": x**2}  # comment\n\n\n"
+    "#include <stdio.h>\n<|endoftext|> [MASK] </s> <unk> $$\\LaTeX$$ \u2581x",
+    "https://example.org/a?b=c&d=%20e#f user@example.org"
+    " C:\\path\\to\\file __init__ --flag=value 0xDEADBEEF 1e-5 2024-02-29T12:00:00Z",
+    "a" * 300 + " " * 300 + "!" * 300 + "\n" * 50 + "1" * 100 + " " * 17 + "x",
+    "",
+)
+
+
+class Encoder:
+    """Encodes documents with one tokenizer; small to pickle, so that worker processes need no transformers.
+
+    `tokenizer_json` is the serialised backend of a Hugging Face fast tokenizer. `fast` says whether gigatoken may be used for
+    it; None finds out.
+    """
+
+    def __init__(self, tokenizer_json: str, fast: bool | None = None) -> None:
+        self._reference = Tokenizer.from_str(tokenizer_json)
+        self._reference.no_padding()
+        self._reference.no_truncation()
+        self._reference.encode_special_tokens = True  # a special token spelled in the text is text
+        config = json.loads(tokenizer_json)
+        added = config.get("added_tokens") or []
+        spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
+        self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else lambda text: None
+        # An added token may be looked for in the normalised text, where the search in `_spells_added_token` cannot see it.
+        findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
+        self._quick: Callable[[bytes], np.ndarray] | None = None
+        if fast or (fast is None and findable):
+            self._quick = _gigatoken(tokenizer_json)
+        if fast is None and self._quick is not None and not self._agrees(self._quick):
+            self._quick = None
+        self._json = tokenizer_json
+
+    @property
+    def fast(self) -> bool:
+        """Whether documents go through gigatoken (except those that spell an added token)."""
+        return self._quick is not None
+
+    def __reduce__(self):
+        return Encoder, (self._json, self.fast)
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Token ids of each document: uint32[tokens], in the order given; an empty document gives an empty array."""
+        texts = [well_formed(text) for text in texts]
+        if self._quick is None:
+            return self._encode_reference(texts)
+        rows: list[np.ndarray | None] = []
+        slow = []
+        for at, text in enumerate(texts):
+            if self._spells_added_token(text):
+                slow.append(at)
+                rows.append(None)
+            else:
+                rows.append(self._quick(text.encode()))
+        for at, row in zip(slow, self._encode_reference([texts[at] for at in slow]), strict=True):
+            rows[at] = row
+        return rows
+
+    def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            return []
+        return [np.array(row.ids, dtype=np.uint32) for row in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _agrees(self, quick: Callable[[bytes], np.ndarray]) -> bool:
+        """Whether `quick` gives the reference's ids on the probes and on words of the tokenizer's own vocabulary."""
+        size = self._reference.get_vocab_size()
+        words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
+        texts = [*_PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
+        texts = [text for text in map(well_formed, texts) if not self._spells_added_token(text)]
+        try:
+            return all(
+                np.array_equal(quick(text.encode()), row) for text, row in zip(texts, self._encode_reference(texts), strict=True)
+            )
+        except Exception:  # whatever gigatoken cannot do, the reference can
+            return False
+
+
+def well_formed(text: str) -> str:
+    """`text` with each half of a surrogate pair replaced by U+FFFD (two halves that meet become the character they spell)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _gigatoken(tokenizer_json: str) -> Callable[[bytes], np.ndarray] | None:
+    try:
+        from gigatoken.gigatoken_rs import load_hf_json
+
+        return load_hf_json(tokenizer_json).encode
+    except Exception:  # a kind of tokenizer that gigatoken does not know
+        return None

@@ -1,0 +1,122 @@
+"""The JSON beside a tokenised corpus: what megatron-core's .bin and .idx do not say, and the proof that they are whole."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TokenizerIdentity:
+    """Which tokenizer made the corpus."""
+
+    name: str
+    """Name on the Hub, or the last part of the folder's path: for people; the fingerprint identifies."""
+    fingerprint: str
+    """As in megaenc.data.tokenizer.Vocabulary."""
+    eos_id: int | None
+    mask_id: int | None
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """One corpus: `PREFIX_KEY_document.json`. It is written last, so the corpus exists if it does."""
+
+    format: int
+    tokenizer: TokenizerIdentity
+    vocab_size: int
+    """Number of token ids the tokenizer has."""
+    eod: int | None
+    """Token id that ends every document, or None when none was appended."""
+    append_eod: bool
+    documents: int
+    sequences: int
+    """Entries of the .idx; one a document here, more when a document is cut into sentences."""
+    tokens: int
+    """All tokens, end-of-document ones included."""
+    empty_documents: int
+    """Documents without a token, left out."""
+    skipped_lines: int
+    """Bad lines left out by --skip-bad-lines."""
+    dtype: str
+    """`uint16` or `int32`: how the .bin stores a token id."""
+    bin_bytes: int
+    idx_bytes: int
+    sha256: dict[str, str]
+    """Of the files: keys `bin` and `idx`."""
+    sources: list[dict[str, Any]]
+    """The input files: `path` (name without folder) and `bytes` on disk."""
+    megaenc: str
+    """Version of this package that wrote it."""
+
+    def write(self, path: Path) -> None:
+        """Write to `path` as JSON."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+
+def sidecar_path(prefix: str | Path) -> Path:
+    """The JSON that belongs to the corpus `prefix` (`.../corpus_text_document`)."""
+    return Path(f"{prefix}.json")
+
+
+def read_sidecar(prefix: str | Path) -> Sidecar:
+    """Read the sidecar of the corpus `prefix`. Raises InputError when it is missing, not JSON, of another format or incomplete."""
+    path = sidecar_path(prefix)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(
+            f"{path}: no such file; expected a corpus made by `megaenc preprocess` (give the path without .bin)"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); expected what `megaenc preprocess` wrote") from None
+    values = _checked(path, values, Sidecar)
+    if values["format"] != FORMAT:
+        raise InputError(f"{path}: field `format`: found {values['format']}, expected {FORMAT}; preprocess the text again")
+    identity = _checked(path, values["tokenizer"], TokenizerIdentity, within="tokenizer.")
+    for name in ("bin", "idx"):
+        if not isinstance(values["sha256"].get(name), str):
+            raise InputError(f"{path}: no field `sha256.{name}`; expected what `megaenc preprocess` wrote")
+    return Sidecar(**{**values, "tokenizer": TokenizerIdentity(**identity)})
+
+
+# JSON type of each annotated type; a nested dataclass is an object.
+_JSON_TYPES = {
+    int: (int,),
+    int | None: (int, type(None)),
+    bool: (bool,),
+    str: (str,),
+    dict[str, str]: (dict,),
+    list[dict[str, Any]]: (list,),
+    TokenizerIdentity: (dict,),
+}
+
+
+def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str, Any]:
+    """The fields of `kind` out of `values`, each of its type; fields that `kind` does not know are left alone."""
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found a JSON {type(values).__name__}, expected an object")
+    known = {}
+    for field in dataclasses.fields(kind):
+        if field.name not in values:
+            raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
+        value = values[field.name]
+        if not isinstance(value, _JSON_TYPES[field.type]) or (isinstance(value, bool) and field.type is not bool):
+            raise InputError(
+                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {_name(field.type)}"
+            )
+        known[field.name] = value
+    return known
+
+
+def _name(kind: Any) -> str:
+    return {int: "a whole number", int | None: "a whole number or null", bool: "true or false", str: "text"}.get(
+        kind, "an object or list"
+    )

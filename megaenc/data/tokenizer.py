@@ -1,0 +1,137 @@
+"""Tokenizers: loading one, what the rest needs to know of it, and training one."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megaenc.data.encoding import Encoder, well_formed
+from megaenc.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+EOS, MASK = "<|eos|>", "<|mask|>"
+SMALLEST_VOCABULARY = 258  # 256 bytes and the two special tokens
+LONGEST_TEXT = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
+
+# The pad role is not here: no corpus holds padding, and giving a tokenizer a pad token for fine-tuning does not make it another
+# one.
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the rest of the package knows of a tokenizer."""
+
+    size: int
+    """Number of token ids: one more than the largest, added tokens included."""
+    eos_id: int | None
+    """Ends a document in a corpus."""
+    mask_id: int | None
+    """Stands for a token to be predicted."""
+    special_ids: tuple[int, ...]
+    """Ids that are not text, ascending: never masked."""
+    fingerprint: str
+    """sha256 in hex of everything that decides ids: equal for equal tokenizers, wherever they are stored."""
+
+
+def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
+    """Load a Hugging Face fast tokenizer from a folder or by its name on the Hub. Raises InputError when there is none."""
+    name = str(name_or_dir)
+    folder = Path(name)
+    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # transformers raises nearly anything here: OSError, ValueError, KeyError, JSON errors, HTTP errors
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        what = "no tokenizer that can be loaded" if folder.is_dir() else "neither a folder nor a name that the Hub answers to"
+        raise InputError(f"--tokenizer {name}: {what}; expected a folder with tokenizer.json ({first.strip()[:160]})") from None
+    if not getattr(tokenizer, "is_fast", False):
+        raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
+    return tokenizer
+
+
+def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
+    """The size, special ids and fingerprint of a tokenizer."""
+    ids = tokenizer.get_vocab().values()
+    special = {token for token in tokenizer.all_special_ids if token is not None}
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return Vocabulary(
+        size=max(len(tokenizer), max(ids, default=-1) + 1),
+        eos_id=tokenizer.eos_token_id,
+        mask_id=tokenizer.mask_token_id,
+        special_ids=tuple(sorted(special)),
+        fingerprint=_fingerprint(tokenizer),
+    )
+
+
+def encoder_of(tokenizer: "PreTrainedTokenizerFast") -> Encoder:
+    """The encoder of plain text that belongs to `tokenizer` (see megaenc.data.encoding)."""
+    return _encoder(tokenizer.backend_tokenizer.to_str())
+
+
+_encoder = lru_cache(maxsize=4)(Encoder)
+
+
+def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:
+    """Token ids of each text as plain text, uint32[tokens]; which ids, megaenc.data.encoding says."""
+    return encoder_of(tokenizer)(texts)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE of at most `vocab_size` ids; the same texts give the same tokenizer.
+
+    `<|eos|>` (id 0) ends a document and pads, `<|mask|>` (id 1) hides a token. Any text survives encoding and decoding
+    unchanged. A small corpus may give fewer ids. Raises InputError when `vocab_size` has no room for the bytes.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size {vocab_size}: expected at least {SMALLEST_VOCABULARY}, the 256 bytes and two special tokens"
+        )
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    # A word carries the space before it, so the mask token swallows that space: "The <|mask|> sat" asks for " cat", not for
+    # "cat".
+    mask = AddedToken(MASK, lstrip=True, normalized=False, special=True)
+    eos = AddedToken(EOS, normalized=False, special=True)
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[eos, mask],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(map(well_formed, texts), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos,
+        pad_token=eos,
+        mask_token=mask,
+        model_max_length=LONGEST_TEXT,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def _fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    del backend["padding"], backend["truncation"]
+    backend["added_tokens"].sort(key=lambda token: token["id"])
+    roles = {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in _ROLES}
+    canonical = json.dumps({"backend": backend, "roles": roles}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

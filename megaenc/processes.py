@@ -1,0 +1,142 @@
+"""Helper processes: as many as asked for, results in the order of the work, and none that outlives or outwaits its parent."""
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from queue import Queue
+from typing import Any, Self
+
+import megaenc
+from megaenc.errors import InputError
+
+_PR_SET_PDEATHSIG = 1
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+class Workers:
+    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager and call `map` once.
+
+    They are fresh interpreters, not forks: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the
+    caller's `__main__`.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
+        # The name must not be `__main__`'s: the helper imports the callable by its module.
+        self._work, self._count = pickle.dumps(work), count
+        self._processes: list[subprocess.Popen] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Self:
+        root = str(Path(megaenc.__file__).parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}  # one core each
+        for _ in range(self._count):
+            here, there = Pipe()
+            command = [
+                sys.executable,
+                "-c",
+                "from megaenc.processes import serve; serve()",
+                str(there.fileno()),
+                str(os.getpid()),
+            ]
+            self._processes.append(
+                subprocess.Popen(command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL)
+            )
+            self._connections.append(here)
+            there.close()  # so that the end of the process is the end of the connection
+        with contextlib.suppress(BrokenPipeError):  # `map` says which worker is gone
+            for connection in self._connections:
+                connection.send_bytes(self._work)
+        return self
+
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield `work(item)` for each item, in order; at most two items a worker are under way.
+
+        An exception of `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
+        """
+        pending: deque[int] = deque()
+        for number, item in enumerate(items):
+            if len(pending) == 2 * self._count:
+                yield self._receive(pending.popleft())
+            worker = number % self._count
+            try:
+                self._connections[worker].send(item)
+            except (BrokenPipeError, ConnectionResetError):
+                raise self._death(worker) from None
+            pending.append(worker)
+        while pending:
+            yield self._receive(pending.popleft())
+
+    def _receive(self, worker: int) -> Any:
+        try:
+            result, error, trace = self._connections[worker].recv()
+        except (EOFError, ConnectionResetError):
+            raise self._death(worker) from None
+        if error is not None:
+            if not isinstance(error, InputError):
+                error.add_note(f"in worker {worker + 1}:\n{trace}")
+            raise error
+        return result
+
+    def _death(self, worker: int) -> InputError:
+        code = self._processes[worker].wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = "; is there memory enough for so many --workers?" if code == -signal.SIGKILL else ""
+        return InputError(
+            f"worker {worker + 1} of {self._count} (process {self._processes[worker].pid}) {how} before it was done{hint}"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.kill()  # by now it waits for work or its work is not wanted any more
+            process.wait()
+
+
+def serve() -> None:
+    """What a helper process runs: `argv` holds the file descriptor of its connection and its parent's process id."""
+    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    work = pickle.loads(connection.recv_bytes())
+    # A thread takes the next item off the connection while this one is worked on: otherwise parent and helper could both wait
+    # to send.
+    items: Queue = Queue()
+    threading.Thread(target=_take, args=(connection, items), daemon=True).start()
+    while (item := items.get()) is not None:
+        try:
+            answer = (work(item), None, "")
+        except Exception as error:
+            answer = (None, error, traceback.format_exc())
+        connection.send(answer)
+
+
+def _take(connection: Connection, items: Queue) -> None:
+    while True:
+        try:
+            items.put(connection.recv())
+        except (EOFError, OSError):
+            items.put(None)
+            return
