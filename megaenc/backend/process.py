@@ -1,8 +1,6 @@
 """The processes of a run: threads, process groups, model parallelism, and an end together with their launcher."""
 
-import ctypes
 import os
-import signal
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,8 +10,7 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.errors import InputError
-
-_PR_SET_PDEATHSIG = 1
+from megaenc.processes import die_with_parent, usable_cores
 
 
 @dataclass(frozen=True)
@@ -93,13 +90,10 @@ def share_cores() -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local == 1 and "OMP_NUM_THREADS" in os.environ:
         return
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+    torch.set_num_threads(max(1, usable_cores() // local))
 
 
 def die_with_launcher() -> None:
     """Under torchrun, be killed when the agent dies: workers lead their own sessions and would otherwise go on writing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = os.getppid()
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died between the two calls
-            os.kill(os.getpid(), signal.SIGKILL)
+        die_with_parent(os.getppid())

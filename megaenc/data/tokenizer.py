@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megaenc.data.encoding import Encoder, well_formed
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,22 +23,6 @@ LONGEST_TEXT = 2048  # tokens: the context of the encoders, where `truncation=Tr
 # The pad role is not here: no corpus holds padding, and giving a tokenizer a pad token for fine-tuning does not make it another
 # one.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """What the rest of the package knows of a tokenizer."""
-
-    size: int
-    """Number of token ids: one more than the largest, added tokens included."""
-    eos_id: int | None
-    """Ends a document in a corpus."""
-    mask_id: int | None
-    """Stands for a token to be predicted."""
-    special_ids: tuple[int, ...]
-    """Ids that are not text, ascending: never masked."""
-    fingerprint: str
-    """sha256 in hex of everything that decides ids: equal for equal tokenizers, wherever they are stored."""
 
 
 def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":

@@ -1,0 +1,210 @@
+"""A tokenised corpus on disk, PREFIX.bin and PREFIX.idx in Megatron's format, with the JSON that says how it was made."""
+
+import hashlib
+import struct
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaenc import randomness
+from megaenc.data.sidecar import Sidecar, read_sidecar, sidecar_path
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
+_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+_FIRST_LOOK = 1 << 22  # tokens that `check_vocabulary` reads: some milliseconds, and enough to notice a wrong tokenizer
+
+
+class Corpus:
+    """The documents of one corpus. A document is a span of the index's document indices, however many sequences it has.
+
+    prefix: path without extension; sidecar: the JSON beside it, None for a corpus that Megatron's own tool wrote;
+    document_lengths: int64[D] in tokens, zeros allowed.
+    """
+
+    def __init__(self, prefix: str, dataset: Any, sidecar: Sidecar | None):
+        self.prefix = prefix
+        self.sidecar = sidecar
+        self._dataset = dataset
+        self._first_sequences = dataset.document_indices  # int64[D + 1], memory-mapped
+        ends = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(dataset.sequence_lengths, out=ends[1:])
+        self.document_lengths: np.ndarray = np.diff(ends[self._first_sequences])
+        self._id_limit: int | None = None
+
+    @classmethod
+    def open(cls, prefix: str | Path) -> "Corpus":
+        """Open PREFIX.bin and PREFIX.idx without reading the tokens.
+
+        Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not describe the two.
+        """
+        prefix = str(prefix)
+        token_type = _check_index(prefix)
+        # Here and not at the top: it takes seconds and pulls in torch, and whoever wants only the split needs neither.
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        try:
+            dataset = IndexedDataset(prefix, mmap=True)
+        except AssertionError:
+            raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged") from None
+        _check_contents(prefix, dataset, token_type)
+        sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
+        corpus = cls(prefix, dataset, sidecar)
+        if sidecar is not None:
+            corpus._check_sidecar(token_type)
+        return corpus
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal corpora, wherever they are: what the sidecar says of the tokens; without one, a hash of the index alone."""
+        if self.sidecar is not None:
+            return self.sidecar.sha256["bin"]
+        with open(f"{self.prefix}.idx", "rb") as index:
+            return hashlib.file_digest(index, "sha256").hexdigest()
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.document_lengths)
+
+    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
+        """int64[stop - start]: tokens start..stop-1 of `document`, a copy.
+
+        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        """
+        if start == stop:  # an empty document may have no sequence to point at
+            return np.empty(0, dtype=np.int64)
+        # The sequences of a document lie one after the other in .bin, so that one read may run across them.
+        sequence = int(self._first_sequences[document])
+        found = self._dataset.get(sequence, offset=start, length=stop - start).astype(np.int64)
+        if self._id_limit is not None:
+            self._check_ids(found, f"document {document}")
+        return found
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Raise InputError unless the corpus was made with the tokenizer behind `vocabulary` and its ids are within it.
+
+        The start of the corpus is looked through here; every id handed out later is checked as it is read.
+        """
+        if self.sidecar is not None:
+            made_with = self.sidecar.tokenizer
+            if made_with.fingerprint != vocabulary.fingerprint:
+                raise InputError(
+                    f"{self.prefix}.json: corpus was made with another tokenizer: found `{made_with.name}` "
+                    f"({made_with.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
+                )
+            if self.sidecar.vocab_size > vocabulary.size:
+                raise InputError(
+                    f"{self.prefix}.json: field `vocab_size`: found {self.sidecar.vocab_size}, "
+                    f"expected at most the model's vocabulary of {vocabulary.size}"
+                )
+        self._id_limit = vocabulary.size
+        count = min(_FIRST_LOOK, int(self.document_lengths.sum()))
+        self._check_ids(self._dataset.bin_reader.read(self._dataset.index.dtype, count, 0).astype(np.int64), "the start")
+
+    def _check_ids(self, found: np.ndarray, where: str) -> None:
+        # As unsigned numbers negative ids are huge: one comparison finds both kinds.
+        if int(found.view(np.uint64).max()) >= self._id_limit:
+            wrong = found[(found < 0) | (found >= self._id_limit)]
+            raise InputError(
+                f"{self.prefix}.bin: {where} holds token id {wrong[0]}, "
+                f"expected 0 to {self._id_limit - 1} (the model's vocabulary)"
+            )
+
+    def _check_sidecar(self, token_type: type[np.number]) -> None:
+        found = {
+            "documents": len(self),
+            "sequences": len(self._dataset.sequence_lengths),
+            "tokens": int(self.document_lengths.sum()),
+            "dtype": np.dtype(token_type).name,
+            "bin_bytes": Path(f"{self.prefix}.bin").stat().st_size,
+            "idx_bytes": Path(f"{self.prefix}.idx").stat().st_size,
+        }
+        for field, value in found.items():
+            if getattr(self.sidecar, field) != value:
+                raise InputError(
+                    f"{self.prefix}.json: field `{field}`: found {getattr(self.sidecar, field)}, expected {value} "
+                    "(what the .bin and .idx beside it hold); the three files do not belong together"
+                )
+
+
+def _check_index(prefix: str) -> type[np.number]:
+    """The token type of a corpus whose .idx has a sound header and the size that follows from it, and whose .bin is not empty."""
+    for extension in (".idx", ".bin"):
+        if not Path(prefix + extension).is_file():
+            raise InputError(
+                f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_nearby(prefix)}"
+            )
+    found_bytes = Path(f"{prefix}.idx").stat().st_size
+    if found_bytes < _HEADER.size:
+        raise InputError(f"{prefix}.idx: truncated: found {found_bytes} bytes, expected a header of {_HEADER.size}")
+    with open(f"{prefix}.idx", "rb") as stream:
+        magic, version, code, sequences, indices = _HEADER.unpack(stream.read(_HEADER.size))
+    if magic != _MAGIC or version != 1:
+        raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {_MAGIC!r}, version 1")
+    if code not in _TOKEN_TYPES:
+        raise InputError(f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(_TOKEN_TYPES)})")
+    expected_bytes = _HEADER.size + 12 * sequences + 8 * indices  # int32 lengths, int64 pointers, int64 document indices
+    if found_bytes != expected_bytes:
+        wrong = "truncated" if found_bytes < expected_bytes else "too long for a text corpus"
+        raise InputError(f"{prefix}.idx: {wrong}: found {found_bytes} bytes, expected {expected_bytes} for {sequences} sequences")
+    if Path(f"{prefix}.bin").stat().st_size == 0 or indices < 2:
+        raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
+    return _TOKEN_TYPES[code]
+
+
+def _check_contents(prefix: str, dataset: Any, token_type: type[np.number]) -> None:
+    size = np.dtype(token_type).itemsize
+    lengths, indices, pointers = dataset.sequence_lengths, dataset.document_indices, dataset.index.sequence_pointers
+    if lengths.min() < 0 or indices[0] != 0 or np.diff(indices).min() < 0:
+        raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
+    expected_bytes = int(lengths.sum(dtype=np.int64)) * size
+    found_bytes = Path(f"{prefix}.bin").stat().st_size
+    if found_bytes != expected_bytes:
+        wrong = "truncated" if found_bytes < expected_bytes else "too long"
+        raise InputError(f"{prefix}.bin: {wrong}: found {found_bytes} bytes, expected {expected_bytes} (by the lengths in .idx)")
+    if pointers[0] != 0 or int(pointers[-1]) + int(lengths[-1]) * size != expected_bytes:
+        raise InputError(f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged")
+
+
+def _nearby(prefix: str) -> str:
+    """A hint for a prefix that misses: an extension too much, or without the `_KEY_document` that preprocessing appends."""
+    path = Path(prefix)
+    if path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").is_file():
+        return f"; did you mean `{path.with_suffix('')}`?"
+    others = sorted(path.parent.glob(path.name + "*.idx")) if path.name and path.parent.is_dir() else []
+    return f"; did you mean `{others[0].with_suffix('')}`?" if others else ""
+
+
+def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
+    """`99,1,0` as the weights of training, validation and test documents. Raises InputError."""
+    try:
+        weights = tuple(Fraction(part.strip()) for part in text.split(","))
+    except (ValueError, ZeroDivisionError):
+        weights = ()
+    if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:
+        raise InputError(f"--split: found `{text}`, expected three weights, training, validation and test, such as 99,1,0")
+    return weights
+
+
+def split_documents(count: int, fractions: tuple[Any, Any, Any] = (99, 1, 0)) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Documents 0..count-1 as (training, validation, test): int64 arrays, each sorted, together every document once.
+
+    `fractions` are weights in any unit. The split belongs to the corpus, not to the run: no seed changes it. A part whose
+    weight is not zero gets at least one document as long as there are enough.
+    """
+    weights = [Fraction(str(fraction)) for fraction in fractions]
+    half = Fraction(1, 2)
+    ends = [int(sum(weights[: part + 1]) / sum(weights) * count + half) for part in range(3)]
+    counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    for part in range(3):
+        donor = counts.index(max(counts))
+        if weights[part] > 0 and counts[part] == 0 and counts[donor] > 1:
+            counts[donor] -= 1
+            counts[part] += 1
+    order = randomness.permutation(0, "split", count)
+    training, validation, test = np.split(order, np.cumsum(counts)[:2])
+    return np.sort(training), np.sort(validation), np.sort(test)

@@ -1,0 +1,125 @@
+"""An objective says which positions of a pack predict which tokens, under which attention; objectives differ in nothing else."""
+
+import dataclasses
+import difflib
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megaenc.data.packs import Pack
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.randomness import SampleRandomness
+
+
+class Attention(StrEnum):
+    """What a position sees of its own document: itself and what comes before, or everything."""
+
+    CAUSAL = "causal"
+    BIDIRECTIONAL = "bidirectional"
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What a pack of T tokens asks of the model; N = 0 is legal.
+
+    inputs: int64[T], what the model reads; predict_at: int64[N], increasing, the positions whose output is scored;
+    labels: int64[N], the token each of them should predict.
+    """
+
+    inputs: np.ndarray
+    predict_at: np.ndarray
+    labels: np.ndarray
+
+
+class OptionError(InputError):
+    """An option of an objective cannot be used; `option` is its name."""
+
+    def __init__(self, objective: str, option: str, complaint: str):
+        super().__init__(f"{objective}: option `{option}`: {complaint}")
+        self.option = option
+
+
+def option(default: Any, help: str, *, low: float = -math.inf, high: float = math.inf, above: float = -math.inf) -> Any:
+    """An option, declared as a field: a bool, int, float or str by its default; `above` < value, `low` <= value <= `high`."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high, "above": above})
+
+
+@dataclass(frozen=True)
+class Objective(ABC):
+    """Base of all objectives: a frozen dataclass whose fields after `vocabulary` are its options, declared with `option`.
+
+    Constructing one checks the options: OptionError for a wrong one, InputError where the vocabulary does not suit.
+    """
+
+    name: ClassVar[str]
+    """As the schedule spells it."""
+    attention: ClassVar[Attention]
+
+    vocabulary: Vocabulary
+
+    @abstractmethod
+    def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        """The Targets of one pack: a pure function of its arguments."""
+
+    def __post_init__(self) -> None:
+        for field in self.options():
+            self._check(field, getattr(self, field.name))
+
+    @classmethod
+    def options(cls) -> tuple[dataclasses.Field, ...]:
+        """The options in the order of declaration; `metadata["help"]` says what each does."""
+        return dataclasses.fields(cls)[1:]
+
+    @classmethod
+    def from_texts(cls, vocabulary: Vocabulary, texts: dict[str, str]) -> "Objective":
+        """Construct from options as a schedule spells them, say {"mask": "0.3"}."""
+        known = {field.name: field for field in cls.options()}
+        values = {}
+        for name, text in texts.items():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean `{near[0]}`?" if near else ""
+                raise OptionError(cls.name, name, f"unknown, expected {', '.join(known) or 'no option at all'}{hint}")
+            values[name] = cls._read(known[name], text)
+        return cls(vocabulary, **values)
+
+    def describe(self, every: bool = False) -> str:
+        """As a schedule spells it, `mlm(mask=0.3)`: with the options that differ from their defaults, or with `every` option."""
+        shown = [field for field in self.options() if every or getattr(self, field.name) != field.default]
+        inside = ",".join(f"{field.name}={_spell(type(field.default)(getattr(self, field.name)))}" for field in shown)
+        return f"{self.name}({inside})" if inside else self.name
+
+    @classmethod
+    def _read(cls, field: dataclasses.Field, text: str) -> Any:
+        kind = type(field.default)
+        try:
+            return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        except (KeyError, ValueError):
+            raise OptionError(cls.name, field.name, f"found `{text}`, expected {_expected(field)}") from None
+
+    @classmethod
+    def _check(cls, field: dataclasses.Field, value: Any) -> None:
+        kind = type(field.default)
+        right = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        if right and kind in (int, float):
+            limits = field.metadata
+            right = math.isfinite(value) and limits["low"] <= value <= limits["high"] and value > limits["above"]
+        if not right:
+            raise OptionError(cls.name, field.name, f"found {_spell(value)}, expected {_expected(field)}")
+
+
+def _expected(field: dataclasses.Field) -> str:
+    kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[type(field.default)]
+    limits = field.metadata
+    bounds = [(limits["above"], "above"), (limits["low"], "from"), (limits["high"], "up to")]
+    words = [kind, *(f"{word} {_spell(bound)}" for bound, word in bounds if math.isfinite(bound))]
+    return f"{' '.join(words)} ({limits['help']})"
+
+
+def _spell(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,25 @@
+"""Causal language modelling: every token predicts the next one of its document."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaenc.data.packs import Pack
+from megaenc.objectives.base import Attention, Objective, Targets
+from megaenc.objectives.registry import register
+from megaenc.randomness import SampleRandomness
+
+
+@register
+@dataclass(frozen=True)
+class CausalLanguageModeling(Objective):
+    """Position i predicts token i + 1; the last token of a document, or of a piece cut by the pack's end, predicts nothing."""
+
+    name = "clm"
+    attention = Attention.CAUSAL
+
+    def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
+        has_next = np.ones(len(pack.tokens), dtype=bool)
+        has_next[pack.edges[1:] - 1] = False
+        predict_at = np.flatnonzero(has_next)
+        return Targets(pack.tokens, predict_at, pack.tokens[predict_at + 1])

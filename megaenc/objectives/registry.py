@@ -1,0 +1,89 @@
+"""Objectives by name: those registered in this process, then those that installed packages offer.
+
+A package offers one through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
+"""
+
+import difflib
+from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
+from typing import TypeVar
+
+from megaenc.errors import InputError
+from megaenc.objectives.base import Attention, Objective
+
+GROUP = "megaenc.objectives"
+
+_registered: dict[str, type[Objective]] = {}
+ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
+
+
+def register(objective: ObjectiveClass) -> ObjectiveClass:
+    """Class decorator: make an objective known by its `name`. Raises ValueError for a name taken or a class that is none."""
+    complaint = _complaint(objective)
+    if complaint:
+        raise ValueError(f"{objective!r} {complaint}")
+    if objective.name in _registered:
+        raise ValueError(f"objective `{objective.name}` is registered twice: {_registered[objective.name]} and {objective}")
+    _registered[objective.name] = objective
+    return objective
+
+
+def known() -> list[str]:
+    """The names that `find` accepts, sorted; no package is loaded for it."""
+    return sorted({*_registered, *entry_points(group=GROUP).names})
+
+
+def find(name: str) -> type[Objective]:
+    """The objective called `name`; a package that offers it is loaded now, no other is.
+
+    Raises InputError for an unknown name, for one that two offer, and for a package that does not hold what it offers.
+    """
+    found = _registered.get(name)
+    offers = [point for point in entry_points(group=GROUP, name=name) if found is None or point.value != _place(found)]
+    if found is not None and not offers:
+        return found
+    if not offers:
+        names = known()
+        near = difflib.get_close_matches(name.lower(), names, n=1)
+        raise InputError(
+            f"unknown objective `{name}`, expected one of {', '.join(names)}" + (f"; did you mean `{near[0]}`?" if near else "")
+        )
+    if found is not None:
+        raise InputError(f"objective `{name}`: {_package(offers[0])} offers it, but {_place(found)} has that name already")
+    if len(offers) > 1:
+        raise InputError(f"objective `{name}`: offered by {' and by '.join(map(_package, offers))}, expected one of them alone")
+    return _load(offers[0])
+
+
+def _load(offer: EntryPoint) -> type[Objective]:
+    try:
+        objective = offer.load()
+    except Exception as error:  # whatever a foreign module raises while it is imported
+        raise InputError(
+            f"objective `{offer.name}`: {_package(offer)} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    complaint = _complaint(objective)
+    if not complaint and objective.name != offer.name:
+        complaint = f"is called `{objective.name}`"
+    if complaint:
+        raise InputError(f"objective `{offer.name}`: {_package(offer)} offers {offer.value}, which {complaint}")
+    return objective
+
+
+def _complaint(objective: type) -> str:
+    """What keeps a class from being an objective; empty where nothing does."""
+    if not (isinstance(objective, type) and issubclass(objective, Objective)):
+        return "is no subclass of megaenc.objectives.Objective"
+    if isabstract(objective):
+        return "has no method `targets`"
+    if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
+        return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
+    return ""
+
+
+def _place(objective: type[Objective]) -> str:
+    return f"{objective.__module__}:{objective.__qualname__}"
+
+
+def _package(offer: EntryPoint) -> str:
+    return f"package `{offer.dist.name}`" if offer.dist else f"`{offer.value}`"

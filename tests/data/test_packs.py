@@ -1,0 +1,137 @@
+"""Packs against a walk, token by token, over the stream that they are cut from."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from megaenc import randomness
+from megaenc.data.packs import ConcatPacks, Pack
+from megaenc.errors import InputError
+
+
+class Numbered:
+    """Documents in memory whose tokens say where they come from: 1000 * document + place."""
+
+    def __init__(self, lengths):
+        self.document_lengths = np.array(lengths, dtype=np.int64)
+
+    def tokens(self, document, start, stop):
+        return 1000 * document + np.arange(start, stop)
+
+
+def stream(lengths, documents, seed):
+    """Every token of the endless stream as (token, whether a document starts here)."""
+    documents = [document for document in documents if lengths[document] > 0]
+    epoch = 0
+    while True:
+        for place in randomness.permutation(seed, "documents", len(documents), counters=(epoch,)):
+            document = documents[place]
+            for offset in range(lengths[document]):
+                yield 1000 * document + offset, offset == 0
+        epoch += 1
+
+
+def expected_packs(lengths, documents, seq_length, seed, count):
+    """The first `count` packs in the order of the stream: tokens, edges, positions."""
+    tokens = stream(lengths, documents, seed)
+    packs = []
+    for _ in range(count):
+        piece = list(islice(tokens, seq_length))
+        edges = [0] + [place for place, (_, starts) in enumerate(piece) if starts and place > 0] + [seq_length]
+        positions = []
+        for place in range(seq_length):
+            positions.append(0 if place in edges else positions[-1] + 1)
+        packs.append(([token for token, _ in piece], edges, positions))
+    return packs
+
+
+LENGTHS = {
+    "mixed": [5, 1, 0, 30, 7, 12, 2, 0, 9, 16],
+    "shorter than a pack": [2, 0, 3],
+    "one token": [1],
+    "one long document": [100],
+    "a whole number of packs": [8, 8, 16],
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("seed", [0, 7])
+def test_packs_are_the_stream_cut_into_pieces(lengths, seed):
+    seq_length, documents = 8, np.arange(len(lengths))
+    packs = ConcatPacks(Numbered(lengths), documents, seq_length, seed)
+    epochs = 60 if sum(lengths) < seq_length else 4
+    count = packs.first_sample_of_epoch(epochs)
+    found = [packs[sample] for sample in range(count)]
+    by_content = sorted((pack.tokens.tolist(), pack.edges.tolist(), pack.positions.tolist()) for pack in found)
+    assert by_content == sorted(expected_packs(lengths, documents, seq_length, seed, count))
+    for sample, pack in enumerate(found):
+        assert (pack.sample, pack.epoch) == (sample, packs.epoch_of_sample(sample))
+        assert pack.tokens.dtype == np.int64
+        assert pack.edges.dtype == np.int32
+        assert pack.positions.dtype == np.int64
+
+
+def test_samples_of_an_epoch_are_the_packs_that_start_in_it_in_random_order():
+    lengths = LENGTHS["mixed"]
+    packs = ConcatPacks(Numbered(lengths), np.arange(len(lengths)), 8, seed=3)
+    per_epoch = sum(lengths)
+    reference = [tokens for tokens, _, _ in expected_packs(lengths, range(len(lengths)), 8, 3, 60)]
+    for epoch in range(4):
+        starts = [pack for pack in range(60) if epoch * per_epoch <= pack * 8 < (epoch + 1) * per_epoch]
+        samples = range(packs.first_sample_of_epoch(epoch), packs.first_sample_of_epoch(epoch + 1))
+        assert list(samples) == starts
+        visited = [packs[sample].tokens.tolist() for sample in samples]
+        assert visited != [reference[pack] for pack in starts]
+        assert sorted(visited) == sorted(reference[pack] for pack in starts)
+        assert {packs[sample].epoch for sample in samples} == {epoch}
+
+
+def test_every_token_comes_once_an_epoch():
+    lengths = LENGTHS["mixed"]
+    used = np.array([0, 2, 3, 4, 8])
+    packs = ConcatPacks(Numbered(lengths), used, 6, seed=1)
+    epochs = 6  # six epochs are a whole number of packs of six tokens
+    assert packs.tokens_per_epoch == sum(lengths[document] for document in used)
+    tokens = np.concatenate([packs[sample].tokens for sample in range(packs.first_sample_of_epoch(epochs))])
+    values, counts = np.unique(tokens, return_counts=True)
+    assert values.tolist() == [1000 * document + offset for document in used for offset in range(lengths[document])]
+    assert (counts == epochs).all()
+
+
+def test_a_sample_depends_on_nothing_but_its_number():
+    rng = np.random.default_rng(0)
+    source = Numbered(rng.integers(0, 40, size=200))
+    forwards = ConcatPacks(source, np.arange(200), 16, seed=5)
+    expected = [forwards[sample] for sample in range(700)]
+    jumping = ConcatPacks(source, np.arange(200), 16, seed=5)
+    for sample in rng.permutation(700):
+        found = jumping[int(sample)]
+        assert np.array_equal(found.tokens, expected[sample].tokens)
+        assert np.array_equal(found.edges, expected[sample].edges)
+    other = ConcatPacks(source, np.arange(200), 16, seed=6)
+    assert any(not np.array_equal(other[sample].tokens, expected[sample].tokens) for sample in range(3))
+
+
+def test_pieces_of_a_long_document_do_not_meet_in_a_batch():
+    packs = ConcatPacks(Numbered([100_000]), np.array([0]), 100, seed=0)
+    first_tokens = np.array([packs[sample].tokens[0] for sample in range(1000)])
+    neighbours = np.mean(np.abs(np.diff(first_tokens)) == 100)
+    assert neighbours < 0.01  # by chance one pair in five hundred
+
+
+def test_epochs_follow_one_another_in_new_orders():
+    packs = ConcatPacks(Numbered([4] * 50), np.arange(50), 200, seed=0)
+    first, second = packs[0].tokens, packs[1].tokens
+    assert not np.array_equal(first, second)
+    assert np.array_equal(np.sort(first), np.sort(second))
+
+
+def test_no_tokens():
+    with pytest.raises(InputError, match="found no tokens in 2 documents"):
+        ConcatPacks(Numbered([0, 0, 5]), np.array([0, 1]), 8, seed=0)
+
+
+def test_positions():
+    pack = Pack(0, 0, np.arange(7), np.array([0, 3, 4, 7], dtype=np.int32))
+    assert pack.positions.tolist() == [0, 1, 2, 0, 0, 1, 2]
