@@ -1,6 +1,6 @@
 """Pretrain an encoder, alone or under torchrun:
 
-    torchrun --nproc-per-node 2 examples/pretrain_encoder.py --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2
+torchrun --nproc-per-node 2 examples/pretrain_encoder.py --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2
 """
 
 if __name__ == "__main__":  # checkpoint writers are spawned and import this file again

@@ -56,7 +56,9 @@ class ModelConfig:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected 1 or more")
         self._divides("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
-            raise InputError(f"--hidden-size / --num-attention-heads is {self.head_dim}, expected an even head width for rotary positions")
+            raise InputError(
+                f"--hidden-size / --num-attention-heads is {self.head_dim}, expected an even head width for rotary positions"
+            )
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")

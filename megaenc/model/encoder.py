@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.enums import ModelType
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -27,6 +28,7 @@ class Encoder(LanguageModule):
     def __init__(self, model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype):
         config = transformer_config(model, layout, dtype)
         super().__init__(config)
+        self.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
         self.vocab_size = vocab_size
         self.pre_process = parallel_state.is_pipeline_first_stage()
         self.post_process = parallel_state.is_pipeline_last_stage()
@@ -37,9 +39,7 @@ class Encoder(LanguageModule):
         self.angles = RotaryEmbedding(model.head_dim, rotary_percent=1.0, rotary_base=model.rotary_base)(seq_length)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
-        self.decoder = TransformerBlock(
-            config, block_spec(config), pre_process=self.pre_process, post_process=self.post_process
-        )
+        self.decoder = TransformerBlock(config, block_spec(config), pre_process=self.pre_process, post_process=self.post_process)
         if self.post_process:
             # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
             self.output_layer = ColumnParallelLinear(
@@ -64,9 +64,7 @@ class Encoder(LanguageModule):
         Returns logits_NV (float32 or bfloat16, padding columns -inf) on the last pipeline stage, [S, 1, H] on the others.
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
-        hidden = self.decoder(
-            hidden, attention_mask=None, rotary_pos_emb=self.angles[positions], packed_seq_params=packing
-        )
+        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=self.angles[positions], packed_seq_params=packing)
         return self.logits(hidden, predict_at) if self.post_process else hidden
 
     def logits(self, hidden_S1H: Tensor, predict_at: Tensor | None) -> Tensor:

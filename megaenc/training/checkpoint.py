@@ -43,7 +43,9 @@ class Checkpoints:
         """The JSON saved with the checkpoint of `step`, after a look that every file is there. InputError names what is missing."""
         path = self.path(step)
         if not path.is_dir():
-            raise InputError(f"{path}: missing, though {TRACKER} names step {step}: delete that file or write an earlier step into it")
+            raise InputError(
+                f"{path}: missing, though {TRACKER} names step {step}: delete that file or write an earlier step into it"
+            )
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

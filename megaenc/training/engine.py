@@ -66,9 +66,7 @@ class Engine:
         self.config = encoder.config
         self.config.finalize_model_grads_func = finalize_model_grads
         module = Float16Module(self.config, encoder) if settings.bf16 else encoder
-        self.model = DistributedDataParallel(
-            self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module
-        )
+        self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",

@@ -9,7 +9,7 @@ import torch
 from megaenc import __version__, flags
 from megaenc.backend.process import world_size
 from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.demo import ensure_demo
+
 from megaenc.data.packs import ConcatPacks
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
@@ -79,7 +79,11 @@ def make_plan(settings: PretrainSettings) -> Plan:
     prefix, tokenizer_name = data.data_path, data.tokenizer
     if not prefix:
         if tokenizer_name:
-            raise InputError("--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)")
+            raise InputError(
+                "--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)"
+            )
+        from megaenc.data.demo import ensure_demo
+
         demo = ensure_demo(Path("demo"))
         prefix, tokenizer_name = str(demo.data_prefix), str(demo.tokenizer)
     elif not tokenizer_name:

@@ -35,12 +35,16 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"--save {path}: another process is training in this folder; wait for it or choose another") from None
+            raise InputError(
+                f"--save {path}: another process is training in this folder; wait for it or choose another"
+            ) from None
         if (path / FACTS).exists():
             _same_run(path, plan)
         elif (path / METRICS).exists() or (path / "checkpoints").exists():
             raise InputError(f"--save {path}: holds metrics or checkpoints but no {FACTS}; choose another folder")
-        with_flags = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        with_flags = {
+            name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"
+        }
         write_whole(path / CONFIG, yaml.safe_dump(with_flags, sort_keys=False))
         plan.tokenizer.save_pretrained(path / TOKENIZER)
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))

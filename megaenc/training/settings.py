@@ -100,7 +100,14 @@ class PretrainSettings:
         self.layout.check(world_size)
         self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
         values = flags.flatten(self)
-        for name in ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters", "make_vocab_size_divisible_by"):
+        for name in (
+            "train_iters",
+            "micro_batch_size",
+            "global_batch_size",
+            "seq_length",
+            "eval_iters",
+            "make_vocab_size_divisible_by",
+        ):
             _expect(values[name] >= 1, name, values[name], "1 or more")
         for name in ("save_interval", "exit_interval", "log_interval"):
             _expect(values[name] is None or values[name] >= 1, name, values[name], "1 or more")
