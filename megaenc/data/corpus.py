@@ -60,7 +60,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal corpora, wherever they are: what the sidecar says of the tokens; without one, a hash of the index alone."""
+        """Equal for equal corpora, wherever they lie: by the sidecar's hash of the tokens, without one by the index alone."""
         if self.sidecar is not None:
             return self.sidecar.sha256["bin"]
         with open(f"{self.prefix}.idx", "rb") as index:

@@ -40,10 +40,14 @@ def write_sidecar(prefix: str, **changes) -> None:
         "documents": 4,
         "sequences": 5,
         "tokens": 11,
+        "empty_documents": 0,
+        "skipped_lines": 0,
         "dtype": "uint16",
         "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
         "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
         "sha256": {"bin": "0" * 64, "idx": "0" * 64},
+        "sources": [],
+        "megaenc": "0.1.0",
     }
     Path(f"{prefix}.json").write_text(json.dumps(sidecar | changes))
 
@@ -147,7 +151,7 @@ def test_sidecar_of_another_corpus(prefix, field, value):
 
 
 def test_corpus_made_with_another_tokenizer(prefix):
-    write_sidecar(prefix, tokenizer={"name": "other", "fingerprint": "a" * 64})
+    write_sidecar(prefix, tokenizer={"name": "other", "fingerprint": "a" * 64, "eos_id": 0, "mask_id": 1})
     with pytest.raises(
         InputError, match=r"made with another tokenizer: found `other` \(aaaaaaaaaaaa\), expected .*\(ffffffffffff\)"
     ):
@@ -159,7 +163,7 @@ def test_ids_beyond_the_vocabulary(prefix):
     with pytest.raises(InputError, match="holds token id 21, expected 0 to 20"):
         Corpus.open(prefix).check_vocabulary(small)
     write_sidecar(prefix)
-    with pytest.raises(InputError, match="field `vocab_size`: found 32, expected at most .* 21"):
+    with pytest.raises(InputError, match=r"field `vocab_size`: found 32, expected at most .* 21"):
         Corpus.open(prefix).check_vocabulary(small)
 
 

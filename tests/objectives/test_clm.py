@@ -1,0 +1,48 @@
+"""Next-token targets against a loop over positions."""
+
+import numpy as np
+import pytest
+
+from megaenc.data.packs import Pack
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives import Attention, CausalLanguageModeling
+from megaenc.randomness import SampleRandomness
+
+VOCABULARY = Vocabulary(size=100, eos_id=0, mask_id=None, special_ids=(0,), fingerprint="f" * 64)
+
+
+def targets(tokens, edges):
+    pack = Pack(0, 0, np.array(tokens, dtype=np.int64), np.array(edges, dtype=np.int32))
+    return CausalLanguageModeling(VOCABULARY).targets(pack, SampleRandomness(0, 0, 0))
+
+
+def test_by_hand():
+    found = targets([7, 8, 9, 0, 5, 6, 4], [0, 4, 5, 7])
+    assert found.inputs.tolist() == [7, 8, 9, 0, 5, 6, 4]
+    assert found.predict_at.tolist() == [0, 1, 2, 5]
+    assert found.labels.tolist() == [8, 9, 0, 4]
+    assert found.predict_at.dtype == found.labels.dtype == np.int64
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_against_a_loop(seed):
+    rng = np.random.default_rng(seed)
+    length = int(rng.integers(1, 60))
+    tokens = rng.integers(0, 100, size=length)
+    inner = np.flatnonzero(rng.random(length - 1) < rng.choice([0.0, 0.2, 0.9])) + 1
+    edges = [0, *inner.tolist(), length]
+    expected = [(i, tokens[i + 1]) for i in range(length - 1) if i + 1 not in edges]
+    found = targets(tokens, edges)
+    assert list(zip(found.predict_at, found.labels, strict=True)) == expected
+
+
+def test_documents_of_one_token_predict_nothing():
+    found = targets([1, 2, 3], [0, 1, 2, 3])
+    assert len(found.predict_at) == len(found.labels) == 0
+
+
+def test_sees_what_comes_before_and_takes_no_option():
+    assert CausalLanguageModeling.attention is Attention.CAUSAL == "causal"
+    with pytest.raises(InputError, match="clm: option `mask`: unknown, expected no option at all"):
+        CausalLanguageModeling.from_texts(VOCABULARY, {"mask": "0.3"})

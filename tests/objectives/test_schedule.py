@@ -1,0 +1,150 @@
+"""Which update trains which objective, and where a schedule that cannot be read goes wrong."""
+
+from fractions import Fraction
+
+import pytest
+
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, parse_schedule
+
+VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
+
+
+def spans(text, train_iters):
+    return [(phase.text, phase.first_step, phase.last_step) for phase in Schedule.build(text, train_iters, VOCABULARY).phases]
+
+
+@pytest.mark.parametrize(
+    ("text", "train_iters", "expected"),
+    [
+        ("clm:0.25,mlm:0.75", 100, [("clm", 1, 25), ("mlm", 26, 100)]),
+        # 0.25 * 42 = 10.5 and 0.5 * 5 = 2.5: half is rounded up.
+        ("clm:0.25,mlm:0.75", 42, [("clm", 1, 11), ("mlm", 12, 42)]),
+        ("clm:0.5,mlm:0.5", 5, [("clm", 1, 3), ("mlm", 4, 5)]),
+        # 0.15 * 10 = 1.5 in decimals; the float 0.15 is a little less and would give 1.
+        ("clm:0.15,mlm:0.85", 10, [("clm", 1, 2), ("mlm", 3, 10)]),
+        # 0.1 + 0.2 + 0.7 is 1 in decimals and 0.9999999999999999 in floats; ends at 3.5 and 10.5 of 35.
+        ("clm:0.1,mlm:0.2,clm:.7", 35, [("clm", 1, 4), ("mlm", 5, 11), ("clm", 12, 35)]),
+        # Boundaries are rounded, not lengths: 3.33 and 6.66 of 10 end at 3 and 7.
+        ("clm:0.333,mlm:0.333,clm:0.334", 10, [("clm", 1, 3), ("mlm", 4, 7), ("clm", 8, 10)]),
+        ("clm:10000,mlm:32000", 42000, [("clm", 1, 10000), ("mlm", 10001, 42000)]),
+        ("clm:0.5,mlm:0.25,clm:0.25", 8, [("clm", 1, 4), ("mlm", 5, 6), ("clm", 7, 8)]),
+        ("mlm", 7, [("mlm", 1, 7)]),
+        ("mlm:1.0", 7, [("mlm", 1, 7)]),
+        ("mlm:1.", 7, [("mlm", 1, 7)]),
+        ("mlm:1", 1, [("mlm", 1, 1)]),
+        ("mlm(mask=0.3)", 7, [("mlm(mask=0.3)", 1, 7)]),
+        (
+            " clm : 0.5 ,\tmlm ( mask = 0.15 , random=0.1,keep=.1 ) : 0.5 ",
+            4,
+            [("clm", 1, 2), ("mlm(mask=0.15,random=0.1,keep=0.1)", 3, 4)],
+        ),
+    ],
+)
+def test_phases(text, train_iters, expected):
+    assert spans(text, train_iters) == expected
+
+
+def test_at_every_step():
+    schedule = Schedule.build("clm:0.25,mlm(mask=0.3):0.5,clm:0.25", 12, VOCABULARY)
+    assert [schedule.at(step).index for step in range(1, 13)] == [0] * 3 + [1] * 6 + [2] * 3
+    assert schedule.at(4).objective == MaskedLanguageModeling(VOCABULARY, mask=0.3)
+    assert schedule.at(12).objective == CausalLanguageModeling(VOCABULARY)
+    for step in (0, 13, -1):
+        with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
+            schedule.at(step)
+
+
+def test_canonical_is_equal_where_the_phases_are():
+    def canonical(text):
+        return Schedule.build(text, 100, VOCABULARY).canonical
+
+    assert canonical("clm:0.25,mlm:0.75") == "clm:25,mlm(mask=0.4,random=0.0,keep=0.0):75"
+    assert canonical("clm:25, mlm(keep=0,mask=0.40):75") == canonical("clm:0.25,mlm:0.75")
+    assert canonical("mlm") == canonical("mlm:1.0") == canonical("mlm:100")
+    assert canonical("mlm(mask=0.3)") != canonical("mlm")
+    for text in ("mlm", "clm:0.25,mlm(mask=0.3):0.75"):
+        assert canonical(canonical(text)) == canonical(text)
+
+
+def test_parsed_phases_know_their_place():
+    first, second = parse_schedule("clm:0.25, mlm(mask=0.3):75")
+    assert (first.name.text, first.name.start, first.options, first.amount) == ("clm", 0, (), Fraction(1, 4))
+    assert (second.name.start, second.amount, second.amount_text.start) == (10, 75, 24)
+    ((name, value),) = second.options
+    assert (name.text, name.start, value.text, value.start) == ("mask", 14, "0.3", 19)
+
+
+# The piece in brackets is where the error must point.
+@pytest.mark.parametrize(
+    ("marked", "complaint"),
+    [
+        ("mlm:0.8,clm:[0.3]", "shares add up to 1.1, expected 1"),
+        ("mlm:0.8,clm:[0.3],mlm:0.3", "shares add up to 1.4, expected 1"),
+        ("mlm:0.3,clm:[0.6]", "shares add up to 0.9, expected 1"),
+        ("clm:0.3333333333,mlm:0.3333333333,clm:[0.3333333333]", "shares add up to 0.9999999999, expected 1"),
+        ("clm:20,mlm:[70]", "steps add up to 90, expected 100 (--train-iters)"),
+        ("clm:60,mlm:[50]", "steps add up to 110, expected 100 (--train-iters)"),
+        ("mlm:[1]", "steps add up to 1, expected 100 (--train-iters); `1` is one step, write 1.0 for the whole run"),
+        ("clm:0.5,mlm:[50]", "found steps after a share, expected one kind"),
+        ("clm:50,mlm:[0.5]", "found a share after steps, expected one kind"),
+        ("mlm:0.999,clm:[0.001]", "0.001 of 100 steps is no step, expected at least one"),
+        ("clm:[-0.5],mlm:1.5", "negative share -0.5, expected more than zero"),
+        ("clm:[0.0],mlm:1.0", "zero share 0.0, expected more than zero"),
+        ("clm:[-5],mlm:105", "negative step count -5, expected more than zero"),
+        ("clm:[0],mlm:100", "zero step count 0, expected more than zero"),
+        ("[]", "empty, expected an objective such as mlm"),
+        ("[]  ", "empty, expected an objective such as mlm"),
+        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, mlm; did you mean `mlm`?"),
+        ("clm:0.5,[CLM]:0.5", "did you mean `clm`?"),
+        ("clm [0.5]", "found `0.5`, expected `:`"),
+        ("clm[,]mlm:0.5", "found `,`, expected `:` and the share or the steps of `clm`"),
+        ("clm:0.5,mlm[]", "found the end, expected `:` and the share or the steps of `mlm`"),
+        ("clm:[]", "found the end, expected a share with a point (0.25) or a whole number of steps"),
+        ("clm:[,]mlm:0.5", "found `,`, expected a share"),
+        ("clm:[50%],mlm:50%", "found `50%`, expected a share with a point"),
+        ("mlm:[1e-3]", "found `1e-3`, expected a share with a point"),
+        ("mlm:[.]", "found `.`, expected a share with a point"),
+        ("clm:0.5,mlm:0.5[,]", "nothing follows the comma, expected another phase"),
+        ("clm:0.5,[,]mlm:0.5", "found `,`, expected the name of an objective"),
+        ("[0.5]:clm", "found `0.5`, expected the name of an objective"),
+        ("mlm:0.5[:]0.5", "found `:`, expected `,` and another phase, or the end"),
+        ("mlm[(]mask=0.3:0.5", "this parenthesis is never closed"),
+        ("mlm[(]mask=0.3", "this parenthesis is never closed"),
+        ("mlm[)]:1.0", "found `)`, expected `:`"),
+        ("mlm(mask=0.3)[)]:1.0", "found `)`, expected `:`"),
+        ("mlm([)]", "found `)`, expected an option such as mask=0.3"),
+        ("mlm(mask[)]", "found `)`, expected `=` and the value of `mask`"),
+        ("mlm(mask=[)]", "found `)`, expected the value of `mask`"),
+        ("mlm(mask=0.3 [0.4])", "found `0.4`, expected `,` and another option, or `)`"),
+        ("mlm(mask=0.3,[mask]=0.2)", "option `mask` is given twice"),
+        ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep; did you mean `mask`?"),
+        ("mlm(mask=[much])", "mlm: option `mask`: found `much`, expected a number above 0 up to 1"),
+        ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
+        ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no option at all"),
+    ],
+)
+def test_errors_point_at_the_character(marked, complaint):
+    text = marked.replace("[", "").replace("]", "")
+    with pytest.raises(InputError) as caught:
+        Schedule.build(text, 100, VOCABULARY)
+    message = str(caught.value)
+    assert message.startswith(f"--objective-schedule: at character {marked.index('[') + 1} of '{text}': ")
+    assert complaint in message
+    assert message.endswith(f"(here: {marked})")
+    assert "\n" not in message
+
+
+def test_a_tokenizer_without_mask_token_is_refused_at_the_phase_that_needs_one():
+    causal = Vocabulary(size=50, eos_id=0, mask_id=None, special_ids=(0,), fingerprint="f" * 64)
+    assert len(Schedule.build("clm", 100, causal).phases) == 1
+    with pytest.raises(
+        InputError, match=r"at character 10 of 'clm:0.25,mlm:0.75': mlm: the tokenizer \(ffffffffffff\) has no mask token"
+    ):
+        Schedule.build("clm:0.25,mlm:0.75", 100, causal)
+
+
+def test_run_without_steps():
+    with pytest.raises(InputError, match="--train-iters: found 0, expected at least 1"):
+        Schedule.build("mlm", 0, VOCABULARY)
