@@ -23,7 +23,7 @@ def parse(
 ) -> Settings:
     """Read `argv` into the dataclass `settings`; nested dataclasses give flat flags (`--tensor-model-parallel-size`).
 
-    `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError, in one line, for what cannot be read.
+    `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError for what cannot be read.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.environ.get("RANK", "0") != "0" and {"-h", "--help"} & set(arguments):

@@ -26,14 +26,15 @@ def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] =
 
 
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
-    """int64[count]: a random order of range(count). Equal words (one chance in 2**64 a pair) keep their order, so the result is unique."""
+    """int64[count]: a random order of range(count); equal words (one chance in 2**64 a pair) keep theirs, so it is unique."""
     return np.argsort(words(seed, purpose, count, counters=counters), kind="stable")
 
 
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     """float32[len(rows), columns]: standard normal rows of the matrix called `name`.
 
-    A row depends on (seed, name, its number) alone, so that a rank draws just the rows it holds. Box-Muller in float64, rounded once.
+    A row depends on (seed, name, its number) alone, so that a rank draws just the rows it holds. Box-Muller in float64,
+    rounded once.
     """
     if rows.step != 1:
         raise ValueError(f"rows must be contiguous, found step {rows.step}")

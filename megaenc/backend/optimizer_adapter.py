@@ -1,7 +1,8 @@
 """Adapter two: megatron-core's optimizers where neither apex nor Transformer Engine is installed, on every device.
 
-megatron-core then falls back to torch's AdamW, which counts a step for each parameter. Its checkpoints of the distributed optimizer
-expect what apex's FusedAdam has: one `step` a parameter group. `GroupStepAdamW` has that and calls torch's own fused kernel.
+megatron-core then falls back to torch's AdamW, which counts a step for each parameter. Its checkpoints of the distributed
+optimizer expect what apex's FusedAdam has: one `step` a parameter group. `GroupStepAdamW` has that and calls torch's own fused
+kernel.
 """
 
 import torch
@@ -50,7 +51,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Put GroupStepAdamW where megatron-core looks for apex's Adam; nothing is changed where apex or Transformer Engine is there."""
+    """Put GroupStepAdamW where megatron-core looks for apex's Adam; where apex or Transformer Engine is there, change nothing."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -85,7 +85,7 @@ def stop() -> None:
 def share_cores() -> None:
     """Give each process of this node its share of the cores as threads; one process alone has them all.
 
-    OMP_NUM_THREADS is honoured for one process; torchrun sets it to 1 for several, so there it says nothing about the user's wish.
+    OMP_NUM_THREADS is honoured for one process; torchrun sets it to 1 for several, so there it tells nothing of the user's wish.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local == 1 and "OMP_NUM_THREADS" in os.environ:

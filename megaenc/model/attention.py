@@ -1,6 +1,7 @@
 """Attention inside documents that lie end to end, causal or bidirectional as the batch says."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,8 @@ MASK_TYPES = {Attention.CAUSAL: AttnMaskType.causal, Attention.BIDIRECTIONAL: At
 class Packing(PackedSeqParams):
     """Documents of one row and the mask they are read under; travels to core attention as `packed_seq_params`.
 
-    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. It reaches the core attention through
-    every recompute mode, which an object passed as `attention_mask` would not.
+    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. It reaches the core attention
+    through every recompute mode, which an object passed as `attention_mask` would not.
     """
 
     mask_type: AttnMaskType = AttnMaskType.no_mask
@@ -29,7 +30,7 @@ class Packing(PackedSeqParams):
     def of(cls, edges: list[int], attention: Attention, device: torch.device) -> "Packing":
         """Documents between neighbouring `edges` (the cu_seqlens: 0 first, the row's length last)."""
         cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)
-        documents = list(zip(edges, edges[1:], strict=False))
+        documents = list(pairwise(edges))
         longest = max(stop - start for start, stop in documents)
         return cls(
             qkv_format="sbhd",

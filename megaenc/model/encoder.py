@@ -52,7 +52,7 @@ class Encoder(LanguageModule):
         self.setup_embeddings_and_output_layer()
 
     def _set_attention_backend(self) -> None:
-        """Nothing: the base class asserts that Transformer Engine's variables suit its attention, and the attention here is our own."""
+        """Nothing: the base class asserts that Transformer Engine's variables suit its attention; the one here is our own."""
 
     def set_input_tensor(self, input_tensor: list[Tensor]) -> None:
         """Take what the previous pipeline stage sent (megatron-core's schedules call this)."""

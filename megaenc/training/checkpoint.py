@@ -7,6 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
@@ -40,7 +41,7 @@ class Checkpoints:
         return self.folder / f"iter_{step:07d}"
 
     def state(self, step: int) -> dict[str, Any]:
-        """The JSON saved with the checkpoint of `step`, after a look that every file is there. InputError names what is missing."""
+        """The JSON saved with the checkpoint of `step`, if every file is there; InputError names what is missing."""
         path = self.path(step)
         if not path.is_dir():
             raise InputError(
@@ -93,9 +94,20 @@ class Checkpoints:
         """Put the checkpoint of `step` into `engine`, in whatever layout it was saved; returns its JSON."""
         state = self.state(step)
         loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(self.path(step)))
-        _module(engine).load_state_dict({name.removeprefix("model."): value for name, value in loaded["model"].items()})
+        _fill(_module(engine), loaded["model"])
         engine.optimizer.load_state_dict(loaded["optimizer"])
         return state
+
+
+def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module) -> None:
+    """Put the weights of the checkpoint of `step` into `module`, without an optimizer."""
+    checkpoints.state(step)
+    loaded = dist_checkpointing.load({"model": module.sharded_state_dict(prefix="model.")}, str(checkpoints.path(step)))
+    _fill(module, loaded["model"])
+
+
+def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
 
 
 def _module(engine: Engine):

@@ -9,7 +9,6 @@ import torch
 from megaenc import __version__, flags
 from megaenc.backend.process import world_size
 from megaenc.data.corpus import Corpus, parse_split, split_documents
-
 from megaenc.data.packs import ConcatPacks
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary

@@ -20,8 +20,8 @@ CONFIG, FACTS, METRICS, TOKENIZER, LOCK = "config.yaml", "run.json", "metrics.js
 class RunFolder:
     """What rank 0 keeps in `--save`; construct it on rank 0 alone.
 
-    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer, `tokenizer/`
-    a copy of it, `metrics.jsonl` an object a logged step, `checkpoints/` the checkpoints.
+    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer,
+    `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `checkpoints/` the checkpoints.
     """
 
     def __init__(self, path: Path, plan: Plan):
@@ -29,7 +29,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(path / LOCK, "w", encoding="utf-8")  # held until the process ends, however it ends
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)  # held until the process ends, however it ends
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
         try:

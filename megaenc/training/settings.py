@@ -90,10 +90,10 @@ class PretrainSettings:
     model: str = "tiny"
     """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
     shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
-    data: DataSettings = DataSettings()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    layout: Layout = Layout()
-    output: OutputSettings = OutputSettings()
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    layout: Layout = field(default_factory=Layout)
+    output: OutputSettings = field(default_factory=OutputSettings)
 
     def check(self, world_size: int) -> None:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
@@ -157,12 +157,15 @@ With nothing given it trains the tiny preset on the demo corpus. Each flag is al
 def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
     config, model = _value_of(argv, "--config"), _value_of(argv, "--model")
-    default = PretrainSettings()
-    if config:
-        default = flags.from_yaml(default, config, first=("model", _with_preset))
+    default = settings_from(config) if config else PretrainSettings()
     if model:
         default = _with_preset(default, model)
     return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+
+
+def settings_from(path: str) -> PretrainSettings:
+    """The settings that the YAML file at `path` gives over the preset that it names. Raises InputError."""
+    return flags.from_yaml(PretrainSettings(), path, first=("model", _with_preset))
 
 
 def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
@@ -171,7 +174,7 @@ def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
 
 def _value_of(argv: Sequence[str], flag: str) -> str | None:
     """The value that `argv` gives `flag`, before the rest of it is read: it decides the defaults of others."""
-    for word, following in zip(argv, [*argv[1:], None], strict=True):
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == flag:
             return following
         if word.startswith(flag + "="):

@@ -1,0 +1,120 @@
+"""A run's checkpoint, saved in any layout, as a Hugging Face folder that loads without custom code."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megaenc import backend
+from megaenc.convert.mapping import core_to_hf
+from megaenc.errors import InputError
+from megaenc.files import make_parent, refuse_existing, whole_folder
+from megaenc.model.config import ModelConfig
+
+ARCHITECTURES = ("eurobert", "llama")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a run folder says of its model."""
+
+    folder: Path
+    model: ModelConfig
+    vocab_size: int
+    seq_length: int
+    dtype: torch.dtype
+
+
+def open_run(folder: Path) -> SavedRun:
+    """Read config.yaml and run.json of a run folder. Raises InputError where one is missing or no run wrote it."""
+    from megaenc.training.run_folder import CONFIG, FACTS
+    from megaenc.training.settings import settings_from
+
+    if not (folder / CONFIG).is_file():
+        raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
+    settings = settings_from(str(folder / CONFIG))
+    try:
+        vocab_size = int(json.loads((folder / FACTS).read_text(encoding="utf-8"))["vocab_size"])
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
+    dtype = torch.bfloat16 if settings.bf16 else torch.float32
+    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype)
+
+
+def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
+    """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
+    backend.start(backend.Layout(), seed=0)
+    try:
+        from megaenc.model.encoder import build_encoder
+        from megaenc.training.checkpoint import Checkpoints, load_model
+
+        checkpoints = Checkpoints(run.folder / "checkpoints")
+        found = checkpoints.latest() if step is None else step
+        if found is None:
+            raise InputError(f"--load {run.folder}: no checkpoint there yet")
+        encoder = build_encoder(run.model, run.vocab_size, run.seq_length, backend.Layout(), run.dtype, seed=None)
+        load_model(checkpoints, found, encoder)
+        return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
+    finally:
+        backend.stop()
+
+
+def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
+    """transformers' config of the model; `architecture` is eurobert (bidirectional) or llama (causal)."""
+    from transformers import EuroBertConfig, LlamaConfig
+
+    model = run.model
+    shared = dict(
+        vocab_size=run.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_query_groups,
+        head_dim=model.head_dim,
+        hidden_act="silu",
+        max_position_embeddings=run.seq_length,
+        initializer_range=model.init_method_std,
+        rms_norm_eps=model.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype=run.dtype,
+    )
+    if architecture == "llama":
+        return LlamaConfig(**shared)
+    return EuroBertConfig(**shared, mask_token_id=tokenizer.mask_token_id, classifier_pooling="mean")
+
+
+def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int | None = None) -> int:
+    """Write the checkpoint of `step` (None: the newest) of run `load` to folder `output`; returns the step.
+
+    The folder holds config.json, safetensors and the tokenizer: `EuroBertForMaskedLM` or `LlamaForCausalLM` loads it. Raises
+    InputError for anything missing, and then leaves no folder.
+    """
+    refuse_existing(output, "--output")
+    make_parent(output, "--output")
+    run = open_run(load)
+    from transformers import EuroBertForMaskedLM, LlamaForCausalLM
+
+    from megaenc.data.tokenizer import load_tokenizer
+    from megaenc.training.run_folder import TOKENIZER
+
+    tokenizer = load_tokenizer(run.folder / TOKENIZER)
+    tokenizer.model_max_length = run.seq_length
+    found, state = load_weights(run, step)
+    kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]
+    with torch.device("meta"):  # no weights are drawn only to be replaced
+        model = kind(hf_config(run, architecture, tokenizer))
+    model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
+    with whole_folder(output) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    return found
