@@ -65,7 +65,7 @@ def sidecar_path(prefix: str | Path) -> Path:
 
 
 def read_sidecar(prefix: str | Path) -> Sidecar:
-    """Read the sidecar of the corpus `prefix`. Raises InputError when it is missing, foreign or incomplete."""
+    """Read the sidecar of the corpus `prefix`. Raises InputError if missing, not JSON, of another format or incomplete."""
     path = sidecar_path(prefix)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

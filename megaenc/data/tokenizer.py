@@ -29,7 +29,9 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     """Load a Hugging Face fast tokenizer from a folder or by its name on the Hub. Raises InputError when there is none."""
     name = str(name_or_dir)
     folder = Path(name)
-    if not folder.is_dir() and (folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1):
+    # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so what is clearly a path is not.
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir())
+    if not folder.is_dir() and (is_path or folder.exists()):
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
 
@@ -38,9 +40,13 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     except (
         Exception
     ) as error:  # transformers raises nearly anything here: OSError, ValueError, KeyError, JSON errors, HTTP errors
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        what = "no tokenizer that can be loaded" if folder.is_dir() else "neither a folder nor a name that the Hub answers to"
-        raise InputError(f"--tokenizer {name}: {what}; expected a folder with tokenizer.json ({first.strip()[:160]})") from None
+        if folder.is_dir() and not (folder / "tokenizer.json").exists():
+            raise InputError(
+                f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
+            ) from None
+        what = "tokenizer.json cannot be loaded" if folder.is_dir() else "neither a folder nor a name that the Hub answers to"
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason[:160]})") from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer

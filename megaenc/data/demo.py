@@ -1,0 +1,207 @@
+"""A corpus of English prose without any download: the documentation of Python and of the packages installed beside this one."""
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaenc import flags
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.data import prose
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent, stopped_by_sigterm, whole_files
+from megaenc.processes import Workers, usable_cores
+
+# What this package needs, and what that needs: installed wherever this runs.
+_INSTALLED = """
+    PIL awkward fontTools fsspec huggingface_hub jinja2 matplotlib megatron mpmath networkx numpy psutil pydantic pygments rich
+    sympy tokenizers torch torchgen transformers typer tyro yaml
+"""
+_PACKAGES = _INSTALLED.split()
+_STANDARD_LIBRARY = "python"
+_CODE = (".py", ".pyi", ".h", ".cuh", ".hpp")
+_TEXT = (".rst", ".md", ".txt")
+# Tests say little in sentences; vendored copies belong to somebody else.
+_LEFT_OUT = frozenset(
+    ("test", "tests", "testing", "idle_test", "site-packages", "__pycache__", "_vendor", "node_modules", "lib2to3", "third_party")
+)
+_SMALLEST_DOCUMENT = 200  # characters
+_HELD_OUT_PERCENT = 2
+VOCAB_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class DemoCorpus:
+    """Two JSONL files of {"id", "text"}; no paragraph is in both."""
+
+    corpus: Path
+    heldout: Path
+
+
+@dataclass(frozen=True)
+class Demo:
+    """Everything that pretraining without any data of one's own needs."""
+
+    corpus: Path
+    heldout: Path
+    tokenizer: Path
+    """Hugging Face tokenizer folder."""
+    data_prefix: Path
+    """The preprocessed corpus, for --data-path."""
+
+
+@dataclass(frozen=True)
+class DemoFlags:
+    """What `megaenc demo` takes."""
+
+    output: str = "demo"
+    """Folder of the corpus, the tokenizer and the preprocessed data; what it holds already is kept."""
+
+
+def build_demo_corpus(folder: str | Path) -> DemoCorpus:
+    """Write `corpus.jsonl` and `heldout.jsonl` into `folder` unless they are there; the same packages give the same bytes.
+
+    One document a source file, sorted by id (`package/path`); one in fifty, chosen by a hash of its id, is held out.
+    """
+    built = DemoCorpus(Path(folder) / "corpus.jsonl", Path(folder) / "heldout.jsonl")
+    if built.corpus.exists() and built.heldout.exists():
+        return built
+    make_parent(built.corpus, "demo folder")
+    sources = sorted(_sources())
+    size, count, by_package = 0, 0, Counter()
+    # Renamed in this order, so that the corpus is there only if the held-out documents are.
+    with whole_files(built.heldout, built.corpus) as (heldout_path, corpus_path), contextlib.ExitStack() as stack:
+        heldout, corpus = (stack.enter_context(open(path, "w", encoding="utf-8")) for path in (heldout_path, corpus_path))
+        for name, text in _documents(sources):
+            stream = heldout if is_held_out(name) else corpus
+            stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+            length = len(text.encode())
+            size, count = size + length, count + 1
+            by_package[name.split("/")[0]] += length
+    shares = ", ".join(f"{name} {length / 1e6:.1f}" for name, length in by_package.most_common(8))
+    say(f"{built.corpus}: {size / 1e6:.1f} MB of English in {count:,} documents, from what is installed here (MB: {shares}, ...)")
+    return built
+
+
+def is_held_out(document_id: str) -> bool:
+    """Whether the document goes to the held-out file: a fixed choice of 2 in 100."""
+    return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
+
+
+def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> Demo:
+    """Build in `folder` what is missing of corpus, tokenizer and preprocessed data, by the public commands' own functions.
+
+    Processes that call it together wait for the first. Raises InputError when `folder` holds a demo of another vocabulary size.
+    """
+    from megaenc.data.preprocess import PreprocessFlags, preprocess
+    from megaenc.data.sidecar import read_sidecar, sidecar_path
+    from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
+
+    folder = Path(folder)
+    demo = Demo(folder / "corpus.jsonl", folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus_text_document")
+    make_parent(demo.corpus, "demo folder")
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_demo_corpus(folder)
+        if not demo.tokenizer.exists():
+            make_tokenizer(TokenizerFlags(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
+        if not sidecar_path(demo.data_prefix).exists():
+            preprocess(PreprocessFlags((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
+        found = read_sidecar(demo.data_prefix).vocab_size
+        if found != vocab_size:
+            raise InputError(
+                f"{folder}: holds a demo of {found} token ids, expected {vocab_size}; remove it or name another folder"
+            )
+    return demo
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """(document id, path) of every file to read."""
+    roots = {_STANDARD_LIBRARY: [Path(sysconfig.get_path("stdlib"))]}
+    for package in _PACKAGES:
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.submodule_search_locations:
+            roots[package] = [Path(location) for location in spec.submodule_search_locations]
+    for package, folders in roots.items():
+        for folder in folders:
+            for path in folder.rglob("*"):
+                inner = path.relative_to(folder)
+                if path.suffix in (*_CODE, *_TEXT) and not _LEFT_OUT.intersection(inner.parts) and path.is_file():
+                    yield f"{package}/{inner.as_posix()}", str(path)
+    # The long description and the licence of each distribution.
+    distributions = importlib.metadata.packages_distributions()
+    for name in sorted({name for package in roots for name in distributions.get(package, [])}):
+        for file in importlib.metadata.files(name) or []:
+            if ".dist-info/" in f"{file}" and (file.name == "METADATA" or "LICENSE" in file.name.upper()):
+                yield f"{name}/{'/'.join(file.parts[1:])}", str(file.locate())
+
+
+def _documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """(id, text) in the order of `sources`; paragraphs that differ from an earlier one in names or numbers alone are left out."""
+    seen: set[str] = set()
+    size = 0
+    batches = list(_batches(sources))
+    with Workers(_read, usable_cores()) as workers, ProgressLine("reading documentation", len(batches)) as progress:
+        for done, (batch, files) in enumerate(zip(batches, workers.map(batches), strict=True), 1):
+            for (name, _), found in zip(batch, files, strict=True):
+                fresh = []
+                for paragraph, key in found:
+                    if key not in seen:
+                        seen.add(key)
+                        fresh.append(paragraph)
+                text = "\n\n".join(fresh)
+                if len(text) >= _SMALLEST_DOCUMENT:
+                    size += len(text)
+                    yield name, text
+            progress.update(done, MB=round(size / 1e6, 1))
+
+
+def _batches(sources: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """The sources in runs of about a megabyte, so that the workers have alike to do."""
+    batch, size = [], 0
+    for source in sources:
+        batch.append(source)
+        size += os.path.getsize(source[1])
+        if size > 1 << 20:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _read(sources: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
+    """The paragraphs of each file with their likeness."""
+    gc.disable()  # a syntax tree is a million objects and no cycle: looking for cycles costs a third of the time
+    return [_read_file(path) for _, path in sources]
+
+
+def _read_file(path: str) -> list[tuple[str, str]]:
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    if path.endswith((".py", ".pyi")):
+        found = prose.python_paragraphs(text)
+    elif path.endswith(_CODE):
+        found = prose.header_paragraphs(text)
+    else:
+        found = prose.paragraphs(text)
+    return [(paragraph, prose.likeness(paragraph)) for paragraph in found]
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc demo`."""
+    quiet()
+    settings = flags.parse(DemoFlags, argv, prog="megaenc demo", description=__doc__)
+    with stopped_by_sigterm():
+        demo = ensure_demo(settings.output)
+    say(f"ready: --data-path {demo.data_prefix} --tokenizer {demo.tokenizer}")
