@@ -1,0 +1,43 @@
+"""What several groups of tests need: one small corpus with its tokenizer, and a world of one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import runs
+
+
+@dataclass(frozen=True)
+class SmallCorpus:
+    """A tokenised corpus of 300 documents and its tokenizer of 400 ids."""
+
+    text: Path
+    tokenizer: Path
+    prefix: Path
+
+    @property
+    def flags(self) -> list[str]:
+        """For the pretraining command. A tenth of the documents is held out."""
+        return ["--data-path", str(self.prefix), "--tokenizer", str(self.tokenizer), "--split", "90,10,0"]
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory) -> SmallCorpus:
+    from megaenc.data import preprocess, tokenizer_command
+
+    folder = tmp_path_factory.mktemp("corpus")
+    text = runs.write_text(folder / "text.jsonl")
+    tokenizer_command.main(["--input", str(text), "--vocab-size", "400", "--output", str(folder / "tokenizer")])
+    preprocess.main(
+        ["--input", str(text), "--output-prefix", str(folder / "small"), "--tokenizer", str(folder / "tokenizer"), "--append-eod"]
+    )
+    return SmallCorpus(text, folder / "tokenizer", folder / "small_text_document")
+
+
+@pytest.fixture
+def one_process():
+    """megatron-core in this very process, as a world of one."""
+    from megaenc import backend
+
+    yield backend.start(backend.Layout(), seed=0)
+    backend.stop()

@@ -1,0 +1,74 @@
+"""Small real corpora and short real runs for the tests: alone or under torchrun on this machine's loopback, always with a time limit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megaenc.randomness import uniforms
+
+ROOT = Path(__file__).resolve().parents[1]
+PRETRAIN = ROOT / "examples" / "pretrain_encoder.py"
+WORKERS = Path(__file__).parent / "workers"
+
+# A model that 2 layers x 2 ranks can share, both phases, warm-up, decay, weight decay, and a clip that bites.
+SHORT_RUN = [
+    "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
+    "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8",
+    "--train-iters", "20", "--objective-schedule", "clm:0.5,mlm:0.5", "--lr", "3e-3", "--lr-warmup-iters", "4",
+    "--lr-wsd-decay-iters", "5", "--clip-grad", "0.5", "--eval-iters", "1", "--eval-interval", "10",
+]  # fmt: skip
+
+
+def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
+    """JSONL of made-up English-like documents with a skewed word frequency, 5 to 150 words each."""
+    words = [f"{a}{b}{c}" for a in ("st", "pl", "gr", "m", "th", "l") for b in ("a", "e", "o", "ai") for c in ("n", "rk", "th", "m")]
+    lines = []
+    for number in range(documents):
+        length = 5 + int(145 * uniforms(seed, "length", 1, counters=(number,))[0])
+        picks = (uniforms(seed, "words", length, counters=(number,)) ** 3 * len(words)).astype(int)
+        lines.append(json.dumps({"text": " ".join(words[pick] for pick in picks) + "."}))
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def run(command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess:
+    """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers die with it
+        out, err = process.communicate()
+        raise AssertionError(f"{command} took more than {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
+    if expect is not None and process.returncode != expect:
+        raise AssertionError(f"{command} ended with {process.returncode}, expected {expect}\n{out[-2000:]}\n{err[-6000:]}")
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> subprocess.CompletedProcess:
+    """Run a Python script, under torchrun (which picks a free port) where there are several processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    return run([sys.executable, *launcher, str(path), *arguments], **how)
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of a run's steps, without that of step 0."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["step"]]
+
+
+def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
+    """Every step of two runs: equal predictions, loss and gradient norm within `tolerance`, relatively."""
+    here, there = metrics(run_folder), metrics(reference)
+    for name in ("step", "objective", "learning_rate", "tokens", "predicted_tokens"):
+        assert [row[name] for row in here] == [row[name] for row in there], name
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([row[name] for row in here], [row[name] for row in there], rtol=tolerance, err_msg=name)

@@ -1,0 +1,81 @@
+"""The same run in every layout: one process against tensor, pipeline, sequence and data parallelism, over whole runs."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from safetensors.numpy import load_file
+
+from megaenc.convert.to_hf import to_hf
+
+LAYOUTS = {
+    "TP2": (2, ["--tensor-model-parallel-size", "2"]),
+    "PP2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "TP2 SP": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "DP2": (2, []),
+    "TP2 PP2": (4, ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, tmp_path_factory) -> Path:
+    """Twenty float32 steps of clm and mlm in one process."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def starting_point(small_corpus, tmp_path_factory) -> Path:
+    """Initial weights and first batches of the same run."""
+    folder = tmp_path_factory.mktemp("start") / "run"
+    runs.script(runs.WORKERS / "starting_point.py", [str(folder), *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"])
+    to_hf(folder, folder / "hf")
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_path):
+    processes, flags = LAYOUTS[layout]
+    folder = tmp_path / "run"
+    runs.script(
+        runs.PRETRAIN, [*small_corpus.flags, *runs.SHORT_RUN, *flags, "--no-bf16", "--save", str(folder)], processes=processes
+    )
+    assert len(runs.metrics(folder)) == 20
+    runs.assert_same_curve(folder, reference, tolerance=1e-4)
+    for objective in ("clm", "mlm"):
+        here, there = (runs.metrics(run)[-1]["validation"][objective] for run in (folder, reference))
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
+        assert here["accuracy"] == there["accuracy"]
+
+
+@pytest.mark.parametrize("layout", ["TP2 PP2", "DP2"])
+def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_point, tmp_path):
+    processes, flags = LAYOUTS[layout]
+    folder = tmp_path / "run"
+    arguments = [str(folder), *small_corpus.flags, *runs.SHORT_RUN, *flags, "--no-bf16"]
+    runs.script(runs.WORKERS / "starting_point.py", arguments, processes=processes)
+
+    to_hf(folder, folder / "hf")
+    here, there = (load_file(run / "hf" / "model.safetensors") for run in (folder, starting_point))
+    assert here.keys() == there.keys()
+    for name in there:
+        np.testing.assert_array_equal(here[name], there[name], err_msg=name)
+
+    batches = sorted(folder.glob("batch_*.npz"))
+    assert {batch.stem.split("_")[1] for batch in batches} == {b.stem.split("_")[1] for b in starting_point.glob("batch_*.npz")}
+    for batch in batches:
+        expected = np.load(starting_point / f"{batch.stem.split('_rank')[0]}_rank0.npz")
+        found = np.load(batch)
+        for name in ("tokens", "positions", "predict_at", "labels"):
+            np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{batch.stem} {name}")
+
+
+def test_bf16_follows_float32(small_corpus, reference, tmp_path):
+    folder = tmp_path / "run"
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--tensor-model-parallel-size", "2", "--save", str(folder)]
+    runs.script(runs.PRETRAIN, flags, processes=2)
+    here, there = (np.array([row["loss"] for row in runs.metrics(run)]) for run in (folder, reference))
+    np.testing.assert_allclose(here, there, rtol=2e-2)
+    assert (here != there).any(), "bfloat16 was asked for and float32 was used"

@@ -1,0 +1,38 @@
+"""What a run starts from, as each rank sees it: starting_point.py FOLDER FLAGS... writes a checkpoint of step 0 and the batches."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+
+def main(folder: Path, flags: list[str]) -> None:
+    from megaenc import backend
+    from megaenc.training.plan import make_plan
+    from megaenc.training.settings import read_settings
+
+    plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
+    device = backend.start(plan.settings.layout, plan.settings.seed)
+    from megaenc.training.batches import micro_batch
+    from megaenc.training.checkpoint import Checkpoints
+    from megaenc.training.engine import Engine
+    from megaenc.training.run_folder import RunFolder
+
+    engine = Engine(plan, device)
+    if backend.process.rank() == 0:
+        RunFolder(folder, plan)
+    for step in (1, plan.settings.train_iters):  # one of each phase
+        objective = plan.schedule.at(step).objective
+        for samples in engine.share.samples(step - 1):
+            batch = micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
+            folder.mkdir(parents=True, exist_ok=True)
+            np.savez(
+                folder / f"batch_{samples.start}_rank{backend.process.rank()}.npz",
+                **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
+            )
+    Checkpoints(folder / "checkpoints").save(engine, 0, {})
+    backend.stop()
+
+
+if __name__ == "__main__":  # checkpoint writers are spawned and import this file again
+    main(Path(sys.argv[1]), sys.argv[2:])
