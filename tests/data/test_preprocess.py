@@ -75,7 +75,9 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
 def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folder, monkeypatch):
     write_jsonl(corpus, [f"{text} {number}" for number in range(40) for text in TEXTS])
     small_blocks = readers.read_blocks
-    monkeypatch.setattr(readers, "read_blocks", lambda paths: small_blocks(paths, 2000))  # many blocks, so that order could be lost
+    monkeypatch.setattr(
+        readers, "read_blocks", lambda paths: small_blocks(paths, 2000)
+    )  # many blocks, so that order could be lost
     compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
     compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
     compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
