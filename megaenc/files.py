@@ -1,6 +1,7 @@
 """Nothing is half-written: files and folders get a name of their own first and are renamed when they are whole."""
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -36,15 +37,19 @@ def whole_files(*paths: Path) -> Iterator[list[Path]]:
     """
     attempt = f"{os.getpid()}-{secrets.token_hex(4)}"
     temporary = [path.with_name(f".{path.name}.{attempt}.tmp") for path in paths]
+    renamed: list[Path] = []
     try:
-        yield temporary
-        for path in temporary:
-            with open(path, "rb+") as stream:
-                os.fsync(stream.fileno())
+        with _one_line_when_full(paths[0].parent):
+            yield temporary
+            for path in temporary:
+                with open(path, "rb+") as stream:
+                    os.fsync(stream.fileno())
         for here, there in zip(temporary, paths, strict=True):
+            renamed.append(there)
             os.replace(here, there)
+        renamed.clear()
     finally:
-        for path in temporary:
+        for path in (*temporary, *renamed):
             path.unlink(missing_ok=True)
 
 
@@ -54,10 +59,21 @@ def whole_folder(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     temporary.mkdir()
     try:
-        yield temporary
+        with _one_line_when_full(path.parent):
+            yield temporary
         os.rename(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _one_line_when_full(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+            raise
+        raise InputError(f"{folder}: cannot be written to: {error.strerror}") from None
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _ARGUMENT = re.compile(r"^\s*[`*]*[\w.*\[\]]+[`*]*( \([^()]*(\([^()]*\)[^()]*)*\
 _TYPED_NAME = re.compile(r"^[\w*, ]{1,60} : \S")
 _BARE_NAME = re.compile(r"^[\w.*\[\], ]{1,50}$")
 _COMMENT = re.compile(r"^[ \t]*#[#:!]?(?![#!:])[ \t]?(.*)$")
-_HEADER_COMMENT = re.compile(r"/\*+!?(.*?)\*/|((?:^[ \t]*//[/!]?.*\n)+)", re.DOTALL | re.MULTILINE)
+_HEADER_COMMENT = re.compile(r"/\*+!?(.*?)\*/|((?:^[ \t]*//[^\n]*\n)+)", re.DOTALL | re.MULTILINE)
 
 _MARKUP = (
     (re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)"), r"\1"),  # Markdown links

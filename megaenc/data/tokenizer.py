@@ -29,7 +29,7 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     """Load a Hugging Face fast tokenizer from a folder or by its name on the Hub. Raises InputError when there is none."""
     name = str(name_or_dir)
     folder = Path(name)
-    # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so what is clearly a path is not.
+    # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so a path is not.
     is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir())
     if not folder.is_dir() and (is_path or folder.exists()):
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")

@@ -1,0 +1,235 @@
+import gzip
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from text_helpers import TEXTS, reference_ids, small_tokenizer, write_jsonl
+
+from megaenc.data import readers
+from megaenc.data.indexed import IndexedWriter, token_dtype
+from megaenc.data.preprocess import PreprocessFlags, main, preprocess
+from megaenc.data.sidecar import read_sidecar
+from megaenc.data.tokenizer import vocabulary_of
+from megaenc.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer") / "small"
+    small_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+
+
+def flags(corpus, tokenizer_folder, name="out", **changes):
+    settings = {"append_eod": True, "workers": 1, **changes}
+    return PreprocessFlags((str(corpus),), str(corpus.parent / name), tokenizer_folder, **settings)
+
+
+def contents(prefix):
+    return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
+
+
+@pytest.mark.parametrize("append_eod", [True, False])
+def test_megatron_reads_back_every_document(corpus, tokenizer_folder, append_eod):
+    write_jsonl(corpus, [TEXTS[0], "", *TEXTS[1:], "\ud800"])
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, append_eod=append_eod))
+    assert prefix.name == "out_text_document"
+    dataset = IndexedDataset(str(prefix))
+    want = [reference_ids(small_tokenizer(), text) + [0] * append_eod for text in [*TEXTS, "\ufffd"]]
+    assert [dataset[at].tolist() for at in range(len(dataset))] == want
+    assert dataset[0].dtype == np.uint16
+    assert dataset.document_indices.tolist() == list(range(len(want) + 1))
+
+
+def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
+    write_jsonl(corpus, [*TEXTS, "", ""])
+    with corpus.open("a") as stream:
+        stream.write("no json\n")
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, skip_bad_lines=True))
+    sidecar = read_sidecar(prefix)
+    vocabulary = vocabulary_of(small_tokenizer())
+    data, index = contents(prefix)
+    assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents, sidecar.skipped_lines) == (5, 5, 2, 1)
+    assert sidecar.tokens == sum(len(reference_ids(small_tokenizer(), text)) + 1 for text in TEXTS)
+    assert (sidecar.vocab_size, sidecar.eod, sidecar.append_eod, sidecar.dtype) == (vocabulary.size, 0, True, "uint16")
+    assert (sidecar.tokenizer.name, sidecar.tokenizer.fingerprint) == ("small", vocabulary.fingerprint)
+    assert (sidecar.bin_bytes, sidecar.idx_bytes) == (len(data), len(index))
+    assert sidecar.sha256 == {"bin": hashlib.sha256(data).hexdigest(), "idx": hashlib.sha256(index).hexdigest()}
+    assert sidecar.sources == [{"path": "corpus.jsonl", "bytes": corpus.stat().st_size}]
+    assert str(corpus.parent) not in (prefix.parent / "out_text_document.json").read_text()
+
+
+def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folder, monkeypatch):
+    write_jsonl(corpus, [f"{text} {number}" for number in range(40) for text in TEXTS])
+    small_blocks = readers.read_blocks
+    monkeypatch.setattr(
+        readers, "read_blocks", lambda paths: small_blocks(paths, 2000)
+    )  # many blocks, so that order could be lost
+    compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
+    compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
+    compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
+    (one,) = preprocess(flags(corpus, tokenizer_folder, "one"))
+    (three,) = preprocess(flags(corpus, tokenizer_folder, "three", workers=3))
+    assert contents(one) == contents(three)
+    assert one.with_name("one_text_document.json").read_text() == one.with_name("three_text_document.json").read_text()
+    for path in compressed:
+        (other,) = preprocess(flags(path, tokenizer_folder, path.name, workers=2))
+        assert contents(one) == contents(other)
+
+
+def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
+    corpus = tmp_path / "pairs.jsonl"
+    corpus.write_text('{"title": "The fox", "text": "The lazy dog"}\n{"title": "", "text": "sleeps"}\n')
+    title, text = preprocess(flags(corpus, tokenizer_folder, json_keys=("title", "text")))
+    assert (title.name, text.name) == ("out_title_document", "out_text_document")
+    assert [len(IndexedDataset(str(prefix))) for prefix in (title, text)] == [1, 2]
+    assert read_sidecar(title).empty_documents == 1
+
+
+def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
+    assert (token_dtype(65_499), token_dtype(65_500)) == ("uint16", "int32")
+    writer = IndexedWriter(tmp_path / "wide.bin", tmp_path / "wide.idx", "int32")
+    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32))
+    writer.add(np.array([128_255], np.int32), np.array([1], np.int32))
+    writer.finish()
+    dataset = IndexedDataset(str(tmp_path / "wide"))
+    assert [dataset[at].tolist() for at in range(3)] == [[70_000], [1, 2], [128_255]]
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        ("", [], "is empty"),
+        ("\n\n", [], "no document holds any text"),
+        ('{"text": "x"}\n{"text": \n', [], "corpus.jsonl:2: not JSON"),
+        ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`"),
+        ('{"text": "x"}\n', ["--workers", "0"], "--workers 0: expected at least 1"),
+        ('{"text": "x"}\n', ["--json-keys", "a/b"], "--json-keys 'a/b'"),
+        ('{"text": "x"}\n', ["--tokenizer", "./none"], "--tokenizer ./none: no such folder"),
+        ('{"text": "x"}\n', ["--input", "./none.jsonl"], "none.jsonl: no such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing(corpus, tokenizer_folder, capsys, content, changes, message):
+    corpus.write_text(content)
+    output = corpus.parent / "made" / "out"
+    arguments = ["--input", str(corpus), "--output-prefix", str(output), "--tokenizer", tokenizer_folder, "--workers", "1"]
+    with pytest.raises(SystemExit) as stop:
+        main(arguments + changes)
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert errors.startswith("error: ") and errors.count("\n") == 1 and message in errors
+    assert not output.parent.exists() or not list(output.parent.iterdir())
+
+
+def test_output_that_exists_is_refused(corpus, tokenizer_folder):
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    before = contents(prefix)
+    with pytest.raises(InputError, match=r"out_text_document\.json: exists already; remove it or choose another name"):
+        preprocess(flags(corpus, tokenizer_folder, append_eod=False))
+    assert contents(prefix) == before
+
+
+def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "endless"
+    PreTrainedTokenizerFast(tokenizer_object=small_tokenizer().backend_tokenizer).save_pretrained(folder)
+    with pytest.raises(InputError, match="no end-of-sequence token"):
+        preprocess(flags(corpus, str(folder)))
+    (prefix,) = preprocess(flags(corpus, str(folder), append_eod=False))
+    assert read_sidecar(prefix).eod is None
+
+
+def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
+    blocks = list(readers.read_blocks([corpus], 50))
+
+    def read_blocks(paths):
+        yield blocks[0]
+        psutil.Process().children()[-1].kill()
+        yield from blocks * 50
+
+    monkeypatch.setattr(readers, "read_blocks", read_blocks)
+    with pytest.raises(InputError, match=r"worker \d of 2 \(process \d+\) was killed by SIGKILL"):
+        preprocess(flags(corpus, tokenizer_folder, workers=2))
+    assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
+
+
+SUICIDE = """
+import os, sys, psutil
+from megaenc.data import preprocess, readers
+def read_blocks(paths, real=readers.read_blocks):
+    for block in real(paths):
+        yield block
+        print(*[child.pid for child in psutil.Process().children()], flush=True)
+        os.kill(os.getpid(), int(sys.argv.pop()))
+        yield block
+readers.read_blocks = read_blocks
+preprocess.main(sys.argv[1:-1])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -2), (signal.SIGKILL, -9)])
+def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, tokenizer_folder, number, code):
+    arguments = ["--input", corpus, "--output-prefix", corpus.parent / "out", "--tokenizer", tokenizer_folder, "--workers", "2"]
+    command = [sys.executable, "-c", SUICIDE, *map(str, arguments), str(int(number))]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    left = {path.name for path in corpus.parent.iterdir()} - {"corpus.jsonl"}
+    if number == signal.SIGKILL:  # nobody could clean up: what is left has no name that anything opens
+        assert all(name.startswith(".") and name.endswith(".tmp") for name in left)
+    else:
+        assert not left
+    workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
+    assert len(workers) == 2
+    deadline = time.monotonic() + 10
+    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in workers):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    assert read_sidecar(prefix).documents == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.pop("tokens"), "no field `tokens`"),
+        (lambda values: values["tokenizer"].pop("fingerprint"), "no field `tokenizer.fingerprint`"),
+        (lambda values: values.update(documents="5"), 'field `documents`: found "5", expected a whole number'),
+        (lambda values: values.update(documents=True), "field `documents`: found true, expected a whole number"),
+        (lambda values: values.update(format=99), "field `format`: found 99, expected 1"),
+        (lambda values: values["sha256"].pop("idx"), "no field `sha256.idx`"),
+    ],
+)
+def test_a_sidecar_that_cannot_be_trusted_is_refused(corpus, tokenizer_folder, change, message):
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    path = prefix.with_name(prefix.name + ".json")
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(InputError) as error:
+        read_sidecar(prefix)
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_missing_or_broken_sidecar_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="no such file; expected a corpus made by"):
+        read_sidecar(tmp_path / "nothing")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(InputError, match="not JSON"):
+        read_sidecar(tmp_path / "broken")
+    (tmp_path / "broken.json").write_text("[]")
+    with pytest.raises(InputError, match="found a JSON list"):
+        read_sidecar(tmp_path / "broken")

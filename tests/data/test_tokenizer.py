@@ -1,0 +1,193 @@
+import json
+import random
+
+import numpy as np
+import pytest
+from text_helpers import TEXTS, reference_ids, small_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megaenc.data.encoding import Encoder, well_formed
+from megaenc.data.tokenizer import encode_documents, encoder_of, load_tokenizer, train_tokenizer, vocabulary_of
+from megaenc.data.tokenizer_command import main
+from megaenc.errors import InputError
+
+HOSTILE = [
+    "",
+    " ",
+    "\n",
+    "\x00 NUL \x00\x01\x7f",
+    "line\r\nline\rline\u2028line\x85",
+    "zero\u200bwidth \u200d\ufeff\u00ad",
+    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
+    "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
+    "<|mask|> The<|eos|> <|eos|><|mask|>",
+    "<|mas<|mask|>k|> newword newwords",
+    "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
+    " " * 5000 + "x" * 20000 + "\n" * 3000,
+    "the lazy dog " * 20000,
+]
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def llama3_like():
+    backend = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|eos|>", "<|mask|>"]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
+
+
+def wordpiece():
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[MASK]", "[SEP]", "<|eos|>", "<|mask|>"]
+    backend.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", mask_token="[MASK]", eos_token="[SEP]")
+
+
+def with_added_word():
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.add_tokens(["newword", AddedToken("dog", single_word=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("make", "fast"), [(small_tokenizer, True), (llama3_like, True), (with_added_word, True), (wordpiece, False)]
+)
+def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
+    tokenizer = make()
+    assert encoder_of(tokenizer).fast == fast
+    generator = random.Random(0)
+    pieces = [
+        "a",
+        "the",
+        " ",
+        "\n",
+        "\r",
+        "'s",
+        "'S",
+        "12",
+        "!",
+        "\u00a0",
+        "\u200b",
+        "é",
+        "\u0301",
+        "中",
+        "👍",
+        "\u2009",
+        "\x00",
+        "<|",
+    ]
+    pieces += [chr(generator.randrange(0x20, 0xD800)) for _ in range(100)]
+    noise = ["".join(generator.choices(pieces, k=generator.randrange(60))) for _ in range(500)]
+    texts = HOSTILE + TEXTS + noise
+    for text, ids in zip(texts, encode_documents(tokenizer, texts), strict=True):
+        assert ids.dtype == np.uint32
+        assert ids.tolist() == reference_ids(tokenizer, text), ascii(text[:80])
+
+
+def test_spelled_special_tokens_stay_text():
+    tokenizer = small_tokenizer()
+    (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
+    assert not set(ids.tolist()) & set(vocabulary_of(tokenizer).special_ids)
+    assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character():
+    assert well_formed(json.loads(r'"a\ud800b"')) == "a\ufffdb"
+    assert well_formed("\ud83d" + "\udc4d") == "👍"
+    first, second = encode_documents(small_tokenizer(), ["a\udfffb", "a\ufffdb"])
+    assert first.tolist() == second.tolist()
+
+
+def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
+    import megaenc.data.encoding as encoding
+
+    serialised = small_tokenizer().backend_tokenizer.to_str()
+    honest = encoding._gigatoken(serialised)
+    for wrong in (lambda data: honest(data)[:40], lambda data: honest(data.replace(b"\r", b"")), lambda data: 1 / 0):
+        monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, wrong=wrong: wrong)
+        encoder = Encoder(serialised)
+        assert not encoder.fast
+        assert encoder(["a\rb"])[0].tolist() == honest(b"a\rb").tolist()
+
+
+def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
+    tokenizer = small_tokenizer()
+    assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    for text, ids in zip(HOSTILE, encode_documents(tokenizer, HOSTILE), strict=True):
+        assert tokenizer.decode(ids) == text
+    vocabulary = vocabulary_of(tokenizer)
+    assert (vocabulary.eos_id, vocabulary.mask_id, vocabulary.special_ids) == (0, 1, (0, 1))
+    assert vocabulary.size == len(tokenizer) <= 400
+    assert tokenizer.pad_token == "<|eos|>"
+
+
+def test_the_mask_token_swallows_the_space_before_it():
+    tokenizer = small_tokenizer()
+    masked = tokenizer("The <|mask|> sleeps")["input_ids"]
+    whole = tokenizer("The dog sleeps")["input_ids"]
+    hidden = tokenizer(" dog")["input_ids"]
+    at = masked.index(tokenizer.mask_token_id)
+    assert masked[:at] + hidden + masked[at + 1 :] == whole
+
+
+def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
+    tokenizer = small_tokenizer()
+    before = vocabulary_of(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "one")
+    again = load_tokenizer(tmp_path / "one")
+    assert vocabulary_of(again) == before
+    again("padded and cut", padding="max_length", truncation=True, max_length=4)  # leaves its settings in the backend
+    assert vocabulary_of(again).fingerprint == before.fingerprint
+    again.save_pretrained(tmp_path / "two")
+    assert vocabulary_of(load_tokenizer(tmp_path / "two")) == before
+    assert vocabulary_of(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
+    again.mask_token = "dog"
+    assert vocabulary_of(again).fingerprint != before.fingerprint
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_command_writes_a_folder_once(tmp_path, capsys):
+    from text_helpers import write_jsonl
+
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    arguments = ["--input", str(corpus), "--vocab-size", "400", "--output", str(tmp_path / "out")]
+    main(arguments)
+    assert vocabulary_of(load_tokenizer(tmp_path / "out")) == vocabulary_of(small_tokenizer())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(["--vocab-size", "100"], "at least 258"), (["--json-key", "body"], "no key `body`")]
+)
+def test_command_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys, change, message):
+    from text_helpers import write_jsonl
+
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    with pytest.raises(SystemExit) as stop:
+        main(["--input", str(corpus), "--output", str(tmp_path / "out"), *change])
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]

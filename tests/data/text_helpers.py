@@ -1,0 +1,32 @@
+"""Small texts and a small tokenizer that the tests of the text side share."""
+
+import functools
+import json
+from pathlib import Path
+
+from megaenc.data.tokenizer import train_tokenizer
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog. The dog sleeps on, and the fox is gone before the morning comes.",
+    "A document of more than one line.\n\nIts second paragraph says it's 3.14 or 1,000 of them, and they'll do.\r\n",
+    "Café, naïve, Ångström; 日本語の文。 👩‍👩‍👧 and zero\u200bwidth\ufeff.",
+    "The mask token spelled out, <|mask|> and <|eos|>, is text like any other.",
+    "dog fox dog fox dog fox " * 20,
+]
+
+
+@functools.cache
+def small_tokenizer():
+    """A byte-level BPE of 400 ids at most; train once, do not change."""
+    return train_tokenizer(TEXTS, 400)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    """One {"id", "text"} a line."""
+    path.write_text("".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)))
+    return path
+
+
+def reference_ids(tokenizer, text: str) -> list[int]:
+    """What transformers itself makes of plain text."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -1,0 +1,87 @@
+import io
+import re
+import subprocess
+import sys
+
+import pytest
+
+from megaenc import console
+from megaenc.console import ProgressLine, say
+
+
+def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))  # every look at the clock is a second later
+    with ProgressLine("tokenising", total=200, every=10) as progress:
+        for done in range(0, 100, 5):
+            progress.update(done, **{"MB/s": 12.345}, documents=1204, tokens=3_100_000)
+        progress.update(200, description="done")
+    lines = capsys.readouterr().out.splitlines()
+    assert 2 <= len(lines) <= 4
+    assert re.fullmatch(r"tokenising  \d+ %  MB/s 12\.35  documents 1,204  tokens 3\.10M  0:\d\d left", lines[0])
+    assert lines[-1] == "done  100 %  MB/s 12.35  documents 1,204  tokens 3.10M"
+
+
+def test_time_left_counts_from_where_a_resumed_run_starts(capsys, monkeypatch):
+    clock = iter([0, 0, 10, 10, 10])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with ProgressLine("training", total=1000, every=5) as progress:
+        progress.update(500)
+        progress.update(600)  # 100 steps in 10 seconds, 400 to go
+    assert capsys.readouterr().out.splitlines() == ["training  60 %  0:40 left"]
+
+
+def test_an_unknown_total_is_no_share(capsys):
+    with ProgressLine("reading", total=None, every=0) as progress:
+        progress.update(3, loss=3.21, phase="mlm")
+    assert capsys.readouterr().out == "reading  loss 3.21  phase mlm\n"
+
+
+def test_an_exception_gets_no_closing_line(capsys):
+    with pytest.raises(ZeroDivisionError), ProgressLine("reading", total=9) as progress:
+        progress.update(1)
+        raise ZeroDivisionError
+    assert capsys.readouterr().out == ""
+
+
+def test_other_ranks_are_silent(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    say("hello")
+    with ProgressLine("reading", total=2, every=0) as progress:
+        progress.update(1)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("RANK", "0")
+    say("hello")
+    assert capsys.readouterr().out == "hello\n"
+
+
+@pytest.mark.parametrize("total", [8, None])
+def test_a_terminal_gets_one_live_line(monkeypatch, total):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressLine("[training]", total=total) as progress:
+        progress.update(4, loss=2.5)
+        progress.update(8, loss=2.25)
+    last = next(line for line in reversed(terminal.getvalue().split("\n")) if "training" in line)
+    assert "[training]" in last and "loss 2.25" in last and ("100 %" in last) == (total is not None)
+
+
+def test_quiet_is_cheap_and_silences_others_but_not_us():
+    code = """
+import sys
+from megaenc.console import quiet
+quiet()
+assert not {"torch", "transformers", "rich"} & set(sys.modules)
+import logging, warnings
+warnings.warn_explicit("from a package", UserWarning, "x.py", 1, module="megatron.core")
+logging.getLogger("megatron.core.utils").warning("from a logger")
+warnings.warn_explicit("from ourselves", UserWarning, "y.py", 1, module="megaenc.data")
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from transformers import AutoTokenizer
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == ""
+    assert ended.stderr == "y.py:1: UserWarning: from ourselves\n"

@@ -1,0 +1,108 @@
+from dataclasses import dataclass, field
+
+import pytest
+
+from megaenc import flags
+from megaenc.errors import InputError, one_line_errors
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Nested: its fields are flags of their own."""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share a layer."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A command's settings."""
+
+    save: str
+    """Where to."""
+    lr: float = 1e-3
+    """How fast."""
+    bf16: bool = True
+    """Which arithmetic."""
+    split: tuple[int, ...] = (99, 1)
+    """Which shares."""
+    layout: Layout = field(default_factory=Layout)
+
+
+DEFAULT = Settings("here")
+
+
+def parse(*arguments, **options):
+    return flags.parse(Settings, arguments, prog="command", description="What it does.", **options)
+
+
+def test_flags_are_flat_and_have_the_fields_names():
+    settings = parse("--save", "there", "--lr", "0.5", "--no-bf16", "--split", "98", "2", "--tensor-model-parallel-size", "4")
+    assert settings == Settings("there", 0.5, False, (98, 2), Layout(4))
+    assert parse("--save", "there") == Settings("there")
+    assert parse("--lr", "2", default=DEFAULT) == Settings("here", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--save"]),
+        (["--save", "x", "--lr", "fast"], ["lr", "fast"]),
+        (["--save", "x", "--tensor-model-parallel-sise", "2"], ["--tensor-model-parallel-sise"]),
+    ],
+)
+def test_a_wrong_flag_is_one_line(arguments, words):
+    with pytest.raises(InputError) as error:
+        parse(*arguments)
+    message = str(error.value)
+    assert "\n" not in message and "command --help" in message
+    assert all(word in message for word in words), message
+
+
+def test_yaml_fills_in_nested_fields_under_either_spelling(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("lr: 1\ntensor-model-parallel-size: 2\nsplit: [90, 10]\n")
+    settings = flags.from_yaml(DEFAULT, path)
+    assert settings == Settings("here", 1.0, True, (90, 10), Layout(2))
+    assert isinstance(settings.lr, float) and isinstance(settings.split, tuple)
+    path.write_text("")
+    assert flags.from_yaml(DEFAULT, path) == DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tensor_model_paralel_size: 2", "unknown field `tensor_model_paralel_size`; did you mean `tensor_model_parallel_size`?"),
+        ("lr: fast", "field `lr`: found 'fast', expected a float"),
+        ("bf16: 1", "field `bf16`: found 1, expected a bool"),
+        ("- lr", "found a list"),
+        ("lr: [", "not YAML"),
+    ],
+)
+def test_a_wrong_yaml_names_the_file_and_the_field(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError) as error:
+        flags.from_yaml(DEFAULT, path)
+    assert message in str(error.value) and str(path) in str(error.value)
+    with pytest.raises(InputError, match="No such file"):
+        flags.from_yaml(DEFAULT, tmp_path / "none.yaml")
+
+
+def test_flatten_lists_every_flag():
+    assert list(flags.flatten(DEFAULT)) == ["save", "lr", "bf16", "split", "tensor_model_parallel_size"]
+
+
+def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys, monkeypatch):
+    @one_line_errors
+    def main():
+        raise InputError("line 3:\n  what was found")
+
+    for rank, shown in [(None, "error: line 3: what was found\n"), ("0", "error: line 3: what was found\n"), ("1", "")]:
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        assert capsys.readouterr().err == shown

@@ -1,0 +1,56 @@
+import os
+import signal
+import time
+
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.processes import Workers
+
+# The helpers import what they run by name, so these tests use functions of the standard library.
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_results_come_in_the_order_of_the_work(count):
+    with Workers(time.sleep, count) as workers:
+        assert list(workers.map([0.05, 0, 0.02, 0, 0])) == [None] * 5
+    with Workers(abs, count) as workers:
+        assert list(workers.map(range(-20, 0))) == list(range(20, 0, -1))
+
+
+def test_large_items_and_results_do_not_lock_up():
+    with Workers(bytes.upper, 2) as workers:
+        assert all(result == b"A" * 3_000_000 for result in workers.map([b"a" * 3_000_000] * 12))
+
+
+def test_work_is_taken_as_it_is_needed():
+    taken = []
+
+    def items():
+        for number in range(100):
+            taken.append(number)
+            yield -number
+
+    with Workers(abs, 2) as workers:
+        results = workers.map(items())
+        next(results)
+        assert len(taken) <= 5
+
+
+def test_an_error_of_the_work_arrives_in_its_place():
+    with Workers(int, 2) as workers:
+        results = workers.map(["1", "2", "three", "4"])
+        assert [next(results), next(results)] == [1, 2]
+        with pytest.raises(ValueError, match="three") as error:
+            next(results)
+        assert "in worker 1" in error.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("work", "item", "message"),
+    [(os._exit, 3, "ended with exit code 3"), (signal.raise_signal, signal.SIGKILL, "was killed by SIGKILL")],
+)
+def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
+    with Workers(work, 2) as workers, pytest.raises(InputError, match=message) as error:
+        list(workers.map([item] * 10))
+    assert "of 2 (process " in str(error.value)
