@@ -1,4 +1,4 @@
-"""Small real corpora and short real runs for the tests: alone or under torchrun on this machine's loopback, always with a time limit."""
+"""Small real corpora and short real runs for the tests: alone or under torchrun on the loopback, always with a time limit."""
 
 import json
 import os
@@ -26,7 +26,7 @@ SHORT_RUN = [
 
 def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     """JSONL of made-up English-like documents with a skewed word frequency, 5 to 150 words each."""
-    words = [f"{a}{b}{c}" for a in ("st", "pl", "gr", "m", "th", "l") for b in ("a", "e", "o", "ai") for c in ("n", "rk", "th", "m")]
+    words = [a + b + c for a in ("st", "pl", "gr", "m", "th", "l") for b in ("a", "e", "o", "ai") for c in ("n", "rk", "th", "m")]
     lines = []
     for number in range(documents):
         length = 5 + int(145 * uniforms(seed, "length", 1, counters=(number,))[0])
@@ -36,7 +36,9 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
-def run(command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None) -> subprocess.CompletedProcess:
+def run(
+    command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
     """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(

@@ -21,8 +21,16 @@ from megaenc.training.run_folder import RunFolder
 
 def pretrain(plan: Plan, backend: Backend) -> None:
     """Train from the newest checkpoint of `--save`, or from the beginning, to `--train-iters` or the next `--exit-interval`."""
-    settings, output = plan.settings, plan.settings.output
     folder = _open_folder(plan)
+    try:
+        _pretrain(plan, backend, folder)
+    finally:
+        if folder:
+            folder.close()
+
+
+def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
+    settings, output = plan.settings, plan.settings.output
     checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
     done = (checkpoints.latest() if checkpoints else None) or 0
     progress = {"tokens": 0, "predicted_tokens": 0, "flops": 0.0}

@@ -29,9 +29,17 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)  # held until the process ends, however it ends
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
+        try:
+            self._begin(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, plan: Plan) -> None:
+        path = self.path
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -42,12 +50,14 @@ class RunFolder:
             _same_run(path, plan)
         elif (path / METRICS).exists() or (path / "checkpoints").exists():
             raise InputError(f"--save {path}: holds metrics or checkpoints but no {FACTS}; choose another folder")
-        with_flags = {
-            name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"
-        }
-        write_whole(path / CONFIG, yaml.safe_dump(with_flags, sort_keys=False))
+        given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
         plan.tokenizer.save_pretrained(path / TOKENIZER)
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))
+
+    def close(self) -> None:
+        """Give the folder free; the end of the process, however it comes, does so too."""
+        os.close(self._lock)
 
     def cut_metrics(self, step: int) -> None:
         """Drop the rows beyond `step`: steps that are about to be made again."""

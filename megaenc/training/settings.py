@@ -21,7 +21,7 @@ class DataSettings:
     """Hugging Face tokenizer the corpus was made with: a folder or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
-    seq_length: int = 256
+    seq_length: int = 128
     """tokens of a pack: documents laid end to end, attention never crosses their edges"""
 
 
@@ -29,7 +29,7 @@ class DataSettings:
 class OptimizerSettings:
     """AdamW and its learning rate: warm-up, constant, linear decay to zero."""
 
-    lr: float = 5e-4
+    lr: float = 2e-3
     """peak learning rate"""
     lr_warmup_iters: int | None = None
     """steps of linear warm-up (or give the fraction)"""
@@ -77,7 +77,7 @@ class PretrainSettings:
     """YAML file of flags; the command line wins over it"""
     objective_schedule: str = "clm:0.25,mlm:0.75"
     """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000"""
-    train_iters: int = 500
+    train_iters: int = 200
     """steps (updates of the weights)"""
     micro_batch_size: int = 8
     """packs that one process reads at once, in one row"""

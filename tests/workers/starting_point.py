@@ -1,4 +1,4 @@
-"""What a run starts from, as each rank sees it: starting_point.py FOLDER FLAGS... writes a checkpoint of step 0 and the batches."""
+"""What a run starts from, as each rank sees it: `starting_point.py FOLDER FLAGS...` writes checkpoint 0 and the batches."""
 
 import sys
 from pathlib import Path

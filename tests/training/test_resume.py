@@ -1,0 +1,118 @@
+"""A run that was stopped goes on as if it had not been, and a run folder holds one run."""
+
+import json
+import shutil
+
+import pytest
+import runs
+
+from megaenc.training.command import main
+
+
+@pytest.fixture(scope="module")
+def whole_run(small_corpus, tmp_path_factory):
+    """Twenty float32 steps without a stop; the objective changes after step 10."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped_run(small_corpus, tmp_path_factory):
+    """The same run at TP2, stopped after step 7."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--exit-interval", "7"]
+    runs.script(runs.PRETRAIN, [*flags, "--tensor-model-parallel-size", "2"], processes=2)
+    assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 8))
+    return folder
+
+
+def curve(folder):
+    return [
+        (row["step"], row["loss"], row["grad_norm"], row["learning_rate"], row["predicted_tokens"])
+        for row in runs.metrics(folder)
+    ]
+
+
+def test_resume_is_bitwise_equal_across_the_phase_switch(small_corpus, whole_run, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--exit-interval", "7"]
+    for stop in (7, 14, 20):
+        runs.script(runs.PRETRAIN, flags)
+        assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
+    assert curve(tmp_path / "run") == curve(whole_run)
+
+
+def test_resume_in_bf16_at_tp2_is_bitwise_equal(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--tensor-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "whole")], processes=2)
+    for _ in range(2):
+        runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run"), "--exit-interval", "12"], processes=2)
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp_path):
+    folder = shutil.copytree(stopped_run, tmp_path / "run")
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--pipeline-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, flags, processes=2)
+    assert len(runs.metrics(folder)) == 20
+    runs.assert_same_curve(folder, whole_run, tolerance=1e-4)
+
+
+def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path):
+    """As a kill leaves them: steps that were logged and not saved, and half a line."""
+    folder = shutil.copytree(stopped_run, tmp_path / "run")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 8, "loss": 1.0}) + '\n{"step": 9, "lo')
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--exit-interval", "4"]
+    runs.script(runs.PRETRAIN, flags)
+    assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 9))
+    assert "grad_norm" in runs.metrics(folder)[7]
+
+
+def refusal(capfd, *flags: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(flag) for flag in flags])
+    assert stop.value.code == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--seed", "2"], "seed is 1 there, 2 here"),
+        (["--train-iters", "21", "--objective-schedule", "clm:10,mlm:11"], "train_iters is 20 there, 21 here"),
+        (["--objective-schedule", "clm:0.25,mlm:0.75"], "objective_schedule is clm:10"),
+        (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
+        (["--hidden-size", "32"], "hidden_size is 64 there, 32 here"),
+        (["--lr", "1e-3"], "lr is 0.003 there, 0.001 here"),
+    ],
+)
+def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_run, capfd):
+    line = refusal(capfd, *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", stopped_run, *change)
+    assert "holds a different run" in line
+    assert named in line
+
+
+def test_incomplete_checkpoint_is_named(small_corpus, stopped_run, tmp_path, capfd):
+    folder = shutil.copytree(stopped_run, tmp_path / "run")
+    checkpoint = folder / "checkpoints" / "iter_0000007"
+    shard = sorted(checkpoint.glob("*.distcp"))[0]
+    shard.write_bytes(shard.read_bytes()[:100])
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder]
+    assert f"{shard}: found 100 bytes, expected" in refusal(capfd, *flags)
+    shard.unlink()
+    assert f"{shard}: missing" in refusal(capfd, *flags)
+    shutil.rmtree(checkpoint)
+    assert f"{checkpoint}: missing" in refusal(capfd, *flags)
+
+
+def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, capfd):
+    import fcntl
+
+    folder = shutil.copytree(stopped_run, tmp_path / "run")
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        line = refusal(capfd, *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder)
+    assert "another process is training in this folder" in line
