@@ -90,13 +90,12 @@ class Checkpoints:
             write_whole(self.folder / TRACKER, f"{step}\n")
         dist.barrier()
 
-    def load(self, engine: Engine, step: int) -> dict[str, Any]:
-        """Put the checkpoint of `step` into `engine`, in whatever layout it was saved; returns its JSON."""
-        state = self.state(step)
+    def load(self, engine: Engine, step: int) -> None:
+        """Put the checkpoint of `step` into `engine`, in whatever layout it was saved."""
+        self.state(step)
         loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(self.path(step)))
         _fill(_module(engine), loaded["model"])
         engine.optimizer.load_state_dict(loaded["optimizer"])
-        return state
 
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module) -> None:

@@ -33,14 +33,14 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     settings, output = plan.settings, plan.settings.output
     checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
     done = (checkpoints.latest() if checkpoints else None) or 0
-    progress = {"tokens": 0, "predicted_tokens": 0, "flops": 0.0}
     if done == settings.train_iters:
         say(f"{output.save} is complete: step {done} of {done}")
         return
+    saved = checkpoints.state(done) if done else {}
+    progress = {name: saved.get(name, 0) for name in ("tokens", "predicted_tokens", "flops")}
     engine = Engine(plan, backend)
     if done:
-        state = checkpoints.load(engine, done)
-        progress = {name: state[name] for name in progress}
+        checkpoints.load(engine, done)
     if folder:
         folder.cut_metrics(done if done else -1)
     say(_introduction(plan, backend, done))

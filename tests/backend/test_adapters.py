@@ -1,0 +1,82 @@
+"""The two stand-ins: only megatron-core sees them, only where they are needed, only for a wheel that is known."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from megaenc.backend import host_adapter, megatron, optimizer_adapter
+from megaenc.backend.optimizer_adapter import GroupStepAdamW
+from megaenc.errors import InputError
+
+
+def test_host_adapter_is_refused_where_there_is_an_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="has CUDA or HIP"):
+        host_adapter.install()
+
+
+def test_unknown_wheel_is_refused():
+    with pytest.raises(InputError, match=r"megatron-core 0\.99\.0 is installed, expected 0\.16\.1"):
+        megatron.check_version("0.99.0")
+    assert megatron.check_version() == "0.16.1"
+
+
+@pytest.mark.usefixtures("one_process")
+def test_torch_is_itself_for_everybody_else():
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda")
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1).cuda()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_installing_again_changes_nothing():
+    from megatron.core import optimizer
+    from megatron.core.tensor_parallel import layers
+
+    before = (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
+    host_adapter.install()
+    optimizer_adapter.install()
+    assert before == (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
+    assert layers.torch is not torch
+    assert layers.torch.cuda.current_device() == torch.device("cpu")
+
+
+def test_importing_transformers_after_the_adapters_works():
+    code = "from megaenc.backend import prepare_megatron; prepare_megatron(); from transformers import EuroBertModel"
+    subprocess.run([sys.executable, "-W", "error::UserWarning:megaenc", "-c", code], check=True, timeout=120)
+
+
+def test_adamw_is_torchs():
+    """Same numbers as torch.optim.AdamW for two groups with rates that change, and one step count a group."""
+    start = [torch.randn(7, 5), torch.randn(3)]
+    here, there = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    common = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    groups = [{"params": [p]} for p in here], [{"params": [p]} for p in there]
+    ours, torchs = GroupStepAdamW(groups[0], lr=1e-2, **common), torch.optim.AdamW(groups[1], lr=1e-2, foreach=False, **common)
+    for step in range(5):
+        for optimizer, parameters in ((ours, here), (torchs, there)):
+            for parameter in parameters:
+                parameter.grad = torch.sin(parameter.detach() * (step + 1))
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (step + 1)
+            optimizer.step()
+    for a, b in zip(here, there, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert [group["step"] for group in ours.param_groups] == [5, 5]
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in ours.state.values())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradient_norm_is_exact_for_large_matrices():
+    """torch's own float32 norm on the host is 4e-4 off here."""
+    from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+
+    gradient = torch.randn(10_000_019, generator=torch.Generator().manual_seed(0))
+    exact = float(np.linalg.norm(gradient.double().numpy()))
+    norm = get_grad_norm_fp32([gradient], grad_stats_parallel_group=torch.distributed.group.WORLD)
+    assert norm == pytest.approx(exact, rel=1e-6)

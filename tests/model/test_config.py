@@ -1,0 +1,60 @@
+"""Shapes by arithmetic: the study's table, and layouts that cannot divide a model."""
+
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.model import PRESETS, ModelConfig, padded_vocab_size
+from megaenc.model.config import preset
+
+VOCABULARY = 128_256  # Llama 3's, as in the study
+
+
+@pytest.mark.parametrize(
+    ("name", "without_head", "with_head"), [("210m", 211.8e6, 310.3e6), ("610m", 607.9e6, 755.6e6), ("1b", 1.188e9, 1.409e9)]
+)
+def test_parameters_are_those_of_the_study(name, without_head, with_head):
+    model = preset(name)
+    assert model.parameters(VOCABULARY, lm_head=False) == pytest.approx(without_head, rel=5e-4)
+    assert model.parameters(VOCABULARY) == pytest.approx(with_head, rel=5e-4)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", ["tiny", "small"])
+def test_parameters_are_those_of_the_built_model(name):
+    import torch
+
+    from megaenc.backend import Layout
+    from megaenc.model.encoder import build_encoder
+
+    model = PRESETS[name]
+    vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
+    encoder = build_encoder(model, vocab_size, 32, Layout(), torch.float32, seed=None)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameters(vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layout", "complaint"),
+    [
+        (dict(num_attention_heads=3), (1, 1), "--hidden-size: found 256, expected a multiple of --num-attention-heads 3"),
+        (dict(num_query_groups=3), (1, 1), "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
+        (dict(num_layers=0), (1, 1), "--num-layers: found 0, expected 1 or more"),
+        (dict(hidden_size=20), (1, 1), "expected an even head width"),
+        ({}, (4, 1), "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
+        (dict(ffn_hidden_size=771), (2, 1), "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
+        (dict(num_layers=5), (1, 2), "--num-layers: found 5, expected a multiple of --pipeline-model-parallel-size 2"),
+    ],
+)
+def test_shape_that_cannot_be(changes, layout, complaint):
+    with pytest.raises(InputError, match=complaint):
+        ModelConfig(**changes).check(*layout)
+
+
+def test_unknown_preset_lists_the_known():
+    assert preset("610M") is PRESETS["610m"]
+    with pytest.raises(InputError, match="unknown preset 'huge', expected one of 210m, 610m, 1b, small, tiny"):
+        preset("huge")
+
+
+def test_vocabulary_is_padded_for_each_rank():
+    assert padded_vocab_size(8192, 128, 2) == 8192
+    assert padded_vocab_size(128_256, 128, 4) == 128_512
