@@ -5,10 +5,12 @@ import dataclasses
 import difflib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -71,23 +73,19 @@ def from_yaml(
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with the flat `values` put into whichever nested dataclass has a field of that name."""
     known = flatten(settings)
-    for name, value in values.items():
+    for name in values:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
-        if not _fits(known[name], value):
-            raise InputError(f"{source}: field `{name}`: found {value!r}, expected a {type(known[name]).__name__}")
 
     def put(node):
-        changes = {}
+        changes, types = {}, get_type_hints(type(node))
         for field in dataclasses.fields(node):
             current = getattr(node, field.name)
             if dataclasses.is_dataclass(current):
                 changes[field.name] = put(current)
             elif field.name in values:
-                value = values[field.name]
-                convert = isinstance(current, (float, tuple)) and value is not None
-                changes[field.name] = type(current)(value) if convert else value
+                changes[field.name] = _read(f"{source}: field `{field.name}`", types[field.name], values[field.name])
         return dataclasses.replace(node, **changes)
 
     return put(settings)
@@ -102,16 +100,20 @@ def flatten(settings: Any) -> dict[str, Any]:
     return flat
 
 
-def _fits(current: Any, value: Any) -> bool:
-    if current is None or value is None:
-        return True
-    if isinstance(current, bool) or isinstance(value, bool):
-        return isinstance(current, bool) and isinstance(value, bool)
-    if isinstance(current, float):
-        return isinstance(value, (int, float))
-    if isinstance(current, (list, tuple)):
-        return isinstance(value, (list, tuple))
-    return isinstance(value, type(current))
+def _read(place: str, kind: Any, value: Any) -> Any:
+    """`value` from YAML as the type `kind`: bool, int, float, str, a tuple of one of them, or one of them or None."""
+    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    if value is None and NoneType in choices:
+        return None
+    kind = choices[0]
+    if get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_read(place, get_args(kind)[0], part) for part in value)
+    if kind is float and not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):  # YAML reads 5e-4, which has no point, as text
+            return float(value)
+    if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
+        return value
+    raise InputError(f"{place}: found {value!r}, expected a {getattr(kind, '__name__', kind)}")
 
 
 def _plain(box: str) -> str:
@@ -126,4 +128,6 @@ def _plain(box: str) -> str:
     if "Perhaps you meant:" in lines:
         at = lines.index("Perhaps you meant:")
         lines = [*lines[:at], "- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
-    return " ".join(lines) or "the command line could not be read"
+    sentence = " ".join(lines) or "the command line could not be read"
+    number = re.search(r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence)
+    return f"{number[1]}: found {number[2]}, expected a number" if number else sentence

@@ -1,0 +1,140 @@
+"""The pretraining command: what a YAML file, a preset and the command line say together, and one line for what is wrong."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import runs
+import yaml
+
+from megaenc.data.tokenizer import load_tokenizer
+from megaenc.training.command import main
+from megaenc.training.settings import read_settings
+
+
+def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
+    (tmp_path / "run.yaml").write_text("model: 610m\nnum-layers: 13\nlr: 5e-4\ntrain_iters: 7\n")
+    settings = read_settings(["--config", str(tmp_path / "run.yaml"), "--train-iters", "9"], "test")
+    assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == ("610m", 13, 1152)
+    assert (settings.optimizer.lr, settings.train_iters) == (5e-4, 9)
+    assert read_settings(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
+
+
+@pytest.mark.parametrize("path", sorted((runs.ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_can_be_read(path):
+    read_settings(["--config", str(path)], "test").check(world_size=1)
+
+
+def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
+    """And its config.yaml, given to --config, is the same run again."""
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
+    result = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
+    assert result.stderr == "", "the console is quiet"
+    folder = tmp_path / "run"
+    assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    assert (folder / "checkpoints" / "iter_0000004").is_dir()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train_iters"] == 4
+    row = runs.metrics(folder)[-1]
+    assert row.keys() >= {
+        "step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm", "tokens", "predicted_tokens",
+        "tokens_per_second", "model_flops_utilization", "step_seconds",
+    }  # fmt: skip
+    assert (row["step"], row["objective"], row["phase"], row["tokens"]) == (4, "mlm", 1, 4 * 8 * 64)
+
+    again = runs.run([sys.executable, "-m", "megaenc", "pretrain", "--config", str(folder / "config.yaml")])
+    assert "is complete: step 4 of 4" in again.stdout
+
+
+def refusal(capfd, flags) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([str(flag) for flag in flags])
+    assert stop.value.code == 2
+    lines = capfd.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--objective-schedule", "mlm:0.8,clm:0.3"], "character 13 of 'mlm:0.8,clm:0.3': shares add up to 1.1, expected 1"),
+        (["--objective-schedule", "xlm:1.0"], "unknown objective"),
+        (["--objective-schedule", "mlm:-0.5,clm:1.5"], "at character 5"),
+        (["--objective-schedule", ""], "empty"),
+        (["--global-batch-size", "7"], "--global-batch-size: found 7, expected a multiple of 2"),
+        (["--num-attention-heads", "5"], "--hidden-size: found 64, expected a multiple of --num-attention-heads 5"),
+        (["--split", "90,x,0"], "--split"),
+        (["--num-layers", "two"], "--num-layers: found 'two', expected a number"),
+        (["--num-layer", "2"], "did you mean --num-layers"),
+        (["--lr", "0"], "--lr: found 0.0, expected more than 0"),
+        (["--tensor-model-parallel-size", "2"], "1 processes cannot be laid out as tensor parallel 2"),
+        (["--data-path", "nowhere"], "nowhere.idx: no such file"),
+        (["--tokenizer", "./nowhere"], "./nowhere: no such folder"),
+    ],
+)
+def test_wrong_flag_is_one_line(flags, complaint, small_corpus, capfd):
+    assert complaint in refusal(capfd, [*small_corpus.flags, *runs.SHORT_RUN, *flags])
+
+
+@pytest.fixture
+def corpus_copy(small_corpus, tmp_path):
+    """The small corpus in a folder that a test may damage: its prefix."""
+    for extension in (".bin", ".idx", ".json"):
+        shutil.copy(f"{small_corpus.prefix}{extension}", tmp_path / f"copy{extension}")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("extension", [".bin", ".idx"])
+def test_truncated_corpus_is_one_line(extension, small_corpus, corpus_copy, capfd):
+    file = corpus_copy.with_suffix(extension)
+    file.write_bytes(file.read_bytes()[:-10])
+    line = refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+    assert f"{file}: truncated" in line and "expected" in line
+
+
+def test_corpus_of_another_tokenizer_is_one_line(small_corpus, corpus_copy, capfd):
+    sidecar = json.loads(corpus_copy.with_suffix(".json").read_text())
+    sidecar["tokenizer"]["fingerprint"] = "0" * 64
+    corpus_copy.with_suffix(".json").write_text(json.dumps(sidecar))
+    assert "made with another tokenizer" in refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+
+
+def test_token_beyond_the_vocabulary_is_one_line(small_corpus, corpus_copy, capfd):
+    corpus_copy.with_suffix(".json").unlink()  # as Megatron's own tool leaves it
+    tokens = bytearray(corpus_copy.with_suffix(".bin").read_bytes())
+    tokens[20:22] = (401).to_bytes(2, "little")
+    corpus_copy.with_suffix(".bin").write_bytes(tokens)
+    line = refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+    assert "holds token id 401, expected 0 to 399" in line
+
+
+def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_copy, tmp_path, capfd):
+    tokenizer = load_tokenizer(small_corpus.tokenizer)
+    tokenizer.mask_token = None
+    tokenizer.save_pretrained(tmp_path / "maskless")
+    corpus_copy.with_suffix(".json").unlink()
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--tokenizer", tmp_path / "maskless", "--data-path", corpus_copy]
+    assert "no mask token" in refusal(capfd, flags)
+    read_only = [
+        *flags,
+        "--objective-schedule",
+        "clm",
+        "--train-iters",
+        "1",
+        "--lr-warmup-iters",
+        "0",
+        "--lr-wsd-decay-iters",
+        "1",
+    ]
+    runs.script(runs.PRETRAIN, [str(flag) for flag in read_only])
+
+
+def test_under_torchrun_rank_0_prints_the_line_once(small_corpus):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--tensor-model-parallel-size", "2"]
+    result = runs.script(runs.PRETRAIN, flags, processes=3, expect=1)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert lines == [
+        "error: 3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: "
+        "expected a multiple of 2 (torchrun --nproc-per-node)"
+    ]
