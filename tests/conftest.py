@@ -35,6 +35,21 @@ def small_corpus(tmp_path_factory) -> SmallCorpus:
 
 
 @pytest.fixture
+def refusal(capfd):
+    """Call a command's `main`; returns its one line on stderr, having checked that there is no more and that the exit code is 2."""
+
+    def refused(main, flags) -> str:
+        with pytest.raises(SystemExit) as stop:
+            main([str(flag) for flag in flags])
+        assert stop.value.code == 2
+        lines = capfd.readouterr().err.strip().splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    return refused
+
+
+@pytest.fixture
 def one_process():
     """megatron-core in this very process, as a world of one."""
     from megaenc import backend

@@ -64,10 +64,10 @@ def detect() -> Backend:
     return Backend("cpu", torch.device("cpu"), "gloo", host_has_bf16())
 
 
-def host_has_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 itself (AVX512-BF16 or AMX); elsewhere bf16 is slower than float32."""
+def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
+    """Whether the processor multiplies bfloat16 itself (AVX512-BF16, AMX or Arm's); elsewhere bf16 is slower than float32."""
     try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        with open(cpuinfo, encoding="ascii", errors="replace") as file:
             flags = next((line for line in file if line.startswith(("flags", "Features"))), "").split()
     except OSError:
         return False

@@ -17,6 +17,21 @@ def test_host_is_found_and_measured():
 
 
 @pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16", True),
+        ("flags\t\t: fpu avx2 f16c", False),
+        ("Features\t: fp asimd bf16", True),
+        ("", False),
+    ],
+)
+def test_bf16_is_the_default_where_the_processor_has_it(line, expected, tmp_path):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{line}\n")
+    assert host_has_bf16(str(tmp_path / "cpuinfo")) == expected
+    assert not host_has_bf16(str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
     ("layout", "processes", "complaint"),
     [
         (Layout(2, 1), 3, "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: expected a multiple of 2"),

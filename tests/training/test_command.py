@@ -46,15 +46,6 @@ def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
     assert "is complete: step 4 of 4" in again.stdout
 
 
-def refusal(capfd, flags) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main([str(flag) for flag in flags])
-    assert stop.value.code == 2
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
@@ -73,8 +64,8 @@ def refusal(capfd, flags) -> str:
         (["--tokenizer", "./nowhere"], "./nowhere: no such folder"),
     ],
 )
-def test_wrong_flag_is_one_line(flags, complaint, small_corpus, capfd):
-    assert complaint in refusal(capfd, [*small_corpus.flags, *runs.SHORT_RUN, *flags])
+def test_wrong_flag_is_one_line(flags, complaint, small_corpus, refusal):
+    assert complaint in refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, *flags])
 
 
 @pytest.fixture
@@ -86,36 +77,36 @@ def corpus_copy(small_corpus, tmp_path):
 
 
 @pytest.mark.parametrize("extension", [".bin", ".idx"])
-def test_truncated_corpus_is_one_line(extension, small_corpus, corpus_copy, capfd):
+def test_truncated_corpus_is_one_line(extension, small_corpus, corpus_copy, refusal):
     file = corpus_copy.with_suffix(extension)
     file.write_bytes(file.read_bytes()[:-10])
-    line = refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+    line = refusal(main, [*small_corpus.flags, "--data-path", corpus_copy])
     assert f"{file}: truncated" in line and "expected" in line
 
 
-def test_corpus_of_another_tokenizer_is_one_line(small_corpus, corpus_copy, capfd):
+def test_corpus_of_another_tokenizer_is_one_line(small_corpus, corpus_copy, refusal):
     sidecar = json.loads(corpus_copy.with_suffix(".json").read_text())
     sidecar["tokenizer"]["fingerprint"] = "0" * 64
     corpus_copy.with_suffix(".json").write_text(json.dumps(sidecar))
-    assert "made with another tokenizer" in refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+    assert "made with another tokenizer" in refusal(main, [*small_corpus.flags, "--data-path", corpus_copy])
 
 
-def test_token_beyond_the_vocabulary_is_one_line(small_corpus, corpus_copy, capfd):
+def test_token_beyond_the_vocabulary_is_one_line(small_corpus, corpus_copy, refusal):
     corpus_copy.with_suffix(".json").unlink()  # as Megatron's own tool leaves it
     tokens = bytearray(corpus_copy.with_suffix(".bin").read_bytes())
     tokens[20:22] = (401).to_bytes(2, "little")
     corpus_copy.with_suffix(".bin").write_bytes(tokens)
-    line = refusal(capfd, [*small_corpus.flags, "--data-path", corpus_copy])
+    line = refusal(main, [*small_corpus.flags, "--data-path", corpus_copy])
     assert "holds token id 401, expected 0 to 399" in line
 
 
-def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_copy, tmp_path, capfd):
+def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_copy, tmp_path, refusal):
     tokenizer = load_tokenizer(small_corpus.tokenizer)
     tokenizer.mask_token = None
     tokenizer.save_pretrained(tmp_path / "maskless")
     corpus_copy.with_suffix(".json").unlink()
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--tokenizer", tmp_path / "maskless", "--data-path", corpus_copy]
-    assert "no mask token" in refusal(capfd, flags)
+    assert "no mask token" in refusal(main, flags)
     read_only = [
         *flags,
         "--objective-schedule",

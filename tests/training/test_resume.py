@@ -69,15 +69,6 @@ def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path)
     assert "grad_norm" in runs.metrics(folder)[7]
 
 
-def refusal(capfd, *flags: str) -> str:
-    with pytest.raises(SystemExit) as stop:
-        main([str(flag) for flag in flags])
-    assert stop.value.code == 2
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1, lines
-    return lines[0]
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -89,30 +80,30 @@ def refusal(capfd, *flags: str) -> str:
         (["--lr", "1e-3"], "lr is 0.003 there, 0.001 here"),
     ],
 )
-def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_run, capfd):
-    line = refusal(capfd, *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", stopped_run, *change)
+def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_run, refusal):
+    line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", stopped_run, *change])
     assert "holds a different run" in line
     assert named in line
 
 
-def test_incomplete_checkpoint_is_named(small_corpus, stopped_run, tmp_path, capfd):
+def test_incomplete_checkpoint_is_named(small_corpus, stopped_run, tmp_path, refusal):
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     checkpoint = folder / "checkpoints" / "iter_0000007"
     shard = sorted(checkpoint.glob("*.distcp"))[0]
     shard.write_bytes(shard.read_bytes()[:100])
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder]
-    assert f"{shard}: found 100 bytes, expected" in refusal(capfd, *flags)
+    assert f"{shard}: found 100 bytes, expected" in refusal(main, flags)
     shard.unlink()
-    assert f"{shard}: missing" in refusal(capfd, *flags)
+    assert f"{shard}: missing" in refusal(main, flags)
     shutil.rmtree(checkpoint)
-    assert f"{checkpoint}: missing" in refusal(capfd, *flags)
+    assert f"{checkpoint}: missing" in refusal(main, flags)
 
 
-def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, capfd):
+def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, refusal):
     import fcntl
 
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        line = refusal(capfd, *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder)
+        line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder])
     assert "another process is training in this folder" in line
