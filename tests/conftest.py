@@ -36,7 +36,7 @@ def small_corpus(tmp_path_factory) -> SmallCorpus:
 
 @pytest.fixture
 def refusal(capfd):
-    """Call a command's `main`; returns its one line on stderr, having checked that there is no more and that the exit code is 2."""
+    """Call a command's `main`: it must end with exit code 2 and one line on stderr, which is returned."""
 
     def refused(main, flags) -> str:
         with pytest.raises(SystemExit) as stop:
