@@ -62,9 +62,17 @@ def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> su
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The rows of a run's steps, without that of step 0."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row for row in rows if row["step"]]
+    """The logged steps of a run."""
+    return _rows(folder / "metrics.jsonl")
+
+
+def validations(folder: Path) -> list[dict]:
+    """The validations of a run, that of step 0 first."""
+    return _rows(folder / "validation.jsonl")
+
+
+def _rows(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:

@@ -16,7 +16,7 @@ from megaenc.randomness import SampleRandomness
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import RunFolder
+from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
 
 
 def pretrain(plan: Plan, backend: Backend) -> None:
@@ -42,12 +42,12 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     if done:
         checkpoints.load(engine, done)
     if folder:
-        folder.cut_metrics(done if done else -1)
+        folder.cut(done if done else -1)
     say(_introduction(plan, backend, done))
     peak = _total_peak_flops(backend, plan.dtype)
     validation = _Validation(plan)
     if not done and settings.eval_every:
-        _log(folder, {"step": 0, "tokens": 0, "validation": validation(engine)})
+        _log(folder, VALIDATION, {"step": 0, **progress, "objectives": validation(engine)})
 
     with ProgressLine(plan.schedule.at(done + 1).text, total=settings.train_iters) as line:
         clock = perf_counter()
@@ -74,20 +74,23 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
                 "step_seconds": seconds,
             }
             last = step == settings.train_iters
-            if settings.eval_every and (step % settings.eval_every == 0 or last):
-                row["validation"] = validation(engine)
-            if step % settings.log_every == 0 or last or "validation" in row:
-                _log(folder, row)
+            if step % settings.log_every == 0 or last:
+                _log(folder, METRICS, row)
+            validate = bool(settings.eval_every) and (step % settings.eval_every == 0 or last)
+            if validate:
+                _log(folder, VALIDATION, {"step": step, **progress, "objectives": validation(engine)})
             line.update(step, description=phase.text, **_shown(result, tokens / seconds))
 
             leave = bool(output.exit_interval) and step % output.exit_interval == 0
-            if checkpoints and (last or leave or (output.save_interval and step % output.save_interval == 0)):
+            save = last or leave or (bool(output.save_interval) and step % output.save_interval == 0)
+            if checkpoints and save:
                 if folder:
                     folder.sync()
                 checkpoints.save(engine, step, progress)
             if leave and not last:
                 break
-            clock = perf_counter() if "validation" in row or checkpoints else clock
+            if validate or save:
+                clock = perf_counter()  # neither is part of the next step
     say(_conclusion(step, settings.train_iters, result, output.save))
 
 
@@ -142,9 +145,9 @@ class _Validation:
         return int(counts.max()) / int(counts.sum()) if counts.any() else None
 
 
-def _log(folder: RunFolder | None, row: dict[str, Any]) -> None:
+def _log(folder: RunFolder | None, file: str, row: dict[str, Any]) -> None:
     if folder:
-        folder.log(row)
+        folder.log(file, row)
 
 
 def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:

@@ -14,14 +14,16 @@ from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.training.plan import Plan
 
-CONFIG, FACTS, METRICS, TOKENIZER, LOCK = "config.yaml", "run.json", "metrics.jsonl", "tokenizer", ".lock"
+CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
+METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 
 
 class RunFolder:
     """What rank 0 keeps in `--save`; construct it on rank 0 alone.
 
     `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer,
-    `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `checkpoints/` the checkpoints.
+    `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `validation.jsonl` one a validation (step 0 included),
+    `checkpoints/` the checkpoints.
     """
 
     def __init__(self, path: Path, plan: Plan):
@@ -59,22 +61,23 @@ class RunFolder:
         """Give the folder free; the end of the process, however it comes, does so too."""
         os.close(self._lock)
 
-    def cut_metrics(self, step: int) -> None:
-        """Drop the rows beyond `step`: steps that are about to be made again."""
-        metrics = self.path / METRICS
-        if metrics.exists():
-            rows = metrics.read_text(encoding="utf-8").splitlines()
-            write_whole(metrics, "".join(row + "\n" for row in rows if _step_of(row) <= step))
+    def cut(self, step: int) -> None:
+        """Drop the rows beyond `step` from metrics and validations: steps that are about to be made again."""
+        for file in (METRICS, VALIDATION):
+            if (self.path / file).exists():
+                rows = (self.path / file).read_text(encoding="utf-8").splitlines()
+                write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
 
-    def log(self, row: dict[str, Any]) -> None:
-        """Append one object to the metrics."""
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+    def log(self, file: str, row: dict[str, Any]) -> None:
+        """Append one object to METRICS or VALIDATION."""
+        with open(self.path / file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Put the metrics on the disk, before a checkpoint says that they are there."""
-        with contextlib.suppress(FileNotFoundError), open(self.path / METRICS, "rb") as file:
-            os.fsync(file.fileno())
+        """Put the rows on the disk, before a checkpoint says that they are there."""
+        for file in (METRICS, VALIDATION):
+            with contextlib.suppress(FileNotFoundError), open(self.path / file, "rb") as stream:
+                os.fsync(stream.fileno())
 
 
 def _step_of(row: str) -> float:

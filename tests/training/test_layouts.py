@@ -45,7 +45,7 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
     assert len(runs.metrics(folder)) == 20
     runs.assert_same_curve(folder, reference, tolerance=1e-4)
     for objective in ("clm", "mlm"):
-        here, there = (runs.metrics(run)[-1]["validation"][objective] for run in (folder, reference))
+        here, there = (runs.validations(run)[-1]["objectives"][objective] for run in (folder, reference))
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-4)
         assert here["accuracy"] == there["accuracy"]
 

@@ -40,6 +40,7 @@ def test_resume_is_bitwise_equal_across_the_phase_switch(small_corpus, whole_run
         runs.script(runs.PRETRAIN, flags)
         assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
     assert curve(tmp_path / "run") == curve(whole_run)
+    assert runs.validations(tmp_path / "run") == runs.validations(whole_run)
 
 
 def test_resume_in_bf16_at_tp2_is_bitwise_equal(small_corpus, tmp_path):
@@ -63,10 +64,13 @@ def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path)
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 1.0}) + '\n{"step": 9, "lo')
+    with open(folder / "validation.jsonl", "a") as file:
+        file.write(json.dumps({"step": 8, "objectives": {}}) + "\n")
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--exit-interval", "4"]
     runs.script(runs.PRETRAIN, flags)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 9))
     assert "grad_norm" in runs.metrics(folder)[7]
+    assert [row["step"] for row in runs.validations(folder)] == [0]
 
 
 @pytest.mark.parametrize(
