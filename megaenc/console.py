@@ -8,6 +8,8 @@ import warnings
 from types import TracebackType
 from typing import Any, Self
 
+from megaenc.ranks import rank
+
 _NOISY_LOGGERS = (
     "transformers",
     "tokenizers",
@@ -41,14 +43,9 @@ def quiet() -> None:
         warnings.filterwarnings("default", module=r"megaenc(\.|$)")
 
 
-def is_rank_zero() -> bool:
-    """Whether this process is the one that talks: rank 0 of a torchrun job, or any process outside of one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def say(text: str) -> None:
     """Print one line on standard output, from rank 0 only."""
-    if is_rank_zero():
+    if not rank():
         print(text, flush=True)
 
 
@@ -73,7 +70,7 @@ class ProgressLine:
         self._live = None
 
     def __enter__(self) -> Self:
-        if is_rank_zero() and sys.stdout.isatty():
+        if not rank() and sys.stdout.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
@@ -96,13 +93,13 @@ class ProgressLine:
             self._first = (now, done)
         if self._live is not None:
             self._live.update(self._task, completed=done, description=self.description, tail=self._tail(now))
-        elif is_rank_zero() and now - self._printed_at >= self.every:
+        elif not rank() and now - self._printed_at >= self.every:
             self._print(now)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
-        elif kind is None and is_rank_zero() and self._printed != self._state():
+        elif kind is None and not rank() and self._printed != self._state():
             self._print(time.monotonic())
 
     def _state(self) -> tuple:

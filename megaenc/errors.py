@@ -1,17 +1,25 @@
 """Wrong input is one line and exit code 2; everything else is a bug and keeps its traceback."""
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 
+from megaenc.ranks import rank
+
 
 class InputError(Exception):
-    """What the user gave cannot be used. The message is one line: the file, line or field, what was found, what was expected."""
+    """What the user gave cannot be used. The message is one line: the file, line or field, what was found, what was expected.
+
+    All ranks of a run find the same error and rank 0 prints it.
+    """
+
+
+class LocalInputError(InputError):
+    """An InputError that one rank may find alone, say in a part of the data that only it reads: that rank prints it."""
 
 
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the `main` of a command: an InputError becomes one line on stderr, printed by rank 0 alone, and exit code 2.
+    """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2.
 
     torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same.
     """
@@ -21,8 +29,9 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
         try:
             main(*args, **kwargs)
         except InputError as error:
-            if os.environ.get("RANK", "0") == "0":
-                print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
+            where = f"rank {rank()}: " if rank() else ""
+            if rank() == 0 or isinstance(error, LocalInputError):
+                print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
             sys.exit(2)
 
     return run

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import difflib
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import tyro
 import yaml
 
 from megaenc.errors import InputError
+from megaenc.ranks import rank
 
 Settings = TypeVar("Settings")
 
@@ -28,7 +28,7 @@ def parse(
     `default` supplies what the command line leaves out (say, from a YAML file). Raises InputError for what cannot be read.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.environ.get("RANK", "0") != "0" and {"-h", "--help"} & set(arguments):
+    if rank() and {"-h", "--help"} & set(arguments):
         sys.exit(0)
     complaint = io.StringIO()
     try:
@@ -58,6 +58,8 @@ def from_yaml(
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"--config {path}: {error.strerror or error}; expected a YAML file of flags") from None
+    except UnicodeDecodeError:
+        raise InputError(f"--config {path}: not UTF-8 text; expected a YAML file of flags") from None
     try:
         values = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

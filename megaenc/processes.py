@@ -34,6 +34,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def die_with_launcher() -> None:
+    """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
+
+    Call it before anything that takes time: a launcher that is gone by then is not noticed.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent(os.getppid())
+
+
 class Workers:
     """`count` processes that each run `work(item)`; both must pickle. Use as a context manager and call `map` once.
 

@@ -6,9 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets. An MI250X shows as two devices, one a die.
+from megaenc.errors import InputError
+from megaenc.ranks import local_rank, local_world_size
+
+# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; the first name that fits counts. An MI250X shows as two
+# devices, one a die.
 PEAK_BF16 = {
     "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
@@ -48,17 +54,19 @@ class Backend:
         peak = next((flops for part, flops in PEAK_BF16.items() if part in name), 0.0)
         return peak if dtype == torch.bfloat16 else 0.0
 
-    def synchronize(self) -> None:
-        """Wait for the device, so that a clock read next measures what was asked of it."""
-        if not self.is_host:
-            torch.cuda.synchronize(self.device)
-
 
 @functools.cache
 def detect() -> Backend:
-    """The backend of this process; LOCAL_RANK picks the accelerator."""
+    """The backend of this process; LOCAL_RANK picks the accelerator. InputError if there are more processes than accelerators."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        # megatron-core overlaps communication with computation by the order of launches, which this keeps. Read by CUDA at start.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        if local_rank() >= torch.cuda.device_count():
+            raise InputError(
+                f"{local_world_size()} processes on a machine with {torch.cuda.device_count()} accelerators: "
+                "expected one process each (torchrun --nproc-per-node)"
+            )
+        device = torch.device("cuda", local_rank())
         name = "rocm" if torch.version.hip else "cuda"
         return Backend(name, device, "nccl", torch.cuda.is_bf16_supported(including_emulation=False))
     return Backend("cpu", torch.device("cpu"), "gloo", host_has_bf16())

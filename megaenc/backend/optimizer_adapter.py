@@ -38,7 +38,8 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                [torch.tensor(float(made), device=p.device) for p in params],  # the kernel counts them up itself
+                # One number each, which the kernel counts up itself.
+                list(torch.full((len(params),), float(made), device=params[0].device).unbind()),
                 fused=True,
                 amsgrad=False,
                 beta1=group["betas"][0],

@@ -1,4 +1,4 @@
-"""The processes of a run: threads, process groups, model parallelism, and an end together with their launcher."""
+"""The processes of a run: threads, process groups, model parallelism."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.errors import InputError
-from megaenc.processes import die_with_parent, usable_cores
+from megaenc.processes import usable_cores
+from megaenc.ranks import local_world_size, world_size
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,12 @@ class Layout:
             raise InputError("--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more")
 
 
-def world_size() -> int:
-    """Processes of this run, from torchrun's environment; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """This process's number, from torchrun's environment; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def start(layout: Layout, seed: int) -> Backend:
     """Join the process groups of this run and lay the model-parallel ones out; returns the backend.
 
     Works under torchrun and, as a world of one, in a plain process. InputError if the processes do not fit the layout.
     """
     layout.check(world_size())
-    die_with_launcher()
     backend = detect()
     share_cores()
     prepare_megatron()
@@ -64,12 +54,13 @@ def start(layout: Layout, seed: int) -> Backend:
     if not backend.is_host:
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
-        dist.init_process_group(backend.process_group, timeout=timedelta(minutes=10))
+        device = None if backend.is_host else backend.device
+        dist.init_process_group(backend.process_group, timeout=timedelta(minutes=10), device_id=device)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
     # Nothing of ours reads this state (randomness is counted, not stored); megatron-core forks it around dropout.
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend
 
 
@@ -87,13 +78,6 @@ def share_cores() -> None:
 
     OMP_NUM_THREADS is honoured for one process; torchrun sets it to 1 for several, so there it tells nothing of the user's wish.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local == 1 and "OMP_NUM_THREADS" in os.environ:
+    if local_world_size() == 1 and "OMP_NUM_THREADS" in os.environ:
         return
-    torch.set_num_threads(max(1, usable_cores() // local))
-
-
-def die_with_launcher() -> None:
-    """Under torchrun, be killed when the agent dies: workers lead their own sessions and would otherwise go on writing."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())
+    torch.set_num_threads(max(1, usable_cores() // local_world_size()))

@@ -5,7 +5,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import tyro
 
 from megaenc import flags
 from megaenc.console import quiet, say
@@ -27,7 +29,7 @@ class ToHF:
     """run folder (the --save of a pretraining run)"""
     output: str = ""
     """folder to write; must not exist"""
-    architecture: Literal["eurobert", "llama"] = "eurobert"
+    architecture: Annotated[Literal["eurobert", "llama"], tyro.conf.arg(name="as")] = "eurobert"
     """eurobert: bidirectional, EuroBertForMaskedLM; llama: the same weights read causally, LlamaForCausalLM"""
     ckpt_step: int | None = None
     """step of the checkpoint; the newest unless given"""

@@ -11,7 +11,7 @@ import numpy as np
 from megaenc import randomness
 from megaenc.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megaenc.data.vocabulary import Vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, LocalInputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
@@ -60,11 +60,18 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal corpora, wherever they lie: by the sidecar's hash of the tokens, without one by the index alone."""
+        """Equal for equal corpora, wherever they are: the sidecar's sha256 of the tokens.
+
+        Without a sidecar it is a hash of the index and of the first and last megabyte of tokens.
+        """
         if self.sidecar is not None:
             return self.sidecar.sha256["bin"]
-        with open(f"{self.prefix}.idx", "rb") as index:
-            return hashlib.file_digest(index, "sha256").hexdigest()
+        digest = hashlib.sha256(Path(f"{self.prefix}.idx").read_bytes())
+        with open(f"{self.prefix}.bin", "rb") as tokens:
+            digest.update(tokens.read(1 << 20))
+            tokens.seek(max(0, tokens.seek(0, 2) - (1 << 20)))
+            digest.update(tokens.read())
+        return digest.hexdigest()
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -81,7 +88,7 @@ class Corpus:
         sequence = int(self._first_sequences[document])
         found = self._dataset.get(sequence, offset=start, length=stop - start).astype(np.int64)
         if self._id_limit is not None:
-            self._check_ids(found, f"document {document}")
+            self._check_ids(found, f"document {document}", LocalInputError)
         return found
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -105,11 +112,11 @@ class Corpus:
         count = min(_FIRST_LOOK, int(self.document_lengths.sum()))
         self._check_ids(self._dataset.bin_reader.read(self._dataset.index.dtype, count, 0).astype(np.int64), "the start")
 
-    def _check_ids(self, found: np.ndarray, where: str) -> None:
+    def _check_ids(self, found: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
         # As unsigned numbers negative ids are huge: one comparison finds both kinds.
         if int(found.view(np.uint64).max()) >= self._id_limit:
             wrong = found[(found < 0) | (found >= self._id_limit)]
-            raise InputError(
+            raise error(
                 f"{self.prefix}.bin: {where} holds token id {wrong[0]}, "
                 f"expected 0 to {self._id_limit - 1} (the model's vocabulary)"
             )

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import sysconfig
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from megaenc.data import prose
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm, whole_files
 from megaenc.processes import Workers, usable_cores
+from megaenc.ranks import local_rank
 
 # What this package needs, and what that needs: installed wherever this runs.
 _INSTALLED = """
@@ -109,6 +111,9 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
     folder = Path(folder)
     demo = Demo(folder / "corpus.jsonl", folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus_text_document")
     make_parent(demo.corpus, "demo folder")
+    if local_rank():  # the first process of each machine builds, and says so
+        while not sidecar_path(demo.data_prefix).exists():
+            time.sleep(0.2)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         build_demo_corpus(folder)

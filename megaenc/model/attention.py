@@ -1,5 +1,6 @@
 """Attention inside documents that lie end to end, causal or bidirectional as the batch says."""
 
+import inspect
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -11,6 +12,9 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 
 from megaenc.objectives import Attention
+
+# torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 MASK_TYPES = {Attention.CAUSAL: AttnMaskType.causal, Attention.BIDIRECTIONAL: AttnMaskType.no_mask}
 
@@ -29,7 +33,7 @@ class Packing(PackedSeqParams):
     @classmethod
     def of(cls, edges: list[int], attention: Attention, device: torch.device) -> "Packing":
         """Documents between neighbouring `edges` (the cu_seqlens: 0 first, the row's length last)."""
-        cu_seqlens = torch.tensor(edges, dtype=torch.int32, device=device)
+        cu_seqlens = to_device(torch.tensor(edges, dtype=torch.int32), device)
         documents = list(pairwise(edges))
         longest = max(stop - start for start, stop in documents)
         return cls(
@@ -41,6 +45,11 @@ class Packing(PackedSeqParams):
             mask_type=MASK_TYPES[attention],
             documents=documents,
         )
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor`, made on the host, on `device`, without waiting for it."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 class PackedAttention(MegatronModule):
@@ -71,7 +80,7 @@ class PackedAttention(MegatronModule):
             packing.max_seqlen_kv,
             scale=self.softmax_scale,
             window_size=(-1, 0) if causal else (-1, -1),
-            enable_gqa=key.size(2) != query.size(2),
+            **_GROUPED,
         )
         return out.reshape(query.size(0), 1, -1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaenc.data.packs import ConcatPacks
-from megaenc.model.attention import Packing
+from megaenc.model.attention import Packing, to_device
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
 
@@ -37,7 +37,7 @@ def micro_batch(packs: ConcatPacks, samples: range, objective: Objective, seed: 
         predict_at.append(targets.predict_at + start)
         labels.append(targets.labels)
     row, at, predicted, wanted = (
-        torch.from_numpy(np.concatenate(parts)).to(device, non_blocking=True) for parts in (tokens, positions, predict_at, labels)
+        to_device(torch.from_numpy(np.concatenate(parts)), device) for parts in (tokens, positions, predict_at, labels)
     )
     return MicroBatch(row[None], at, Packing.of(edges, objective.attention, device), predicted, wanted)
 
@@ -56,9 +56,9 @@ class Share:
         """Micro-batches that a rank runs for one global batch."""
         return self.global_batch_size // (self.micro_batch_size * self.size)
 
-    def samples(self, batch: int) -> Iterator[range]:
-        """The samples of each micro-batch of global batch number `batch`, counted from 0."""
-        start = batch * self.global_batch_size + self.rank * self.micro_batch_size
+    def samples(self, start: int) -> Iterator[range]:
+        """The samples of each micro-batch of the global batch that begins with sample `start`."""
+        start += self.rank * self.micro_batch_size
         for number in range(self.micro_batches):
             first = start + number * self.micro_batch_size * self.size
             yield range(first, first + self.micro_batch_size)

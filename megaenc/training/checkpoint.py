@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megaenc.backend.process import rank
 from megaenc.errors import InputError
 from megaenc.files import write_whole
+from megaenc.ranks import rank
 from megaenc.training.engine import Engine
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -32,7 +32,7 @@ class Checkpoints:
         if not tracker.exists():
             return None
         text = tracker.read_text(encoding="utf-8").strip()
-        if not text.isdigit():
+        if not text.isdecimal():
             raise InputError(f"{tracker}: found {text!r}, expected the number of a step")
         return int(text)
 
@@ -49,9 +49,11 @@ class Checkpoints:
             )
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path / STATE}: {error}; the checkpoint is incomplete: {self._advice(step)}") from None
-        for name, size in state["files"].items():
+            sizes = dict(state["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = error.strerror if isinstance(error, OSError) else f"not what a save wrote ({error!r})"
+            raise InputError(f"{path / STATE}: {what}; the checkpoint is incomplete: {self._advice(step)}") from None
+        for name, size in sizes.items():
             found = (path / name).stat().st_size if (path / name).exists() else None
             if found != size:
                 what = "missing" if found is None else f"found {found} bytes, expected {size}"

@@ -4,12 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from megaenc.console import quiet
-from megaenc.errors import one_line_errors
+from megaenc.errors import InputError, LocalInputError, one_line_errors
+from megaenc.processes import die_with_launcher
 
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
     """Read the flags, work the run out, join the process groups, train."""
+    die_with_launcher()
     quiet()
     from megaenc.training.settings import read_settings
 
@@ -20,9 +22,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc import backend
 
     device = backend.start(settings.layout, settings.seed)
-    try:
-        from megaenc.training.loop import pretrain
+    from megaenc.training.loop import pretrain
 
+    try:
         pretrain(plan, device)
-    finally:
-        backend.stop()
+    except InputError as error:
+        if not isinstance(error, LocalInputError):  # then every rank is on its way out
+            backend.stop()
+        raise
+    backend.stop()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,20 @@ from megaenc.training.plan import Plan
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Sums over a global batch, the same on every rank."""
+    """Sums over one or more global batches, the same on every rank. `flops`: forward and backward, of the matrix products."""
 
-    loss_sum: float
-    predicted: int
-    correct: int
-    flops: float
+    loss_sum: float = 0.0
+    predicted: int = 0
+    correct: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: "BatchResult") -> "BatchResult":
+        return BatchResult(
+            self.loss_sum + other.loss_sum,
+            self.predicted + other.predicted,
+            self.correct + other.correct,
+            self.flops + other.flops,
+        )
 
     @property
     def loss(self) -> float | None:
@@ -88,7 +97,8 @@ class Engine:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         settings = self.plan.settings
-        result = self._run(self.plan.packs, step - 1, self.plan.schedule.at(step).objective, settings.seed, train=True)
+        objective = self.plan.schedule.at(step).objective
+        result = self._run(self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         _, grad_norm, _ = self.optimizer.step()
@@ -97,16 +107,18 @@ class Engine:
     def evaluate(self, packs: ConcatPacks, batches: int, objective: Objective) -> BatchResult:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         self.model.eval()
-        results = [self._run(packs, batch, objective, seed=0, train=False) for batch in range(batches)]
+        starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
+        results = [self._run(packs, start, objective, seed=0, train=False) for start in starts]
         self.model.train()
-        return BatchResult(*(sum(values) for values in zip(*(vars(result).values() for result in results), strict=True)))
+        return sum(results, BatchResult())
 
-    def _run(self, packs: ConcatPacks, batch: int, objective: Objective, seed: int, train: bool) -> BatchResult:
-        """Global batch number `batch` through the pipeline, forward and, to train, backward."""
-        iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(batch))
+    def _run(self, packs: ConcatPacks, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
+        """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
+        counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
+        iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
-                forward_step_func=self._forward_step,
+                forward_step_func=partial(self._forward_step, counts),
                 data_iterator=iterator,
                 model=[self.model],
                 num_microbatches=self.share.micro_batches,
@@ -117,21 +129,24 @@ class Engine:
         # One copy of each micro-batch counts: that of the last stage's first tensor-parallel rank.
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
-            sums += torch.stack(outputs).sum(0)
+            sums[:2] = torch.stack(outputs).sum(0)
+            sums[2:] = torch.tensor([counts["predicted"], counts["flops"]], dtype=torch.float64)
         dist.all_reduce(sums)
-        loss_sum, predicted, correct, flops = sums.tolist()
-        return BatchResult(loss_sum, int(predicted), int(correct), flops if train else flops / 3)
+        loss_sum, correct, predicted, flops = sums.tolist()
+        return BatchResult(loss_sum, int(predicted), int(correct), flops)
 
-    def _forward_step(self, iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """megatron-core's forward step: the stage's output, and what makes a loss of the last one."""
+    def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
+        """megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""
         batch = next(iterator)
         output = model(batch.tokens, batch.positions, packing=batch.packing, predict_at=batch.predict_at)
 
         def loss_of(logits_NV: torch.Tensor):
             loss, correct = summed_loss(logits_NV, batch.labels)
-            sums = torch.tensor([0.0, batch.labels.numel(), 0.0, self._flops(batch)], dtype=torch.float64, device=self.device)
-            sums[0], sums[2] = loss.detach(), correct
-            return loss, torch.tensor(batch.labels.numel(), dtype=torch.int, device=self.device), sums
+            predicted = batch.labels.numel()
+            counts["predicted"] += predicted
+            counts["flops"] += self._flops(batch)
+            sums = torch.stack([loss.detach().double(), correct.double()])
+            return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
         return output, loss_of
 

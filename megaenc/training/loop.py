@@ -4,17 +4,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from megaenc.backend import Backend
-from megaenc.backend.process import rank
 from megaenc.console import ProgressLine, say
 from megaenc.errors import InputError
-from megaenc.randomness import SampleRandomness
+from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.evaluation import Validation
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
 
@@ -41,57 +40,63 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     engine = Engine(plan, backend)
     if done:
         checkpoints.load(engine, done)
-    if folder:
-        folder.cut(done if done else -1)
     say(_introduction(plan, backend, done))
     peak = _total_peak_flops(backend, plan.dtype)
-    validation = _Validation(plan)
-    if not done and settings.eval_every:
+    validation = Validation(plan) if plan.validation else None
+    if folder:
+        folder.cut(done or -1)
+    if validation and not done:
         _log(folder, VALIDATION, {"step": 0, **progress, "objectives": validation(engine)})
 
     with ProgressLine(plan.schedule.at(done + 1).text, total=settings.train_iters) as line:
-        clock = perf_counter()
         for step in range(done + 1, settings.train_iters + 1):
-            phase = plan.schedule.at(step)
+            clock = perf_counter()
             result, grad_norm = engine.update(step)
-            seconds, clock = perf_counter() - clock, perf_counter()
+            seconds = perf_counter() - clock
 
-            tokens = settings.global_batch_size * settings.data.seq_length
-            progress["tokens"] += tokens
+            progress["tokens"] += settings.global_batch_size * settings.data.seq_length
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
-            row = {
-                "step": step,
-                "objective": phase.text,
-                "phase": phase.index,
-                "loss": result.loss,
-                "accuracy": result.accuracy,
-                "learning_rate": plan.learning_rate(step),
-                "grad_norm": grad_norm,
-                **progress,
-                "tokens_per_second": tokens / seconds,
-                "model_flops_utilization": result.flops / seconds / peak if peak else None,
-                "step_seconds": seconds,
-            }
+            row = _row(plan, step, result, grad_norm, progress, seconds, peak)
             last = step == settings.train_iters
-            if step % settings.log_every == 0 or last:
+            if _due(step, settings.log_every) or last:
                 _log(folder, METRICS, row)
-            validate = bool(settings.eval_every) and (step % settings.eval_every == 0 or last)
-            if validate:
+            line.update(step, description=row["objective"], **_shown(row))
+            if validation and (_due(step, settings.eval_every) or last):
                 _log(folder, VALIDATION, {"step": step, **progress, "objectives": validation(engine)})
-            line.update(step, description=phase.text, **_shown(result, tokens / seconds))
 
-            leave = bool(output.exit_interval) and step % output.exit_interval == 0
-            save = last or leave or (bool(output.save_interval) and step % output.save_interval == 0)
-            if checkpoints and save:
+            leave = _due(step, output.exit_interval)
+            if checkpoints and (last or leave or _due(step, output.save_interval)):
                 if folder:
                     folder.sync()
                 checkpoints.save(engine, step, progress)
             if leave and not last:
                 break
-            if validate or save:
-                clock = perf_counter()  # neither is part of the next step
     say(_conclusion(step, settings.train_iters, result, output.save))
+
+
+def _due(step: int, interval: int | None) -> bool:
+    return bool(interval) and step % interval == 0
+
+
+def _row(
+    plan: Plan, step: int, result: BatchResult, grad_norm: float, progress: dict[str, Any], seconds: float, peak: float
+) -> dict[str, Any]:
+    """What metrics.jsonl says of one step; tokens, predicted_tokens and flops are those of the run so far."""
+    phase, settings = plan.schedule.at(step), plan.settings
+    return {
+        "step": step,
+        "objective": phase.text,
+        "phase": phase.index,
+        "loss": result.loss,
+        "accuracy": result.accuracy,
+        "learning_rate": plan.learning_rate(step),
+        "grad_norm": grad_norm,
+        **progress,
+        "tokens_per_second": settings.global_batch_size * settings.data.seq_length / seconds,
+        "model_flops_utilization": result.flops / seconds / peak if peak else None,
+        "step_seconds": seconds,
+    }
 
 
 def _open_folder(plan: Plan) -> RunFolder | None:
@@ -110,41 +115,6 @@ def _open_folder(plan: Plan) -> RunFolder | None:
     return folder
 
 
-class _Validation:
-    """Held-out loss and accuracy under every objective of the schedule, on packs and masks that never change.
-
-    `most_frequent` is the accuracy of always guessing the token that is most frequent among the labels.
-    """
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        if plan.validation is None:
-            return
-        size = plan.settings.global_batch_size
-        packs = plan.validation.first_sample_of_epoch(1)  # no held-out token twice, unless one batch needs more than there are
-        self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        self.objectives = {phase.text: phase.objective for phase in plan.schedule.phases}
-        self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
-
-    def __call__(self, engine: Engine) -> dict[str, dict[str, Any]]:
-        """By objective: loss, accuracy, most_frequent."""
-        if self.plan.validation is None:
-            return {}
-        found = {text: engine.evaluate(self.plan.validation, self.batches, o) for text, o in self.objectives.items()}
-        return {
-            text: {"loss": result.loss, "accuracy": result.accuracy, "most_frequent": self.most_frequent[text]}
-            for text, result in found.items()
-        }
-
-    def _most_frequent(self, objective) -> float | None:
-        counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)
-        for sample in range(self.batches * self.plan.settings.global_batch_size):
-            pack = self.plan.validation[sample]
-            labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
-            counts += np.bincount(labels, minlength=len(counts))
-        return int(counts.max()) / int(counts.sum()) if counts.any() else None
-
-
 def _log(folder: RunFolder | None, file: str, row: dict[str, Any]) -> None:
     if folder:
         folder.log(file, row)
@@ -159,9 +129,9 @@ def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
     return float(peaks) if float(lowest) > 0 else 0.0
 
 
-def _shown(result: BatchResult, tokens_per_second: float) -> dict[str, str]:
-    loss = "-" if result.loss is None else f"{result.loss:.3f}"
-    return {"loss": loss, "tokens/s": f"{tokens_per_second:,.0f}"}
+def _shown(row: dict[str, Any]) -> dict[str, str]:
+    loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
+    return {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
 
 
 def _introduction(plan: Plan, backend: Backend, done: int) -> str:

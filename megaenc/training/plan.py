@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from megaenc import __version__, flags
-from megaenc.backend.process import world_size
 from megaenc.data.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packs import ConcatPacks
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule
+from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
 
@@ -27,7 +27,7 @@ class Plan:
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
     corpus: Corpus
     packs: ConcatPacks
-    validation: ConcatPacks | None  # None where the split leaves no document for it
+    validation: ConcatPacks | None  # None where it is turned off or the split leaves no text for it
     schedule: Schedule
     learning_rate: LearningRate
 
@@ -35,6 +35,10 @@ class Plan:
     def dtype(self) -> torch.dtype:
         """What layers compute in."""
         return torch.bfloat16 if self.settings.bf16 else torch.float32
+
+    def first_sample(self, step: int) -> int:
+        """The sample that update number `step` begins with: the position in the data follows from the step."""
+        return (step - 1) * self.settings.global_batch_size
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -93,6 +97,10 @@ def make_plan(settings: PretrainSettings) -> Plan:
     corpus = Corpus.open(prefix)
     corpus.check_vocabulary(vocabulary)
     train, validation, _ = split_documents(len(corpus), parse_split(data.split))
+    if not corpus.document_lengths[train].any():
+        raise InputError(f"--split {data.split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
     packs = ConcatPacks(corpus, train, data.seq_length, settings.seed)
-    held_out = ConcatPacks(corpus, validation, data.seq_length, seed=0) if len(validation) else None
+    held_out = None
+    if settings.eval_every and corpus.document_lengths[validation].any():
+        held_out = ConcatPacks(corpus, validation, data.seq_length, seed=0)
     return Plan(settings, vocabulary, tokenizer, corpus, packs, held_out, schedule, learning_rate)

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError
-from megaenc.files import write_whole
+from megaenc.files import whole_folder, write_whole
 from megaenc.training.plan import Plan
 
 CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
@@ -31,7 +32,7 @@ class RunFolder:
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
         try:
@@ -44,18 +45,22 @@ class RunFolder:
         path = self.path
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise InputError(
                 f"--save {path}: another process is training in this folder; wait for it or choose another"
             ) from None
+        except OSError as error:
+            raise InputError(f"--save {path}: cannot be locked ({error.strerror}); expected a file system with locks") from None
         if (path / FACTS).exists():
             _same_run(path, plan)
-        elif (path / METRICS).exists() or (path / "checkpoints").exists():
-            raise InputError(f"--save {path}: holds metrics or checkpoints but no {FACTS}; choose another folder")
+        elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
+            raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
+        write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
-        plan.tokenizer.save_pretrained(path / TOKENIZER)
-        write_whole(path / FACTS, json.dumps(plan.facts, indent=1))
+        if not (path / TOKENIZER).exists():
+            with whole_folder(path / TOKENIZER) as temporary:
+                plan.tokenizer.save_pretrained(temporary)
 
     def close(self) -> None:
         """Give the folder free; the end of the process, however it comes, does so too."""
@@ -69,7 +74,8 @@ class RunFolder:
                 write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
 
     def log(self, file: str, row: dict[str, Any]) -> None:
-        """Append one object to METRICS or VALIDATION."""
+        """Append one object to METRICS or VALIDATION; a number that is none (NaN, infinity) becomes null, as JSON has it."""
+        row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         with open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 

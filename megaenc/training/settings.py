@@ -1,6 +1,7 @@
 """Everything a run can be told, as dataclasses: each field is a flag of the command and a key of the YAML file."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -100,21 +101,10 @@ class PretrainSettings:
         self.layout.check(world_size)
         self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
         values = flags.flatten(self)
-        for name in (
-            "train_iters",
-            "micro_batch_size",
-            "global_batch_size",
-            "seq_length",
-            "eval_iters",
-            "make_vocab_size_divisible_by",
-        ):
-            _expect(values[name] >= 1, name, values[name], "1 or more")
-        for name in ("save_interval", "exit_interval", "log_interval"):
-            _expect(values[name] is None or values[name] >= 1, name, values[name], "1 or more")
-        for name in ("lr", "adam_eps"):
-            _expect(values[name] > 0, name, values[name], "more than 0")
-        for name in ("weight_decay", "clip_grad", "seed", "init_method_std"):
-            _expect(values[name] >= 0, name, values[name], "0 or more")
+        for names, right, expected in _LIMITS:
+            for name in names:
+                if values[name] is not None and not right(values[name]):
+                    raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
         row = self.micro_batch_size * self.data.seq_length
         tensor = self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
@@ -144,9 +134,18 @@ class PretrainSettings:
         return max(1, self.train_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
 
 
-def _expect(right: bool, name: str, found: object, expected: str) -> None:
-    if not right:
-        raise InputError(f"--{name.replace('_', '-')}: found {found}, expected {expected}")
+_COUNTS = ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters", "make_vocab_size_divisible_by")
+_INTERVALS = ("save_interval", "exit_interval", "log_interval")
+_LIMITS = (
+    ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
+    (("eval_interval",), lambda value: value >= 0, "0 or more"),
+    (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
+    (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
+)
+
+# Two ways to say one thing: a command line that uses one overrules the other in the YAML file.
+_PAIRS = (("lr_warmup_iters", "lr_warmup_fraction"), ("lr_wsd_decay_iters", "lr_wsd_decay_fraction"))
 
 
 DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.
@@ -160,6 +159,10 @@ def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     default = settings_from(config) if config else PretrainSettings()
     if model:
         default = _with_preset(default, model)
+    for one, other in _PAIRS:
+        given = [name for name in (one, other) if _value_of(argv, "--" + name.replace("_", "-"))]
+        if len(given) == 1:
+            default = flags.replace_fields(default, {one: None, other: None}, source=prog)
     return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
@@ -173,10 +176,11 @@ def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
 
 
 def _value_of(argv: Sequence[str], flag: str) -> str | None:
-    """The value that `argv` gives `flag`, before the rest of it is read: it decides the defaults of others."""
+    """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
+    found = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
         if word == flag:
-            return following
-        if word.startswith(flag + "="):
-            return word.removeprefix(flag + "=")
-    return None
+            found = following
+        elif word.startswith(flag + "="):
+            found = word.removeprefix(flag + "=")
+    return found

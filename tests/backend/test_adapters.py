@@ -53,7 +53,8 @@ def test_importing_transformers_after_the_adapters_works():
 
 def test_adamw_is_torchs():
     """Same numbers as torch.optim.AdamW for two groups with rates that change, and one step count a group."""
-    start = [torch.randn(7, 5), torch.randn(3)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(7, 5, generator=generator), torch.randn(3, generator=generator)]
     here, there = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
     common = dict(betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
     groups = [{"params": [p]} for p in here], [{"params": [p]} for p in there]

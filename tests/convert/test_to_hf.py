@@ -35,7 +35,7 @@ def exports(trained_run, tmp_path_factory):
         (Attention.CAUSAL, "llama", LlamaForCausalLM),
     ):
         output = folder / name
-        main(["to-hf", "--load", str(trained_run), "--output", str(output), "--architecture", name])
+        main(["to-hf", "--load", str(trained_run), "--output", str(output), "--as", name])
         model, report = kind.from_pretrained(output, output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"]
         loaded[attention] = (model.eval(), output)

@@ -17,6 +17,11 @@ EDGES = [0, 5, 6, 20, 32]
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
 def build(vocab_size=100, seed=3):
     from megaenc.model.encoder import build_encoder
 

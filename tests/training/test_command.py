@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import runs
 import yaml
@@ -19,6 +22,17 @@ def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
     assert (settings.model, settings.shape.num_layers, settings.shape.hidden_size) == ("610m", 13, 1152)
     assert (settings.optimizer.lr, settings.train_iters) == (5e-4, 9)
     assert read_settings(["--model", "1B", "--num-layers", "4"], "test").shape.hidden_size == 1728
+
+
+def test_last_of_a_repeated_flag_counts_for_the_preset_too():
+    settings = read_settings(["--model", "tiny", "--model=610m"], "test")
+    assert (settings.model, settings.shape.num_layers) == ("610m", 26)
+
+
+def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
+    (tmp_path / "run.yaml").write_text("lr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\n")
+    optimizer = read_settings(["--config", str(tmp_path / "run.yaml"), "--lr-warmup-fraction", "0.1"], "test").optimizer
+    assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
 
 
 @pytest.mark.parametrize("path", sorted((runs.ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda path: path.stem)
@@ -58,7 +72,11 @@ def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
         (["--split", "90,x,0"], "--split"),
         (["--num-layers", "two"], "--num-layers: found 'two', expected a number"),
         (["--num-layer", "2"], "did you mean --num-layers"),
-        (["--lr", "0"], "--lr: found 0.0, expected more than 0"),
+        (["--lr", "0"], "--lr: found 0.0, expected a number above 0"),
+        (["--norm-epsilon", "-1"], "--norm-epsilon: found -1.0, expected a number above 0"),
+        (["--adam-beta1", "1.5"], "--adam-beta1: found 1.5, expected 0 or more and below 1"),
+        (["--eval-interval", "-3"], "--eval-interval: found -3, expected 0 or more"),
+        (["--split", "0,100,0"], "--split 0,100,0: leaves no text to train on"),
         (["--tensor-model-parallel-size", "2"], "1 processes cannot be laid out as tensor parallel 2"),
         (["--data-path", "nowhere"], "nowhere.idx: no such file"),
         (["--tokenizer", "./nowhere"], "./nowhere: no such folder"),
@@ -119,6 +137,54 @@ def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_
         "1",
     ]
     runs.script(runs.PRETRAIN, [str(flag) for flag in read_only])
+
+
+def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os\n"
+        "from megaenc.data.corpus import Corpus\n"
+        "if __name__ == '__main__':\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        Corpus.tokens = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
+        "    from megaenc.errors import LocalInputError\n"
+        "    from megaenc.training.command import main\n"
+        "    main()\n"
+    )
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--eval-interval", "0"]
+    result = runs.script(worker, flags, processes=2, expect=1)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0].startswith("error: rank 1: ") and "document 7 holds token id" in lines[0]
+
+
+def test_workers_die_with_a_launcher_that_is_killed_at_the_start(small_corpus, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(runs.PRETRAIN)]
+    launcher = subprocess.Popen(
+        [*command, *small_corpus.flags, *runs.SHORT_RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        workers = wait_for(lambda: psutil.Process(launcher.pid).children(), lambda found: len(found) == 2)
+        time.sleep(1)  # into their imports
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_for(lambda: [worker for worker in workers if worker.is_running() and worker.status() != "zombie"], lambda left: not left)
+
+
+def wait_for(look, enough, seconds: float = 30):
+    """Look until it is `enough`; returns what was seen."""
+    until = time.monotonic() + seconds
+    while not enough(seen := look()):
+        assert time.monotonic() < until, seen
+        time.sleep(0.05)
+    return seen
+
+
+def test_numbers_that_are_none_are_null_in_the_metrics(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--lr", "1e30", "--clip-grad", "0", "--save", str(tmp_path / "run")]
+    runs.script(runs.PRETRAIN, flags)
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert runs.metrics(tmp_path / "run")[-1]["loss"] is None
 
 
 def test_under_torchrun_rank_0_prints_the_line_once(small_corpus):

@@ -99,8 +99,18 @@ def test_incomplete_checkpoint_is_named(small_corpus, stopped_run, tmp_path, ref
     assert f"{shard}: found 100 bytes, expected" in refusal(main, flags)
     shard.unlink()
     assert f"{shard}: missing" in refusal(main, flags)
+    for content in ("[]", '{"step": 7}', "{"):
+        (checkpoint / "state.json").write_text(content)
+        assert "state.json: not what a save wrote" in refusal(main, flags)
     shutil.rmtree(checkpoint)
     assert f"{checkpoint}: missing" in refusal(main, flags)
+
+
+def test_folder_of_something_else_is_refused_and_left_alone(small_corpus, tmp_path, refusal):
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", tmp_path])
+    assert "holds config.yaml and no run.json" in line
+    assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
 
 
 def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, refusal):
