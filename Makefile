@@ -1,0 +1,86 @@
+# One command shows everything: `make quickstart`. `make` alone lists what there is.
+
+PYTHON ?= python3
+# Where torch comes from. Empty: the index that pip is set up with. Say
+#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu       no accelerator: spares gigabytes of CUDA libraries
+#   make quickstart TORCH_INDEX=https://download.pytorch.org/whl/rocmX.Y   AMD, with the ROCm version that is installed
+# the first time; later calls find torch installed. The version is the one in constraints.txt.
+TORCH_INDEX ?=
+
+DEMO := demo
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+TRAINED := $(DEMO)/run/checkpoints/latest_checkpointed_iteration.txt
+PIP := $(VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check
+
+# The commands below are those of the README: the environment is found through PATH.
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install quickstart test lint clean force
+# A checkpoint must outlive a Ctrl-C: the next call goes on from it.
+.PRECIOUS: $(TRAINED)
+
+help:
+	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
+	@echo "make install      the virtual environment $(VENV) with this package and its tools"
+	@echo "make test         the whole test suite"
+	@echo "make lint         ruff check and ruff format --check"
+	@echo "make clean        remove $(VENV), $(DEMO) and caches"
+	@echo
+	@echo "PYTHON=$(PYTHON)   the interpreter that $(VENV) is made with, 3.11 or 3.12"
+	@echo "TORCH_INDEX=...   where torch comes from: https://download.pytorch.org/whl/cpu for a machine without accelerator"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: PYTHON=$(PYTHON) is older than 3.11; say make PYTHON=python3.12"; exit 2; }
+	@echo "installing into $(VENV) (minutes the first time)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# ---- the quickstart: text, tokenizer, tokens, model, export, what it knows -----------------------------------------------
+
+quickstart: $(INSTALLED) $(DEMO)/hf/config.json $(DEMO)/loss.png
+	megaenc fill-mask --model $(DEMO)/hf --input $(DEMO)/heldout.jsonl
+	megaenc summary $(DEMO)/run
+
+$(DEMO)/corpus.jsonl: | $(INSTALLED)
+	megaenc demo --output $(DEMO)
+
+$(DEMO)/tokenizer/tokenizer.json: | $(DEMO)/corpus.jsonl
+	megaenc tokenizer --input $(DEMO)/corpus.jsonl --vocab-size 8192 --output $(DEMO)/tokenizer
+
+$(DEMO)/corpus_text_document.json: | $(DEMO)/tokenizer/tokenizer.json
+	python tools/preprocess_data.py --input $(DEMO)/corpus.jsonl --output-prefix $(DEMO)/corpus \
+	  --tokenizer $(DEMO)/tokenizer --append-eod
+
+# Always asked: a run that is whole says so, one that was cut off goes on.
+$(TRAINED): force | $(DEMO)/corpus_text_document.json
+	OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --config configs/pretrain/quickstart.yaml \
+	  --data-path $(DEMO)/corpus_text_document --tokenizer $(DEMO)/tokenizer \
+	  --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2 --save $(DEMO)/run
+
+$(DEMO)/hf/config.json: $(TRAINED)
+	@rm -rf $(DEMO)/hf
+	python tools/convert_checkpoint.py to-hf --load $(DEMO)/run --output $(DEMO)/hf
+
+$(DEMO)/loss.png: $(TRAINED)
+	megaenc plot $(DEMO)/run --output $(DEMO)/loss.png
+
+# ---- for those who change it ---------------------------------------------------------------------------------------------
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest
+
+lint: $(INSTALLED)
+	ruff check
+	ruff format --check
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache
