@@ -66,7 +66,7 @@ class DemoFlags:
     """What `megaenc demo` takes."""
 
     output: str = "demo"
-    """Folder of the corpus, the tokenizer and the preprocessed data; what it holds already is kept."""
+    """Folder of corpus.jsonl and heldout.jsonl; what it holds already is kept."""
 
 
 def build_demo_corpus(folder: str | Path) -> DemoCorpus:
@@ -208,5 +208,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(DemoFlags, argv, prog="megaenc demo", description=__doc__)
     with stopped_by_sigterm():
-        demo = ensure_demo(settings.output)
-    say(f"ready: --data-path {demo.data_prefix} --tokenizer {demo.tokenizer}")
+        build_demo_corpus(settings.output)
