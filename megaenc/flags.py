@@ -121,7 +121,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
 def _plain(box: str) -> str:
     """The sentence inside the frame that tyro draws around an error, with its nearest suggestion."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("For full helptext")]
+    lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
     titles = ("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options")
     lines = [line for line in lines if line not in titles]
     for heading in ("Argument helptext:", "Got errors:"):
