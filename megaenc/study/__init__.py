@@ -1,0 +1,1 @@
+"""What runs say, made visible: from run folders to figures and tables."""

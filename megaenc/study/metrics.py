@@ -1,0 +1,70 @@
+"""What a run folder says in numbers, read back: steps, validations, facts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+
+METRICS, VALIDATION, FACTS = "metrics.jsonl", "validation.jsonl", "run.json"
+
+Row = dict[str, Any]
+
+
+def read_steps(run: str | Path) -> list[Row]:
+    """The rows of metrics.jsonl, one a logged step; at least one. Raises InputError for what no run wrote."""
+    path = Path(run) / METRICS
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
+    rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds"))
+    if not rows:
+        raise InputError(f"{path}: holds no step yet, expected at least one")
+    return rows
+
+
+def read_validations(run: str | Path) -> list[Row]:
+    """The rows of validation.jsonl, none where the run made none. Raises InputError for what no run wrote."""
+    path = Path(run) / VALIDATION
+    return _rows(path, ("objectives",)) if path.is_file() else []
+
+
+def read_facts(run: str | Path) -> dict[str, Any]:
+    """`parameters` and `train_iters` out of run.json. Raises InputError where there is none that a run wrote."""
+    path = Path(run) / FACTS
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return {"parameters": int(facts["parameters"]), "train_iters": int(facts["identity"]["train_iters"])}
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; expected the folder that a run got as --save") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: {error!r}; expected what a run wrote there") from None
+
+
+def training_seconds(steps: list[Row]) -> float:
+    """Time in updates, validations and checkpoints not counted; steps between two rows count like the later one."""
+    seconds, before = 0.0, 0
+    for row in steps:
+        seconds += row["step_seconds"] * (row["step"] - before)
+        before = row["step"]
+    return seconds
+
+
+def _rows(path: Path, needed: tuple[str, ...]) -> list[Row]:
+    """One object a line with a step and the fields `needed`; a last line without its end is left out, as it is being written."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; expected what a run wrote there") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8; expected what a run wrote there") from None
+    rows = []
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number}: not JSON ({error}); expected what a run wrote there") from None
+        missing = [name for name in ("step", *needed) if not isinstance(row, dict) or name not in row]
+        if missing:
+            raise InputError(f"{path}:{number}: no field `{missing[0]}`; expected what a run wrote there")
+        rows.append(row)
+    return rows

@@ -1,0 +1,114 @@
+"""What a run has learnt: held-out loss and accuracy before and after, beside a guess that needs no learning."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import clock, number, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.study.metrics import read_facts, read_steps, read_validations, training_seconds
+
+
+@dataclass(frozen=True)
+class SummaryFlags:
+    """What `megaenc summary` takes."""
+
+    run: Annotated[str, Positional, arg(metavar="RUN")]
+    """Run folder (the --save of a pretraining run)."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Held-out text under one objective, at the first and the last validation of a run."""
+
+    objective: str
+    loss: tuple[float, float]
+    accuracy: tuple[float, float]
+    most_frequent: float
+    """The accuracy of always guessing the token that is most frequent among the labels."""
+
+    @property
+    def times_most_frequent(self) -> float:
+        """The last accuracy, as a multiple of that guess's."""
+        return self.accuracy[1] / self.most_frequent
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a few numbers."""
+
+    step: int
+    train_iters: int
+    first_validation: int
+    last_validation: int
+    """The steps that `learnt` compares."""
+    parameters: int
+    tokens: int
+    seconds: float
+    """In updates alone."""
+    learnt: tuple[Learnt, ...]
+
+
+def summarise(run: str | Path) -> Summary:
+    """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
+    steps, facts = read_steps(run), read_facts(run)
+    validated = [row for row in read_validations(run) if row["objectives"]]
+    if not validated:
+        raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
+    first, last = validated[0], validated[-1]
+    learnt = []
+    for objective, after in last["objectives"].items():
+        before = first["objectives"].get(objective)
+        if before is None or None in (*before.values(), *after.values()):  # no target in the held-out packs
+            continue
+        loss, accuracy = (before["loss"], after["loss"]), (before["accuracy"], after["accuracy"])
+        learnt.append(Learnt(objective, loss, accuracy, after["most_frequent"]))
+    newest = steps[-1]
+    return Summary(
+        newest["step"],
+        facts["train_iters"],
+        first["step"],
+        last["step"],
+        facts["parameters"],
+        newest["tokens"],
+        training_seconds(steps),
+        tuple(learnt),
+    )
+
+
+def table(summary: Summary) -> Any:
+    """rich's Table of `summary.learnt`."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("held-out text", no_wrap=True)
+    for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
+        shown.add_column(name, justify="right")
+    for one in summary.learnt:
+        shown.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
+        shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
+        shown.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
+    return shown
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc summary`."""
+    quiet()
+    settings = flags.parse(SummaryFlags, argv, prog="megaenc summary", description=__doc__)
+    summary = summarise(settings.run)
+    from rich.console import Console
+
+    Console(file=sys.stdout).print(table(summary))
+    speed = summary.tokens / summary.seconds
+    whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
+    say(
+        f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens "
+        f"in {clock(summary.seconds)} ({speed:,.0f} tokens/s)"
+    )

@@ -1,0 +1,100 @@
+"""The picture of a run shows what the run's rows say."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from run_folders import write_run
+
+from megaenc.study import plot
+from megaenc.study.metrics import read_steps, read_validations
+
+
+@pytest.fixture
+def picture(tmp_path):
+    run = write_run(tmp_path / "run")
+    return plot.figure(read_steps(run), read_validations(run), "a run")
+
+
+def test_phases_are_shaded_and_labelled_where_they_are(picture):
+    loss, rate = picture.axes
+    for panel in (loss, rate):
+        spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in panel.patches]
+        assert spans == [(0, 10), (10, 40)]
+    assert {text.get_text(): text.get_position()[0] for text in loss.texts} == {"clm": 5, "mlm(mask=0.3)": 25}
+    assert loss.texts[0].get_color() == loss.get_lines()[0].get_color() != loss.texts[1].get_color()
+    assert to_rgb(loss.patches[0].get_facecolor()) == to_rgb(loss.texts[0].get_color())
+
+
+def test_lines_are_the_losses_and_validations(picture):
+    raw_clm, smooth_clm, raw_mlm, smooth_mlm = picture.axes[0].get_lines()[:4]
+    np.testing.assert_allclose(raw_clm.get_ydata(), 9 - 0.1 * np.arange(1, 11))
+    np.testing.assert_array_equal(raw_mlm.get_xdata(), np.arange(11, 41))
+    np.testing.assert_allclose(smooth_clm.get_ydata(), raw_clm.get_ydata())  # a straight line stays where it is
+    np.testing.assert_allclose(smooth_mlm.get_ydata(), raw_mlm.get_ydata())
+    held_out = {line.get_label(): line for line in picture.axes[0].get_lines()}["held out, mlm(mask=0.3)"]
+    np.testing.assert_array_equal(held_out.get_xdata(), [0, 10, 20, 30, 40])
+    np.testing.assert_allclose(held_out.get_ydata(), 9 - 0.09 * np.arange(0, 41, 10))
+    np.testing.assert_allclose(picture.axes[1].get_lines()[0].get_ydata(), 5e-4)
+
+
+def test_smoothing_damps_noise_and_does_not_look_across_phases():
+    steps = np.arange(1, 201)
+    noisy = plot.Phase("mlm", 1, 200, steps, 5 + 0.5 * (-1.0) ** steps)
+    assert np.abs(noisy.smoothed[5:-5] - 5).max() < 0.06
+    rows = [
+        {"step": step, "objective": "clm" if step <= 50 else "mlm", "phase": int(step > 50), "loss": 1.0 if step <= 50 else 3.0}
+        for step in range(1, 101)
+    ]
+    assert [set(phase.smoothed) for phase in plot.phases_of(rows)] == [{1.0}, {3.0}]
+
+
+def test_a_step_without_a_target_leaves_no_point():
+    rows = [{"step": step, "objective": "mlm", "phase": 0, "loss": loss} for step, loss in enumerate([3.0, None, 2.0], start=1)]
+    [phase] = plot.phases_of(rows)
+    assert phase.steps.tolist() == [1, 3] and (phase.first, phase.last) == (1, 3)
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
+def test_the_command_writes_a_picture(tmp_path, capsys, suffix, magic):
+    output = tmp_path / f"pictures/loss{suffix}"
+    plot.main([str(write_run(tmp_path / "run")), "--output", str(output)])
+    assert output.read_bytes().startswith(magic)
+    assert [file.name for file in output.parent.iterdir()] == [output.name]
+    captured = capsys.readouterr()
+    assert captured.out.count("\n") == 1 and not captured.err
+
+
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+    run = write_run(tmp_path / "run")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 41, "obj')
+    assert read_steps(run)[-1]["step"] == 40
+
+
+def test_a_run_without_validation_has_a_picture(tmp_path):
+    run = write_run(tmp_path / "run")
+    (run / "validation.jsonl").unlink()
+    plot.main([str(run), "--output", str(tmp_path / "loss.png")])
+    assert (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "metrics.jsonl: no such file"),
+        ("", "holds no step yet"),
+        ("nonsense\n", "metrics.jsonl:1: not JSON"),
+        ("[]\n", "metrics.jsonl:1: no field `step`"),
+        ('{"step": 1, "loss": 1}\n', "metrics.jsonl:1: no field `objective`"),
+    ],
+)
+def test_what_no_run_wrote_is_one_line(tmp_path, refusal, text, words):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    assert words in refusal(plot.main, [tmp_path, "--output", tmp_path / "loss.png"])
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_a_format_that_is_none_is_one_line(tmp_path, refusal):
+    line = refusal(plot.main, [write_run(tmp_path / "run"), "--output", tmp_path / "loss.gif"])
+    assert "expected .png, .pdf, .svg" in line
