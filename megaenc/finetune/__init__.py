@@ -1,0 +1,1 @@
+"""What an exported encoder can do, by transformers alone."""

@@ -1,0 +1,225 @@
+"""Hidden words and who guesses them: an exported encoder against text that it has not seen."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaenc import flags
+from megaenc.console import quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.randomness import SampleRandomness, permutation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class FillMaskFlags:
+    """What `megaenc fill-mask` takes."""
+
+    model: str
+    """Hugging Face folder of a masked language model, as `megaenc convert to-hf` writes it."""
+    input: tuple[str, ...]
+    """JSONL files of text that the model has not seen, plain or compressed with gzip or zstd."""
+    json_key: str = "text"
+    """Key of the text in each JSON object."""
+    mask: float = 0.4
+    """Share of the tokens to hide, as mlm's option of that name."""
+    tokens: int = 100_000
+    """Tokens to read; the rest of the text is left alone."""
+    sentences: int = 8
+    """Sentences to show, each with one word hidden."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """How often the most likely guess was right."""
+
+    predicted: int
+    accuracy: float
+    most_frequent: float
+    """The accuracy of always guessing the token that is most frequent among the hidden ones."""
+
+
+@dataclass(frozen=True)
+class Riddle:
+    """A sentence with one word hidden."""
+
+    before: str
+    word: str
+    after: str
+
+
+def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
+    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such."""
+    if not (Path(folder) / "config.json").is_file():
+        raise InputError(f"--model {folder}: no config.json there, expected a folder that `megaenc convert to-hf` wrote")
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForMaskedLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from megaenc.backend.device import detect
+    from megaenc.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.mask_token_id is None:
+        raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
+    disable_progress_bar()
+    try:
+        model, report = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"--model {folder}: {reason}; expected a masked language model") from None
+    if report["missing_keys"]:
+        raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+    return model.eval().to(detect().device), tokenizer
+
+
+def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
+    """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
+
+    Documents end with the end-of-sequence token and are cut at the model's length; no window holds parts of two. The masks are
+    the same each time. Raises InputError where nothing can be hidden.
+    """
+    import torch
+
+    from megaenc.data.packs import Pack
+    from megaenc.data.tokenizer import vocabulary_of
+    from megaenc.objectives.mlm import MaskedLanguageModeling
+
+    vocabulary = vocabulary_of(tokenizer)
+    objective = MaskedLanguageModeling(vocabulary, mask=mask)
+    targets = []
+    for number, window in enumerate(_windows(tokenizer, texts, model.config.max_position_embeddings, limit)):
+        pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
+        targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
+    targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
+
+    labels, correct, at = np.zeros(vocabulary.size, dtype=np.int64), 0, 0
+    while at < len(targets):
+        # Logits are the largest thing here: at most 2**25 of them (128 MiB) a batch, unless one window has more.
+        rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
+        batch = targets[at : at + min(rows, 32)]
+        at += len(batch)
+        shape = (len(batch), max(len(target.inputs) for target in batch))
+        tokens, seen = np.full(shape, vocabulary.mask_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        for row, target in enumerate(batch):
+            tokens[row, : len(target.inputs)] = target.inputs
+            seen[row, : len(target.inputs)] = 1
+        with torch.inference_mode():
+            inputs = [torch.from_numpy(array).to(model.device) for array in (tokens, seen)]
+            guesses = model(input_ids=inputs[0], attention_mask=inputs[1]).logits.argmax(-1).cpu().numpy()
+        for row, target in enumerate(batch):
+            correct += int((guesses[row, target.predict_at] == target.labels).sum())
+            labels += np.bincount(target.labels, minlength=vocabulary.size)
+    predicted = int(labels.sum())
+    if not predicted:
+        raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")
+    return Score(predicted, correct / predicted, int(labels.max()) / predicted)
+
+
+def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
+    """int64[at most `length`] until `limit` tokens are out."""
+    from megaenc.data.tokenizer import encode_documents
+
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    while some := list(islice(texts, 64)):
+        for document in encode_documents(tokenizer, some):
+            tokens = np.concatenate([document, end]).astype(np.int64)[:limit]
+            limit -= len(tokens)
+            yield from (tokens[start : start + length] for start in range(0, len(tokens), length))
+            if not limit:
+                return
+
+
+_SENTENCE = re.compile(r"(?<![^\n ])[A-Z][a-z]*(?:,? [A-Za-z'-]+){7,24}\.(?=\s|$)")
+_WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ ,.])")
+# Words that hold sentences together: guessing them says little.
+_FUNCTION_WORDS = """
+    about after also although another because been before being below between both cannot could does done each either else
+    even ever every from given have having here however into itself just like made make many more most much must never none
+    only onto other over same should since some such than that their them then there therefore these they this those through
+    thus together under unless until used uses using very want well were what when where whether which while will with within
+    without would your
+"""
+
+
+def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[Riddle]:
+    """`count` sentences of plain words, at most one a document, each with a word of meaning hidden that is one token.
+
+    The choice depends on the texts alone, not on what a model makes of them.
+    """
+    found = []
+    for number, text in enumerate(texts):
+        choices = [riddle for sentence in _SENTENCE.finditer(text) for riddle in _riddles_of(sentence[0], tokenizer)]
+        if choices:
+            found.append(choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))])
+    return [found[at] for at in sorted(permutation(0, "riddles", len(found))[:count])]
+
+
+def _riddles_of(sentence: str, tokenizer: Any) -> Iterator[Riddle]:
+    function_words = _FUNCTION_WORDS.split()
+    for word in _WORD.finditer(sentence):
+        if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1:
+            yield Riddle(sentence[: word.start()], word[0], sentence[word.end() :])
+
+
+def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[Riddle]) -> list[list[tuple[str, float]]]:
+    """The three most likely tokens for each riddle with their probabilities, by transformers' fill-mask pipeline."""
+    from transformers import pipeline
+
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
+    answers = [fill(riddle.before + tokenizer.mask_token + riddle.after, top_k=3) for riddle in asked]
+    return [[(answer["token_str"].strip() or repr(answer["token_str"]), answer["score"]) for answer in best] for best in answers]
+
+
+def table(asked: list[Riddle], guesses: list[list[tuple[str, float]]]) -> Any:
+    """rich's Table of riddles and guesses; the right ones are marked."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=box.SIMPLE_HEAD, leading=1)
+    shown.add_column("held-out sentence, one word hidden", ratio=3)
+    shown.add_column("hidden")
+    shown.add_column("guesses", ratio=1, min_width=16)
+    for riddle, best in zip(asked, guesses, strict=True):
+        lines = [
+            Text(f"{'✓' if word == riddle.word else ' '} {word} {100 * share:.0f} %", "bold green" if word == riddle.word else "")
+            for word, share in best
+        ]
+        sentence = Text.assemble(riddle.before, ("_____", "bold"), riddle.after)
+        shown.add_row(sentence, Text(riddle.word), Text("\n").join(lines))
+    return shown
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc fill-mask`."""
+    quiet()
+    settings = flags.parse(FillMaskFlags, argv, prog="megaenc fill-mask", description=__doc__)
+    if settings.tokens < 1:
+        raise InputError(f"--tokens: found {settings.tokens}, expected 1 or more")
+    if settings.sentences < 0:
+        raise InputError(f"--sentences: found {settings.sentences}, expected 0 or more")
+    from megaenc.data.readers import read_texts
+
+    next(read_texts(settings.input, settings.json_key), None)  # a wrong input is said before anything is loaded
+    model, tokenizer = load(settings.model)
+    asked = riddles(tokenizer, read_texts(settings.input, settings.json_key), settings.sentences)
+    if asked:
+        from rich.console import Console
+
+        Console(file=sys.stdout).print(table(asked, guess(model, tokenizer, asked)))
+    found = score(model, tokenizer, read_texts(settings.input, settings.json_key), settings.mask, settings.tokens)
+    say(
+        f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "
+        f"always the most frequent token: {100 * found.most_frequent:.1f} %"
+    )

@@ -1,0 +1,158 @@
+"""Guessing hidden words: the counting is right whatever the model, and the riddles are fair."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megaenc.data.tokenizer import encode_documents, train_tokenizer
+from megaenc.finetune import fill_mask
+
+SENTENCE = "The small garden behind the house was full of yellow flowers in the early summer."
+TEXTS = [
+    f"{SENTENCE} {'Nobody came. ' * (number % 7)}The old man walked slowly down to the river with his dog and a {word} book."
+    for number, word in enumerate(["heavy", "green", "little", "borrowed"] * 6)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS * 2, 400)
+
+
+@pytest.fixture(scope="module")
+def folder(tokenizer, tmp_path_factory):
+    """A model that knows nothing, as an export is laid out."""
+    from transformers import EuroBertConfig, EuroBertForMaskedLM
+
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = EuroBertConfig(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=24, **sizes, **ids)
+    torch.manual_seed(0)
+    EuroBertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Stub:
+    """A model of windows of 16 tokens that answers with what `answer(input_ids)` says; keeps what it was asked."""
+
+    device = "cpu"
+    config = SimpleNamespace(max_position_embeddings=16)
+
+    def __init__(self, answer, vocabulary: int):
+        self.answer, self.vocabulary, self.asked = answer, vocabulary, []
+
+    def __call__(self, input_ids, attention_mask):
+        self.asked += [row[seen.bool()] for row, seen in zip(input_ids, attention_mask, strict=True)]
+        guesses = self.answer(input_ids)
+        return SimpleNamespace(logits=torch.nn.functional.one_hot(guesses, self.vocabulary).float())
+
+
+def test_a_constant_guess_scores_what_the_baseline_says(tokenizer):
+    counts = np.zeros(len(tokenizer), dtype=int)
+    for token in range(2, len(tokenizer)):
+        stub = Stub(lambda ids, token=token: torch.full_like(ids, token), len(tokenizer))
+        found = fill_mask.score(stub, tokenizer, iter(TEXTS[:6]), 0.4, 10_000)
+        counts[token] = round(found.accuracy * found.predicted)
+    assert counts.sum() == found.predicted and counts.max() / counts.sum() == pytest.approx(found.most_frequent)
+
+
+def test_masks_are_those_of_training_and_windows_those_of_the_documents(tokenizer):
+    stub = Stub(lambda ids: ids, len(tokenizer))
+    found = fill_mask.score(stub, tokenizer, iter(TEXTS), 0.4, 10_000)
+    assert found.accuracy == 0  # it sees the mask, never what is under it
+    hidden = sum(int((row == tokenizer.mask_token_id).sum()) for row in stub.asked)
+    lengths = [len(tokens) + 1 for tokens in encode_documents(tokenizer, TEXTS)]
+    assert hidden == found.predicted == pytest.approx(0.4 * sum(lengths), rel=0.1)
+    assert sorted(map(len, stub.asked)) == sorted(min(16, n - start) for n in lengths for start in range(0, n, 16))
+    ends = sum(int((row == tokenizer.eos_token_id).sum()) for row in stub.asked)
+    assert ends == len(TEXTS)  # one each, never hidden
+
+
+def test_batches_give_what_windows_alone_give(folder, tokenizer):
+    model, _ = fill_mask.load(folder)
+    asked = []
+    original = model.forward
+
+    def watched(input_ids, attention_mask, **rest):
+        out = original(input_ids=input_ids, attention_mask=attention_mask, **rest)
+        batch = zip(input_ids, attention_mask.bool(), out.logits, strict=True)
+        asked.extend((row[seen].clone(), logits[seen].clone()) for row, seen, logits in batch)
+        return out
+
+    model.forward = watched
+    fill_mask.score(model, tokenizer, iter(TEXTS), 0.4, 10_000)
+    assert len({len(row) for row, _ in asked}) > 3
+    for row, logits in asked[::5]:
+        with torch.inference_mode():
+            alone = original(input_ids=row[None]).logits[0]
+        torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_limit_is_in_tokens(tokenizer):
+    stub = Stub(lambda ids: ids, len(tokenizer))
+    fill_mask.score(stub, tokenizer, iter(TEXTS), 0.5, 100)
+    assert sum(map(len, stub.asked)) == 100
+
+
+def test_riddles_hide_one_token_that_means_something(tokenizer):
+    asked = fill_mask.riddles(tokenizer, iter(TEXTS), 8)
+    assert asked == fill_mask.riddles(tokenizer, iter(TEXTS), 8) and len(asked) == 8
+    for riddle in asked:
+        assert any(riddle.before + riddle.word + riddle.after in text for text in TEXTS)
+        assert len(tokenizer.encode(" " + riddle.word)) == 1 and riddle.word not in ("with", "into")
+    assert len({riddle.word for riddle in asked}) > 2
+
+
+@pytest.mark.parametrize("text", ["def f(x): return x", "Too short to say.", ":: Note that x = 3.", ""])
+def test_text_that_is_no_plain_sentence_makes_no_riddle(tokenizer, text):
+    assert fill_mask.riddles(tokenizer, iter([text]), 8) == []
+
+
+def test_the_command_shows_and_counts(folder, tmp_path, capsys):
+    text = tmp_path / "heldout.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    command = ["--model", str(folder), "--input", str(text), "--sentences", "2"]
+    fill_mask.main(command)
+    first = capsys.readouterr()
+    fill_mask.main(command)
+    assert first.out == capsys.readouterr().out and not first.err
+    assert first.out.count("_____") == 2 and "hidden tokens guessed" in first.out
+
+
+def test_the_right_guess_is_marked():
+    from rich.console import Console
+
+    riddle = fill_mask.Riddle("A ", "cat", " sat.")
+    console = Console(width=80)
+    with console.capture() as output:
+        console.print(fill_mask.table([riddle], [[("dog", 0.5), ("cat", 0.25)]]))
+    assert "✓ cat 25 %" in output.get() and "✓ dog" not in output.get()
+
+
+def test_wrong_input_is_one_line(folder, tokenizer, tmp_path, capfd, refusal):
+    from transformers import EuroBertModel
+
+    text = tmp_path / "heldout.jsonl"
+    text.write_text('{"text": "A cat."}\n')
+    headless = tmp_path / "headless"
+    EuroBertModel.from_pretrained(folder).save_pretrained(headless)
+    tokenizer.save_pretrained(headless)
+    torn = tmp_path / "torn"
+    shutil.copytree(folder, torn)
+    (torn / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    for arguments, words in [
+        (["--model", str(tmp_path / "none"), "--input", str(text)], "no config.json there"),
+        (["--model", str(folder), "--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
+        (["--model", str(headless), "--input", str(text)], "no weights `lm_head.weight`"),
+        (["--model", str(torn), "--input", str(text)], "expected a masked language model"),
+        (["--model", str(folder), "--input", str(text), "--mask", "0"], "option `mask`"),
+        (["--model", str(folder), "--input", str(text), "--tokens", "0"], "--tokens: found 0"),
+    ]:
+        capfd.readouterr()
+        assert words in refusal(fill_mask.main, arguments)
