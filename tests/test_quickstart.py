@@ -1,0 +1,57 @@
+"""The newcomer's road: the Makefile runs public commands, the README shows each, and every configuration can be read."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megaenc import cli
+
+ROOT = Path(__file__).parents[1]
+COMMAND = re.compile(r"^(?:OMP_NUM_THREADS=1 )?(?:megaenc|python tools/|torchrun) ?.*$", re.MULTILINE)
+
+
+def joined(text: str) -> str:
+    """Lines that a backslash continues, as one."""
+    return re.sub(r" *\\\n\s*", " ", text)
+
+
+def commands_of_quickstart() -> list[str]:
+    """What `make quickstart` would run where nothing is built."""
+    command = ["make", "--dry-run", "--no-print-directory", "quickstart", "DEMO=nothing-here"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return [line.replace("nothing-here", "demo") for line in COMMAND.findall(joined(ran.stdout))]
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_the_readme_shows_each_step_of_the_quickstart():
+    steps = commands_of_quickstart()
+    words = ["demo", "tokenizer", "preprocess_data", "pretrain_encoder", "to-hf", "plot", "fill-mask", "summary"]
+    assert len(steps) == len(words) and all(word in step for word, step in zip(words, steps, strict=True)), steps
+    readme = joined((ROOT / "README.md").read_text())
+    for step in steps:
+        assert step in readme, step
+
+
+def test_the_readme_names_no_command_that_there_is_not():
+    shown = re.findall(r"```.*?```|`[^`]+`", (ROOT / "README.md").read_text(), re.DOTALL)
+    names = re.findall(r"megaenc ([a-z-]+)", " ".join(shown))
+    assert len(names) >= len(cli.COMMANDS)
+    for name in names:
+        assert name in cli.COMMANDS, name
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem)
+def test_configurations_can_be_read(path):
+    from megaenc.training.settings import settings_from
+
+    settings_from(str(path)).check(world_size=1)
+
+
+def test_the_quickstart_keeps_checkpoints_to_go_on_from():
+    from megaenc.training.settings import settings_from
+
+    settings = settings_from(str(ROOT / "configs/pretrain/quickstart.yaml"))
+    assert settings.output.save_interval and settings.output.save_interval < settings.train_iters
