@@ -62,7 +62,7 @@ $(DEMO)/corpus_text_document.json: | $(DEMO)/tokenizer/tokenizer.json
 
 # Always asked: a run that is whole says so, one that was cut off goes on.
 $(TRAINED): force | $(DEMO)/corpus_text_document.json
-	OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --config configs/pretrain/quickstart.yaml \
+	OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --config configs/pretrain/tiny.yaml \
 	  --data-path $(DEMO)/corpus_text_document --tokenizer $(DEMO)/tokenizer \
 	  --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2 --save $(DEMO)/run
 

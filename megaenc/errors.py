@@ -19,7 +19,7 @@ class LocalInputError(InputError):
 
 
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2.
+    """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2, Ctrl-C one word and 130.
 
     torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same.
     """
@@ -33,5 +33,9 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
             if rank() == 0 or isinstance(error, LocalInputError):
                 print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
             sys.exit(2)
+        except KeyboardInterrupt:
+            if rank() == 0:
+                print("stopped", file=sys.stderr, flush=True)
+            sys.exit(130)
 
     return run

@@ -53,5 +53,5 @@ def test_configurations_can_be_read(path):
 def test_the_quickstart_keeps_checkpoints_to_go_on_from():
     from megaenc.training.settings import settings_from
 
-    settings = settings_from(str(ROOT / "configs/pretrain/quickstart.yaml"))
+    settings = settings_from(str(ROOT / "configs/pretrain/tiny.yaml"))
     assert settings.output.save_interval and settings.output.save_interval < settings.train_iters

@@ -1,1 +1,1 @@
-"""From text to packs: readers, tokenisation to .bin/.idx, blending, packs and the sampler."""
+"""From text to packs: readers, tokenizers, the .bin/.idx of a corpus, packs and their order."""

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-
-METRICS, VALIDATION, FACTS = "metrics.jsonl", "validation.jsonl", "run.json"
+from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
 
 Row = dict[str, Any]
 

@@ -6,14 +6,16 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.files import whole_folder, write_whole
-from megaenc.training.plan import Plan
+
+if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
+    from megaenc.training.plan import Plan
 
 CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
@@ -27,7 +29,7 @@ class RunFolder:
     `checkpoints/` the checkpoints.
     """
 
-    def __init__(self, path: Path, plan: Plan):
+    def __init__(self, path: Path, plan: "Plan"):
         """Lock the folder and check that it is empty or holds this very run. InputError otherwise."""
         self.path = path
         try:
@@ -41,7 +43,7 @@ class RunFolder:
             self.close()
             raise
 
-    def _begin(self, plan: Plan) -> None:
+    def _begin(self, plan: "Plan") -> None:
         path = self.path
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,7 +96,7 @@ def _step_of(row: str) -> float:
         return float("inf")
 
 
-def _same_run(path: Path, plan: Plan) -> None:
+def _same_run(path: Path, plan: "Plan") -> None:
     try:
         kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
     except (ValueError, KeyError, OSError) as error:
