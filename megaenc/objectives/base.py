@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ class Attention(StrEnum):
     BIDIRECTIONAL = "bidirectional"
 
 
-@dataclass(frozen=True, eq=False)
-class Targets:
+class Targets(NamedTuple):
     """What a pack of T tokens asks of the model; N = 0 is legal.
 
     inputs: int64[T], what the model reads; predict_at: int64[N], increasing, the positions whose output is scored;

@@ -46,12 +46,16 @@ class Phase:
 
     @property
     def smoothed(self) -> np.ndarray:
-        """float64[R]: the mean over a window of a twentieth of the phase, narrower at its ends; it never looks across them."""
+        """float64[R]: the mean over a window of a twentieth of the phase that never looks across its ends.
+
+        It grows from the first step, where the loss is steep, and keeps looking back at the last, where single steps are noise.
+        """
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
-        reach = np.minimum(half, np.minimum(at, len(at) - 1 - at))
-        return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+        back = np.minimum(half, at)
+        ahead = np.minimum(back, len(at) - 1 - at)
+        return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
 def phases_of(made: list[Row]) -> list[Phase]:

@@ -35,11 +35,6 @@ def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
     assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
 
 
-@pytest.mark.parametrize("path", sorted((runs.ROOT / "configs" / "pretrain").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_configs_can_be_read(path):
-    read_settings(["--config", str(path)], "test").check(world_size=1)
-
-
 def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
     """And its config.yaml, given to --config, is the same run again."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]

@@ -8,6 +8,7 @@ import numpy as np
 
 def main(folder: Path, flags: list[str]) -> None:
     from megaenc import backend
+    from megaenc.ranks import rank
     from megaenc.training.plan import make_plan
     from megaenc.training.settings import read_settings
 
@@ -19,7 +20,7 @@ def main(folder: Path, flags: list[str]) -> None:
     from megaenc.training.run_folder import RunFolder
 
     engine = Engine(plan, device)
-    if backend.process.rank() == 0:
+    if rank() == 0:
         RunFolder(folder, plan)
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.at(step).objective
@@ -27,7 +28,7 @@ def main(folder: Path, flags: list[str]) -> None:
             batch = micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
             folder.mkdir(parents=True, exist_ok=True)
             np.savez(
-                folder / f"batch_{samples.start}_rank{backend.process.rank()}.npz",
+                folder / f"batch_{samples.start}_rank{rank()}.npz",
                 **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
             )
     Checkpoints(folder / "checkpoints").save(engine, 0, {})
