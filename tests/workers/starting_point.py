@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 
 def main(folder: Path, flags: list[str]) -> None:
@@ -22,11 +23,11 @@ def main(folder: Path, flags: list[str]) -> None:
     engine = Engine(plan, device)
     if rank() == 0:
         RunFolder(folder, plan)
+    torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.at(step).objective
         for samples in engine.share.samples(step - 1):
             batch = micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
-            folder.mkdir(parents=True, exist_ok=True)
             np.savez(
                 folder / f"batch_{samples.start}_rank{rank()}.npz",
                 **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
