@@ -29,8 +29,9 @@ def test_lines_are_the_losses_and_validations(picture):
     raw_clm, smooth_clm, raw_mlm, smooth_mlm = picture.axes[0].get_lines()[:4]
     np.testing.assert_allclose(raw_clm.get_ydata(), 9 - 0.1 * np.arange(1, 11))
     np.testing.assert_array_equal(raw_mlm.get_xdata(), np.arange(11, 41))
-    np.testing.assert_allclose(smooth_clm.get_ydata(), raw_clm.get_ydata())  # a straight line stays where it is
-    np.testing.assert_allclose(smooth_mlm.get_ydata(), raw_mlm.get_ydata())
+    for smooth, raw in ((smooth_clm, raw_clm), (smooth_mlm, raw_mlm)):
+        np.testing.assert_allclose(smooth.get_ydata()[:-1], raw.get_ydata()[:-1])  # a straight line stays where it is
+        np.testing.assert_allclose(smooth.get_ydata()[-1], np.mean(raw.get_ydata()[-2:]))  # the last step looks back alone
     held_out = {line.get_label(): line for line in picture.axes[0].get_lines()}["held out, mlm(mask=0.3)"]
     np.testing.assert_array_equal(held_out.get_xdata(), [0, 10, 20, 30, 40])
     np.testing.assert_allclose(held_out.get_ydata(), 9 - 0.09 * np.arange(0, 41, 10))
@@ -40,7 +41,7 @@ def test_lines_are_the_losses_and_validations(picture):
 def test_smoothing_damps_noise_and_does_not_look_across_phases():
     steps = np.arange(1, 201)
     noisy = plot.Phase("mlm", 1, 200, steps, 5 + 0.5 * (-1.0) ** steps)
-    assert np.abs(noisy.smoothed[5:-5] - 5).max() < 0.06
+    assert np.abs(noisy.smoothed[5:] - 5).max() < 0.09
     rows = [
         {"step": step, "objective": "clm" if step <= 50 else "mlm", "phase": int(step > 50), "loss": 1.0 if step <= 50 else 3.0}
         for step in range(1, 101)
