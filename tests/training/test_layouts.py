@@ -78,4 +78,4 @@ def test_bf16_follows_float32(small_corpus, reference, tmp_path):
     runs.script(runs.PRETRAIN, flags, processes=2)
     here, there = (np.array([row["loss"] for row in runs.metrics(run)]) for run in (folder, reference))
     np.testing.assert_allclose(here, there, rtol=2e-2)
-    assert np.abs(here / there - 1).max() > 1e-4, "bfloat16 was asked for and float32 was used"
+    assert np.abs(here / there - 1).max() > 1e-5, "bfloat16 was asked for and float32 was used"
