@@ -84,7 +84,7 @@ def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 @functools.cache
 def _measured_gemm(dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product: the best of a few, some tenths of a second in all."""
+    """FLOP/s of a square matrix product: the best of six of 2 GFLOP each."""
     from time import perf_counter
 
     size = 1024

@@ -134,7 +134,7 @@ def _replace_norm() -> None:
 
 
 def _sum_of_squares(tensor: torch.Tensor, width: int = 4096) -> torch.Tensor:
-    """float64[]: rows of `width` in the tensor's own precision, the sum over rows in float64."""
+    """float64[]: within rows of `width` in float32, the sum over rows in float64."""
     flat = tensor.reshape(-1)
     whole = flat.numel() // width * width
     parts = (flat[:whole].view(-1, width), flat[whole:].view(1, -1))

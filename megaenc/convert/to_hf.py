@@ -14,8 +14,6 @@ from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
 
-ARCHITECTURES = ("eurobert", "llama")
-
 
 @dataclass(frozen=True)
 class SavedRun:

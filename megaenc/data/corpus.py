@@ -1,7 +1,6 @@
 """A tokenised corpus on disk, PREFIX.bin and PREFIX.idx in Megatron's format, with the JSON that says how it was made."""
 
 import hashlib
-import struct
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,11 @@ from typing import Any
 import numpy as np
 
 from megaenc import randomness
+from megaenc.data.indexed import HEADER, MAGIC, TOKEN_TYPES, VERSION
 from megaenc.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
-_TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _FIRST_LOOK = 1 << 22  # tokens that `check_vocabulary` reads: some milliseconds, and enough to notice a wrong tokenizer
 
 
@@ -146,21 +143,21 @@ def _check_index(prefix: str) -> type[np.number]:
                 f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_nearby(prefix)}"
             )
     found_bytes = Path(f"{prefix}.idx").stat().st_size
-    if found_bytes < _HEADER.size:
-        raise InputError(f"{prefix}.idx: truncated: found {found_bytes} bytes, expected a header of {_HEADER.size}")
+    if found_bytes < HEADER.size:
+        raise InputError(f"{prefix}.idx: truncated: found {found_bytes} bytes, expected a header of {HEADER.size}")
     with open(f"{prefix}.idx", "rb") as stream:
-        magic, version, code, sequences, indices = _HEADER.unpack(stream.read(_HEADER.size))
-    if magic != _MAGIC or version != 1:
-        raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {_MAGIC!r}, version 1")
-    if code not in _TOKEN_TYPES:
-        raise InputError(f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(_TOKEN_TYPES)})")
-    expected_bytes = _HEADER.size + 12 * sequences + 8 * indices  # int32 lengths, int64 pointers, int64 document indices
+        magic, version, code, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
+    if magic != MAGIC or version != VERSION:
+        raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}")
+    if code not in TOKEN_TYPES:
+        raise InputError(f"{prefix}.idx: found dtype code {code}, expected one of an integer type ({sorted(TOKEN_TYPES)})")
+    expected_bytes = HEADER.size + 12 * sequences + 8 * indices  # int32 lengths, int64 pointers, int64 document indices
     if found_bytes != expected_bytes:
         wrong = "truncated" if found_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(f"{prefix}.idx: {wrong}: found {found_bytes} bytes, expected {expected_bytes} for {sequences} sequences")
     if Path(f"{prefix}.bin").stat().st_size == 0 or indices < 2:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
-    return _TOKEN_TYPES[code]
+    return TOKEN_TYPES[code]
 
 
 def _check_contents(prefix: str, dataset: Any, token_type: type[np.number]) -> None:

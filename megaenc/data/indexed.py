@@ -5,12 +5,15 @@ microsecond a document, and an import of torch. Here it is one array each; the t
 """
 
 import hashlib
+import struct
 from pathlib import Path
 
 import numpy as np
 
-# Codes of megatron-core's DType.
-_DTYPE_CODES = {"uint16": 8, "int32": 4}
+# The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
+MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document indices (documents + 1)
+TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}  # by megatron-core's code
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -44,8 +47,8 @@ class IndexedWriter:
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         pointers = np.cumsum(lengths, dtype=np.int64)
         pointers = (pointers - lengths) * self._dtype.itemsize  # of the starts
-        header = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + bytes([_DTYPE_CODES[self._dtype.name]])
-        header += len(lengths).to_bytes(8, "little") + (len(lengths) + 1).to_bytes(8, "little")
+        code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
+        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1)
         hashed = hashlib.sha256()
         with open(self._idx_path, "wb") as stream:
             for part in (header, lengths.data, pointers.data, np.arange(len(lengths) + 1, dtype=np.int64).data):

@@ -44,9 +44,7 @@ class Checkpoints:
         """The JSON saved with the checkpoint of `step`, if every file is there; InputError names what is missing."""
         path = self.path(step)
         if not path.is_dir():
-            raise InputError(
-                f"{path}: missing, though {TRACKER} names step {step}: delete that file or write an earlier step into it"
-            )
+            raise InputError(f"{path}: missing, expected the checkpoint of step {step}: {self._advice(step)}")
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             sizes = dict(state["files"])
@@ -61,7 +59,7 @@ class Checkpoints:
         return state
 
     def _advice(self, step: int) -> str:
-        others = sorted(int(p.name[5:]) for p in self.folder.glob("iter_*") if p.name[5:].isdigit() and int(p.name[5:]) != step)
+        others = sorted(int(p.name[5:]) for p in self.folder.glob("iter_*") if p.name[5:].isdecimal() and int(p.name[5:]) != step)
         if others:
             return f"to go on from step {others[-1]}, write {others[-1]} into {self.folder / TRACKER}"
         return f"no other is there; delete {self.folder} to start anew"

@@ -50,7 +50,7 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
         assert here["accuracy"] == there["accuracy"]
 
 
-@pytest.mark.parametrize("layout", ["TP2 PP2", "DP2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_point, tmp_path):
     processes, flags = LAYOUTS[layout]
     folder = tmp_path / "run"
