@@ -20,17 +20,19 @@ class Corpus:
     """The documents of one corpus. A document is a span of the index's document indices, however many sequences it has.
 
     prefix: path without extension; sidecar: the JSON beside it, None for a corpus that Megatron's own tool wrote;
-    document_lengths: int64[D] in tokens, zeros allowed.
+    document_lengths: int64[D] in tokens, zeros allowed; sequence_lengths: int32[S] in tokens; first_sequences: int64[D + 1],
+    document d being the sequences first_sequences[d] up to first_sequences[d + 1].
     """
 
     def __init__(self, prefix: str, dataset: Any, sidecar: Sidecar | None):
         self.prefix = prefix
         self.sidecar = sidecar
         self._dataset = dataset
-        self._first_sequences = dataset.document_indices  # int64[D + 1], memory-mapped
-        ends = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(dataset.sequence_lengths, out=ends[1:])
-        self.document_lengths: np.ndarray = np.diff(ends[self._first_sequences])
+        self.first_sequences: np.ndarray = dataset.document_indices  # memory-mapped, as are the lengths
+        self.sequence_lengths: np.ndarray = dataset.sequence_lengths
+        ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self.sequence_lengths, out=ends[1:])
+        self.document_lengths: np.ndarray = np.diff(ends[self.first_sequences])
         self._id_limit: int | None = None
 
     @classmethod
@@ -82,7 +84,7 @@ class Corpus:
         if start == stop:  # an empty document may have no sequence to point at
             return np.empty(0, dtype=np.int64)
         # The sequences of a document lie one after the other in .bin, so that one read may run across them.
-        sequence = int(self._first_sequences[document])
+        sequence = int(self.first_sequences[document])
         found = self._dataset.get(sequence, offset=start, length=stop - start).astype(np.int64)
         if self._id_limit is not None:
             self._check_ids(found, f"document {document}", LocalInputError)
@@ -121,7 +123,7 @@ class Corpus:
     def _check_sidecar(self, token_type: type[np.number]) -> None:
         found = {
             "documents": len(self),
-            "sequences": len(self._dataset.sequence_lengths),
+            "sequences": len(self.sequence_lengths),
             "tokens": int(self.document_lengths.sum()),
             "dtype": np.dtype(token_type).name,
             "bin_bytes": Path(f"{self.prefix}.bin").stat().st_size,
