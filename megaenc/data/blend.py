@@ -16,7 +16,7 @@ PERIOD = 1 << 16  # samples after which an order repeats at the latest; weights 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """`A`, `0.3 A 0.7 B` or `A B` as (weight, prefix) of each corpus; None where no weights are given. Raises InputError."""
     weights = [_weight(word) for word in words[::2]]
-    if not words or None not in weights and len(words) % 2 == 0:
+    if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
     elif all(_weight(word) is None for word in words):
         pairs = [(None, word) for word in words]

@@ -88,6 +88,11 @@ class CorpusPacks(ABC):
         """See Packs."""
         return self.first_sample_of_epoch(1)
 
+    @property
+    def dropped(self) -> float:
+        """The share of the data that is in no pack."""
+        return 0.0
+
     def epochs_after(self, samples: int) -> float:
         """How often the first `samples` samples go through the data."""
         epoch = self.epoch_of_sample(samples)
@@ -131,8 +136,8 @@ class RandomLengthPacks(ConcatPacks):
         """See CorpusPacks. Raises InputError when a pack has no room for two chunks."""
         if seq_length < 2 * SHORTEST_CHUNK:
             raise InputError(
-                f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK}, two chunks of "
-                f"{SHORTEST_CHUNK} tokens"
+                f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
+                f"(two chunks of {SHORTEST_CHUNK} tokens)"
             )
         super().__init__(corpus, documents, seq_length, seed)
 

@@ -60,7 +60,7 @@ class SentencePacks(CorpusPacks):
 
     @property
     def dropped(self) -> float:
-        """The share of the first epoch's tokens that is in no pack: what is left of the sentences that packs end in."""
+        """The share of the first epoch's tokens that is in no pack: the rest of the sentences in which packs end."""
         packs = self.first_sample_of_epoch(1)
         return 1 - packs * self.seq_length / self.start_of_pack(packs)
 

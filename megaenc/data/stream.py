@@ -1,4 +1,4 @@
-"""The endless stream of tokens that packs are cut from: all documents end to end, epoch after epoch, each in an order of its own."""
+"""The endless stream of tokens that packs are cut from: all documents end to end, epoch after epoch, in a new order each time."""
 
 from functools import lru_cache
 from typing import Protocol

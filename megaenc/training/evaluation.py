@@ -16,7 +16,7 @@ class Validation:
     def __init__(self, plan: Plan):
         self.plan = plan
         size = plan.settings.global_batch_size
-        packs = plan.validation.first_sample_of_epoch(1)  # no held-out token twice, unless one batch needs more than there are
+        packs = plan.validation.samples_before_repeat  # no held-out token twice, unless one batch needs more than there are
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
         self.objectives = {phase.text: phase.objective for phase in plan.schedule.phases}
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
