@@ -57,7 +57,11 @@ class Riddle:
 
 
 def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such."""
+    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such.
+
+    Where its predictions stand before their tokens (`prediction_shift` in config.json), its logits are moved to these tokens; a
+    token too near the start to be predicted gets equal logits.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise InputError(f"--model {folder}: no config.json there, expected a folder that `megaenc convert to-hf` wrote")
     import torch
@@ -79,7 +83,15 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
         raise InputError(f"--model {folder}: {reason}; expected a masked language model") from None
     if report["missing_keys"]:
         raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+    if shift := getattr(model.config, "prediction_shift", 0):
+        model.register_forward_hook(lambda module, inputs, output: _moved(output, shift))
     return model.eval().to(detect().device), tokenizer
+
+
+def _moved(output: Any, shift: int) -> Any:
+    output.logits = output.logits.roll(shift, dims=1)
+    output.logits[:, :shift] = 0
+    return output
 
 
 def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
