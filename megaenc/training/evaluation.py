@@ -18,7 +18,7 @@ class Validation:
         size = plan.settings.global_batch_size
         packs = plan.validation.first_sample_of_epoch(1)  # no held-out token twice, unless one batch needs more than there are
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        self.objectives = {phase.text: phase.objective for phase in plan.schedule.phases}
+        self.objectives = plan.schedule.objectives()
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, dict[str, Any]]:

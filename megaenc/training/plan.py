@@ -93,7 +93,7 @@ def make_plan(settings: PretrainSettings) -> Plan:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = vocabulary_of(tokenizer)
-    schedule = Schedule.build(settings.objective_schedule, total, vocabulary)
+    schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
     corpus = Corpus.open(prefix)
     corpus.check_vocabulary(vocabulary)
     train, validation, _ = split_documents(len(corpus), parse_split(data.split))
