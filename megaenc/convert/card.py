@@ -45,8 +45,8 @@ tags: [megaenc]
 
 # {name}
 
-A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps; this is
-step {provenance.step:,}, after {tokens:,} tokens. Attention in this export: {attention}.
+A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
+this is step {provenance.step:,}, after {tokens:,} tokens. Attention in this export: {attention}.
 
 ## Where predictions stand
 
@@ -71,7 +71,7 @@ def _how_to_read(objective: Objective, attention: Attention) -> str:
         parts.append(
             f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** `{name}` predicts a token from the output "
             f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
-            "`transformers.pipeline(\"fill-mask\")` reads position i and would answer for another token; "
+            '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
             "`megaenc fill-mask` moves the logits by itself."
         )
     else:

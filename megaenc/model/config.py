@@ -45,9 +45,12 @@ class ModelConfig:
         matrices = self.parameters(0) - self.hidden_size * (2 * self.num_layers + 1)
         return 6 * matrices
 
-    def attention_flops(self, length: int, causal: bool) -> int:
-        """Operations of one document's attention in all layers, forward and backward: 12 s^2 h a layer, half of it if causal."""
-        return 12 * self.num_layers * self.hidden_size * length * length // (2 if causal else 1)
+    def attention_flops(self, length: int, *, prefix: int) -> int:
+        """Operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) h a layer.
+
+        p, the `prefix`, counts tokens that see each other: none under causal attention, all s under bidirectional attention.
+        """
+        return 6 * self.num_layers * self.hidden_size * (length * length + prefix * prefix)
 
     def check(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
         """InputError, naming the flag, if the shape is impossible or the layout cannot divide it."""

@@ -2,17 +2,25 @@
 
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
+from megaenc.objectives.grammar import parse_schedule
+from megaenc.objectives.masking import Masking
 from megaenc.objectives.mlm import MaskedLanguageModeling
+from megaenc.objectives.mntp import MaskedNextTokenPrediction
+from megaenc.objectives.prefix_lm import PrefixLanguageModeling
 from megaenc.objectives.registry import find, known, register
-from megaenc.objectives.schedule import Phase, Schedule, parse_schedule
+from megaenc.objectives.schedule import Choice, Phase, Schedule
 
 __all__ = [
     "Attention",
     "CausalLanguageModeling",
+    "Choice",
     "MaskedLanguageModeling",
+    "MaskedNextTokenPrediction",
+    "Masking",
     "Objective",
     "OptionError",
     "Phase",
+    "PrefixLanguageModeling",
     "Schedule",
     "Targets",
     "find",

@@ -17,22 +17,28 @@ from megaenc.randomness import SampleRandomness
 
 
 class Attention(StrEnum):
-    """What a position sees of its own document: itself and what comes before, or everything."""
+    """What a position sees of its own document: itself and what comes before, everything, or what comes before and a prefix.
+
+    Under PREFIX the first tokens of a document (`Targets.prefixes` says how many) see each other, the rest is causal.
+    """
 
     CAUSAL = "causal"
     BIDIRECTIONAL = "bidirectional"
+    PREFIX = "prefix"
 
 
 class Targets(NamedTuple):
-    """What a pack of T tokens asks of the model; N = 0 is legal.
+    """What a pack of T tokens in D documents asks of the model; N = 0 is legal.
 
     inputs: int64[T], what the model reads; predict_at: int64[N], increasing, the positions whose output is scored;
-    labels: int64[N], the token each of them should predict.
+    labels: int64[N], the token each of them should predict; prefixes: int64[D], under Attention.PREFIX and no other, how many
+    tokens at the start of each document see each other, from 0 to its length less one.
     """
 
     inputs: np.ndarray
     predict_at: np.ndarray
     labels: np.ndarray
+    prefixes: np.ndarray | None = None
 
 
 class OptionError(InputError):
@@ -58,6 +64,8 @@ class Objective(ABC):
     name: ClassVar[str]
     """As the schedule spells it."""
     attention: ClassVar[Attention]
+    shift: ClassVar[int] = 0
+    """How far before its token a prediction stands: the labels are the pack's tokens at predict_at + shift."""
 
     vocabulary: Vocabulary
 
@@ -87,11 +95,32 @@ class Objective(ABC):
             values[name] = cls._read(known[name], text)
         return cls(vocabulary, **values)
 
-    def describe(self, every: bool = False) -> str:
-        """As a schedule spells it, `mlm(mask=0.3)`: with the options that differ from their defaults, or with `every` option."""
-        shown = [field for field in self.options() if every or getattr(self, field.name) != field.default]
-        inside = ",".join(f"{field.name}={_spell(type(field.default)(getattr(self, field.name)))}" for field in shown)
-        return f"{self.name}({inside})" if inside else self.name
+    def towards(self, end: "Objective", share: float) -> "Objective":
+        """This objective with its options moved towards those of `end`, 0 <= share <= 1 of the way, in a straight line.
+
+        Whole numbers are rounded, half up. OptionError where what lies between cannot be used.
+        """
+        changed = {}
+        for field in self.options():
+            here, there = getattr(self, field.name), getattr(end, field.name)
+            if here != there:
+                value = here * (1 - share) + there * share
+                value = math.floor(value + 0.5) if type(field.default) is int else value
+                changed[field.name] = min(max(value, min(here, there)), max(here, there))  # rounding may step over an end
+        return dataclasses.replace(self, **changed) if changed else self
+
+    def describe(self, every: bool = False, end: "Objective | None" = None) -> str:
+        """As a schedule spells it, `mlm(mask=0.3)`: with the options that differ from their defaults, or with `every` option.
+
+        With an `end` that differs, options that change on the way to it read `mask=0.4->0.15`.
+        """
+        inside = []
+        for field in self.options():
+            here, there = getattr(self, field.name), getattr(end or self, field.name)
+            if every or here != there or here != field.default:
+                values = (here,) if here == there else (here, there)
+                inside.append(f"{field.name}={'->'.join(_spell(type(field.default)(value)) for value in values)}")
+        return f"{self.name}({','.join(inside)})" if inside else self.name
 
     @classmethod
     def _read(cls, field: dataclasses.Field, text: str) -> Any:

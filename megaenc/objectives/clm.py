@@ -17,6 +17,7 @@ class CausalLanguageModeling(Objective):
 
     name = "clm"
     attention = Attention.CAUSAL
+    shift = 1
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         has_next = np.ones(len(pack.tokens), dtype=bool)

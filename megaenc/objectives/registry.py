@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective
+from megaenc.objectives.grammar import MIXTURE
 
 GROUP = "megaenc.objectives"
 
@@ -78,6 +79,8 @@ def _complaint(objective: type) -> str:
         return "has no method `targets`"
     if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
         return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
+    if objective.name == MIXTURE:
+        return f"is called `{MIXTURE}`, which is a mixture in a schedule"
     return ""
 
 

@@ -1,66 +1,83 @@
 """The schedule of a run, `clm:0.25,mlm(mask=0.3):0.75`: which objective each update trains.
 
-    schedule  = phase { "," phase }
-    phase     = objective [ ":" amount ]          the amount may be left out where there is one phase: it takes the whole run
+    schedule  = item { "," item }
+    item      = phase | count "x" "(" schedule ")"       the same as writing what is inside `count` times
+    phase     = what [ ":" amount ]                      a phase without an amount stands alone and takes the whole run
+    what      = objective | mixture
+    mixture   = "mix" "(" objective ":" weight { "," objective ":" weight } ")"
     objective = name [ "(" option { "," option } ")" ]
-    option    = name "=" value
+    option    = name "=" value [ "->" value ]            with two values, a number that changes over the phase
     amount    = a number with a point, a share of the run, or a whole number of steps; one schedule holds one kind
+    weight    = a number above zero; weights need not add up to 1
 
 Spaces may stand between any two of these. Every error names the character and shows the text with the wrong piece in brackets.
+
+Each step of a mixture trains one of its objectives, drawn by weight from randomness keyed by the seed and the step alone. An
+option that changes has its first value at the phase's first step, its second at the last, and lies on a straight line between.
 """
 
-import re
+import hashlib
+import math
 from bisect import bisect_left
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate
 
+from megaenc import randomness
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
+from megaenc.objectives.grammar import (
+    MIXTURE,
+    ParsedItem,
+    ParsedObjective,
+    ParsedPhase,
+    ParsedRepetition,
+    error_at,
+    parse_schedule,
+)
 from megaenc.objectives.registry import find
 
-FLAG = "--objective-schedule"
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-_WORD = re.compile(r"[^,():=\s]+")
-_AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
-_SHARE = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
-_STEPS = re.compile(r"[0-9]+")
+# Beyond so many phases a run's identity holds their digest: it is compared and printed as one line.
+_SPELLED_OUT = 16
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A piece of the schedule's text and the character, counted from 0, at which it starts."""
+class Choice:
+    """What a step of a phase may train: the options go from those of `start` to those of `end`, the same where none changes."""
 
-    text: str
-    start: int
+    weight: int
+    """Its part of the phase's steps is weight / the sum of the phase's weights."""
+    start: Objective
+    end: Objective
 
-
-@dataclass(frozen=True)
-class ParsedPhase:
-    """One phase as written. amount: a Fraction for a share, an int for steps."""
-
-    name: Piece
-    options: tuple[tuple[Piece, Piece], ...]
-    amount: Fraction | int
-    amount_text: Piece
-
-
-def parse_schedule(text: str) -> list[ParsedPhase]:
-    """Read the grammar above; whether names, options and sums are right needs the run (`Schedule.build`). Raises InputError."""
-    return _Parser(text).schedule()
+    @property
+    def text(self) -> str:
+        """As a schedule spells it, `mlm(mask=0.4->0.15)`."""
+        return self.start.describe(end=self.end)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Updates first_step..last_step, both included and counted from 1, train `objective`; `text` spells it for people."""
+    """Updates first_step..last_step, both included and counted from 1, each train one of `choices`, drawn by weight."""
 
     index: int
-    objective: Objective
-    text: str
     first_step: int
     last_step: int
+    choices: tuple[Choice, ...]
+
+    @property
+    def text(self) -> str:
+        """As a schedule spells it, `mix(clm:3,mlm:7)`: weights as the smallest whole numbers, no option that has its default."""
+        return _spell(self.choices)
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of the phase's steps that each choice has on average; they add up to 1."""
+        total = sum(choice.weight for choice in self.choices)
+        return tuple(choice.weight / total for choice in self.choices)
 
 
 @dataclass(frozen=True)
@@ -68,23 +85,36 @@ class Schedule:
     """The phases of a run in order; together they hold every update 1..train_iters once."""
 
     phases: tuple[Phase, ...]
+    seed: int
+    """What the draws of mixtures follow from."""
 
     @classmethod
-    def build(cls, text: str, train_iters: int, vocabulary: Vocabulary) -> "Schedule":
+    def build(cls, text: str, train_iters: int, vocabulary: Vocabulary, seed: int = 0) -> "Schedule":
         """Parse `text` and lay its phases over updates 1..train_iters.
 
         A phase that is given in shares ends at its cumulative share times train_iters, half rounded up. Raises InputError.
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
-        parsed = parse_schedule(text)
-        ends = _ends(text, parsed, train_iters)
-        starts = [1, *(end + 1 for end in ends)]
-        phases = []
-        for index, (written, first, last) in enumerate(zip(parsed, starts, ends, strict=False)):
-            objective = _objective(text, written, vocabulary)
-            phases.append(Phase(index, objective, objective.describe(), first, last))
-        return cls(tuple(phases))
+        items = parse_schedule(text)
+        _check_count(text, items, train_iters)
+        written = list(_flat(items))
+        ends = _ends(text, written, train_iters)
+        # Thousands of phases train the same few things: each is made once, and tried once for each length.
+        made: dict[Hashable, tuple[Choice, ...]] = {}
+        tried: set[tuple[Hashable, int]] = set()
+        phases, first = [], 1
+        for index, (phase, last) in enumerate(zip(written, ends, strict=True)):
+            what, steps = phase.what, last - first + 1
+            choices = made.get(what)
+            if choices is None:
+                choices = made[what] = _choices(text, phase, vocabulary)
+            if (what, steps) not in tried:
+                tried.add((what, steps))
+                _try_between(text, phase, choices, steps)
+            phases.append(Phase(index, first, last, choices))
+            first = last + 1
+        return cls(tuple(phases), seed)
 
     def at(self, step: int) -> Phase:
         """The phase of update `step`, counted from 1."""
@@ -92,161 +122,158 @@ class Schedule:
             raise ValueError(f"step {step} is not one of 1..{self.phases[-1].last_step}")
         return self.phases[bisect_left(self.phases, step, key=lambda phase: phase.last_step)]
 
+    def objective(self, step: int) -> Objective:
+        """What update `step` trains: the mixture's draw, with the options that its place in the phase gives."""
+        phase, choice = self.at(step), self._drawn(step)
+        length = phase.last_step - phase.first_step
+        return choice.start.towards(choice.end, (step - phase.first_step) / length) if length else choice.start
+
+    def text_at(self, step: int) -> str:
+        """The objective of update `step` as written, `mlm(mask=0.4->0.15)`: the same at every step of a phase that draws it."""
+        return self._drawn(step).text
+
+    def objectives(self) -> dict[str, Objective]:
+        """Every objective of the schedule by its text, in the order in which they come up; options that change at their end."""
+        distinct = {id(phase.choices): phase.choices for phase in self.phases}
+        ends = [choice.end for choices in distinct.values() for choice in choices]
+        return {objective.describe(): objective for objective in ends}
+
     @property
     def canonical(self) -> str:
-        """The schedule in steps with every option written out: equal for two runs exactly when their phases are."""
-        return ",".join(
-            f"{phase.objective.describe(every=True)}:{phase.last_step - phase.first_step + 1}" for phase in self.phases
-        )
+        """The schedule in steps with every option, or the digest of that: equal for two runs exactly when their phases are."""
+        spelled: dict[int, str] = {}
+        for phase in self.phases:
+            if id(phase.choices) not in spelled:
+                spelled[id(phase.choices)] = _spell(phase.choices, every=True)
+        parts = [f"{spelled[id(phase.choices)]}:{phase.last_step - phase.first_step + 1}" for phase in self.phases]
+        if len(parts) <= _SPELLED_OUT:
+            return ",".join(parts)
+        digest = hashlib.sha256(",".join(parts).encode()).hexdigest()
+        return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
+
+    def _drawn(self, step: int) -> Choice:
+        choices = self.at(step).choices
+        if len(choices) == 1:
+            return choices[0]
+        bounds = list(accumulate(choice.weight for choice in choices))
+        draw = randomness.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
+        return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
 
 
-def _ends(text: str, parsed: list[ParsedPhase], train_iters: int) -> list[int]:
+def _spell(choices: tuple[Choice, ...], every: bool = False) -> str:
+    texts = [choice.start.describe(every, choice.end) for choice in choices]
+    if len(texts) == 1:
+        return texts[0]
+    return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, choices, strict=True))})"
+
+
+def _check_count(text: str, items: tuple[ParsedItem, ...], train_iters: int) -> int:
+    """How many phases `items` amount to; refused before they are written out if some would have no step."""
+    total = 0
+    for item in items:
+        if isinstance(item, ParsedRepetition):
+            count = item.count * _check_count(text, item.items, train_iters)
+            if count > train_iters:
+                complaint = f"makes {count} phases of {train_iters} steps (--train-iters), expected at least a step for each"
+                raise error_at(text, item.count_text, complaint)
+            total += count
+        else:
+            total += 1
+    return total
+
+
+def _flat(items: tuple[ParsedItem, ...]) -> Iterator[ParsedPhase]:
+    for item in items:
+        if isinstance(item, ParsedRepetition):
+            inside = list(_flat(item.items))
+            for _ in range(item.count):
+                yield from inside
+        else:
+            yield item
+
+
+def _ends(text: str, written: list[ParsedPhase], train_iters: int) -> list[int]:
     """The last update of each phase."""
-    amounts = [phase.amount for phase in parsed]
-    for phase in parsed:
-        if type(phase.amount) is not type(amounts[0]):
-            kinds = "a share after steps" if isinstance(phase.amount, Fraction) else "steps after a share"
-            raise _error(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
-    totals = list(accumulate(amounts))
-    if isinstance(amounts[0], Fraction):
-        kind, expected, wanted = "shares", Fraction(1), "1"
-    else:
-        kind, expected, wanted = "steps", train_iters, f"{train_iters} (--train-iters)"
+    shares = isinstance(written[0].amount, Fraction)
+    for phase in written:
+        if isinstance(phase.amount, Fraction) != shares:
+            kinds = "steps after a share" if shares else "a share after steps"
+            raise error_at(text, phase.amount_text, f"found {kinds}, expected one kind (shares have a point: 0.25, 1.0)")
+    # Shares as whole numbers of their smallest common part: sums are exact, and fast.
+    whole = math.lcm(*{phase.amount.denominator for phase in written}) if shares else 1
+    totals = list(accumulate(int(phase.amount * whole) for phase in written))
+    expected = whole if shares else train_iters
     if totals[-1] != expected:
         # Where the sum first goes too far; where it never does, the last phase is the one to look at.
-        culprit = next((phase for phase, total in zip(parsed, totals, strict=True) if total > expected), parsed[-1])
-        hint = "; `1` is one step, write 1.0 for the whole run" if kind == "steps" and amounts == [1] else ""
-        raise _error(text, culprit.amount_text, f"{kind} add up to {_decimal(totals[-1])}, expected {wanted}{hint}")
-    ends = [int(total * train_iters + Fraction(1, 2)) for total in totals] if kind == "shares" else totals
-    for phase, start, end in zip(parsed, [0, *ends], ends, strict=False):
-        if start == end:
-            raise _error(
-                text, phase.amount_text, f"{phase.amount_text.text} of {train_iters} steps is no step, expected at least one"
-            )
+        culprit = next((phase for phase, total in zip(written, totals, strict=True) if total > expected), written[-1])
+        kind, wanted = ("shares", "1") if shares else ("steps", f"{train_iters} (--train-iters)")
+        hint = (
+            "; `1` is one step, write 1.0 for the whole run" if [phase.amount for phase in written] == [1] and not shares else ""
+        )
+        found = _decimal(Fraction(totals[-1], whole))
+        raise error_at(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}{hint}")
+    ends = [(2 * total * train_iters + whole) // (2 * whole) for total in totals] if shares else totals
+    before = 0
+    for phase, end in zip(written, ends, strict=True):
+        if end == before:
+            complaint = f"{phase.amount_text.text} of {train_iters} steps is no step, expected at least one"
+            raise error_at(text, phase.amount_text, complaint)
+        before = end
     return ends
 
 
-def _objective(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> Objective:
-    texts = {name.text: value.text for name, value in written.options}
+def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[Choice, ...]:
+    weights = [weight for weight, _ in written.components]
+    whole = math.lcm(*(weight.denominator for weight in weights))
+    counts = [int(weight * whole) for weight in weights]
+    smallest = math.gcd(*counts)
+    objectives = [_objectives(text, parsed, vocabulary) for _, parsed in written.components]
+    return tuple(Choice(count // smallest, *both) for count, both in zip(counts, objectives, strict=True))
+
+
+def _objectives(text: str, written: ParsedObjective, vocabulary: Vocabulary) -> tuple[Objective, Objective]:
+    """The objective as its phase begins and as it ends."""
+    start = _objective(text, written, vocabulary, at_end=False)
+    changing = [option for option in written.options if option.end]
+    numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
+    for option in changing:
+        if option.name.text not in numbers:
+            complaint = f"{start.name}: option `{option.name.text}` is no number and cannot change, expected one value"
+            raise error_at(text, option.end, complaint)
+    return start, _objective(text, written, vocabulary, at_end=True) if changing else start
+
+
+def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool) -> Objective:
+    values = {option.name.text: option.end if at_end and option.end else option.value for option in written.options}
     known: set[str] = set()
     try:
         kind = find(written.name.text)
         known = {field.name for field in kind.options()}
-        return kind.from_texts(vocabulary, texts)
+        return kind.from_texts(vocabulary, {name: value.text for name, value in values.items()})
     except OptionError as error:
-        places = {name.text: value if name.text in known else name for name, value in written.options}
-        raise _error(text, places.get(error.option, written.name), str(error)) from None
+        places = {option.name.text: option.name for option in written.options} | {
+            name: value for name, value in values.items() if name in known
+        }
+        raise error_at(text, places.get(error.option, written.name), str(error)) from None
     except InputError as error:
-        raise _error(text, written.name, str(error)) from error
+        raise error_at(text, written.name, str(error)) from error
 
 
-def _decimal(number: Fraction | int) -> str:
+def _try_between(text: str, written: ParsedPhase, choices: tuple[Choice, ...], steps: int) -> None:
+    """Between two values that can be used may lie some that cannot, span=0->3: the steps beside the ends and the middle tell."""
+    for choice, (_, parsed) in zip(choices, written.components, strict=True):
+        if choice.start == choice.end:
+            continue
+        for step in {1, steps // 2, steps - 2}:
+            if 0 < step < steps - 1:
+                try:
+                    choice.start.towards(choice.end, step / (steps - 1))
+                except OptionError as error:
+                    places = {option.name.text: option.end for option in parsed.options if option.end}
+                    complaint = f"at step {step + 1} of the phase: {error}"
+                    raise error_at(text, places.get(error.option, parsed.name), complaint) from None
+
+
+def _decimal(number: Fraction) -> str:
     """As people write it; a sum of decimal fractions has an end."""
-    return str(number) if isinstance(number, int) else format((Decimal(number.numerator) / number.denominator).normalize(), "f")
-
-
-def _error(text: str, piece: Piece, complaint: str) -> InputError:
-    end = piece.start + len(piece.text)
-    marked = f"{text[: piece.start]}[{piece.text}]{text[end:]}"
-    return InputError(f"{FLAG}: at character {piece.start + 1} of '{text}': {complaint} (here: {marked})")
-
-
-class _Parser:
-    """Recursive descent: a method for each rule of the grammar, all moving `at` along `text`."""
-
-    def __init__(self, text: str):
-        self.text = text
-        self.at = 0
-
-    def schedule(self) -> list[ParsedPhase]:
-        if not self.text.strip():
-            raise _error(self.text, Piece("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
-        phases = [self.phase(first=True)]
-        while comma := self.take(","):
-            if self.ended():
-                raise _error(self.text, comma, "nothing follows the comma, expected another phase")
-            phases.append(self.phase(first=False))
-        if not self.ended():
-            raise self.wrong("`,` and another phase, or the end")
-        return phases
-
-    def phase(self, first: bool) -> ParsedPhase:
-        name, options = self.objective()
-        if first and self.ended():
-            return ParsedPhase(name, options, Fraction(1), name)
-        if not self.take(":"):
-            raise self.wrong(f"`:` and the share or the steps of `{name.text}`")
-        amount_text = self.expect(_WORD, _AMOUNT)
-        return ParsedPhase(name, options, self.amount(amount_text), amount_text)
-
-    def objective(self) -> tuple[Piece, tuple[tuple[Piece, Piece], ...]]:
-        name = self.expect(_NAME, "the name of an objective")
-        opening = self.take("(")
-        if not opening:
-            return name, ()
-        options = [self.option()]
-        while self.take(","):
-            options.append(self.option())
-        if not self.take(")"):
-            if self.ended() or self.text[self.at] == ":":
-                raise _error(self.text, opening, "this parenthesis is never closed")
-            raise self.wrong("`,` and another option, or `)`")
-        for index, (option, _) in enumerate(options):
-            if option.text in [earlier.text for earlier, _ in options[:index]]:
-                raise _error(self.text, option, f"option `{option.text}` is given twice")
-        return name, tuple(options)
-
-    def option(self) -> tuple[Piece, Piece]:
-        name = self.expect(_NAME, "an option such as mask=0.3")
-        if not self.take("="):
-            raise self.wrong(f"`=` and the value of `{name.text}`")
-        return name, self.expect(_WORD, f"the value of `{name.text}`")
-
-    def amount(self, written: Piece) -> Fraction | int:
-        kind = (
-            Fraction
-            if _SHARE.fullmatch(written.text.lstrip("-"))
-            else int
-            if _STEPS.fullmatch(written.text.lstrip("-"))
-            else None
-        )
-        if kind is None:
-            raise _error(self.text, written, f"found `{written.text}`, expected {_AMOUNT}")
-        noun = "share" if kind is Fraction else "step count"
-        if written.text.startswith("-"):
-            raise _error(self.text, written, f"negative {noun} {written.text}, expected more than zero")
-        if kind(written.text) == 0:
-            raise _error(self.text, written, f"zero {noun} {written.text}, expected more than zero; leave the phase out")
-        return kind(written.text)
-
-    def expect(self, pattern: re.Pattern[str], what: str) -> Piece:
-        """The next piece, which must match `pattern`."""
-        self.skip_spaces()
-        found = pattern.match(self.text, self.at)
-        if not found:
-            raise self.wrong(what)
-        self.at = found.end()
-        return Piece(found.group(), found.start())
-
-    def take(self, character: str) -> Piece | None:
-        """The next character if it is this one."""
-        self.skip_spaces()
-        if not self.text.startswith(character, self.at):
-            return None
-        self.at += 1
-        return Piece(character, self.at - 1)
-
-    def ended(self) -> bool:
-        self.skip_spaces()
-        return self.at == len(self.text)
-
-    def skip_spaces(self) -> None:
-        while self.at < len(self.text) and self.text[self.at].isspace():
-            self.at += 1
-
-    def wrong(self, expected: str) -> InputError:
-        """The error that the next piece, a word or else one character, is not what is expected here."""
-        self.skip_spaces()
-        word = _WORD.match(self.text, self.at)
-        found = word.group() if word else self.text[self.at : self.at + 1]
-        return _error(self.text, Piece(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
+    return format((Decimal(number.numerator) / number.denominator).normalize(), "f")

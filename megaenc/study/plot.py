@@ -34,7 +34,7 @@ class PlotFlags:
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps first..last under one objective."""
+    """Steps first..last under one objective, or under several of which this is one."""
 
     objective: str
     first: int
@@ -43,6 +43,8 @@ class Phase:
     """int64[R]: those that have a row with a loss."""
     loss: np.ndarray
     """float64[R]"""
+    share: float = 1.0
+    """Its part of the logged steps first..last."""
 
     @property
     def smoothed(self) -> np.ndarray:
@@ -59,19 +61,35 @@ class Phase:
 
 
 def phases_of(made: list[Row]) -> list[Phase]:
-    """The phases that a run's updates have been through."""
+    """The phases that a run's updates have been through.
+
+    Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
+    objectives of a mixture each of theirs has a Phase over the same steps.
+    """
     groups: list[list[Row]] = []
     for row in made:
         if not groups or groups[-1][-1]["phase"] != row["phase"]:
             groups.append([])
         groups[-1].append(row)
-    phases, before = [], 0
+    stretches, before, short_before = [], 0, False
     for group in groups:
-        scored = [row for row in group if row["loss"] is not None]  # a batch without a target has no loss
-        steps = np.array([row["step"] for row in scored], dtype=np.int64)
-        loss = np.array([row["loss"] for row in scored], dtype=np.float64)
-        phases.append(Phase(group[0]["objective"], before + 1, group[-1]["step"], steps, loss))
-        before = group[-1]["step"]
+        steps = group[-1]["step"] - before
+        before, short = group[-1]["step"], steps * 50 < made[-1]["step"]
+        if short and short_before:
+            stretches[-1] += group
+        else:
+            stretches.append(group)
+        short_before = short
+    phases, before = [], 0
+    for stretch in stretches:
+        for objective in dict.fromkeys(row["objective"] for row in stretch):
+            rows = [row for row in stretch if row["objective"] == objective]
+            scored = [row for row in rows if row["loss"] is not None]  # a batch without a target has no loss
+            steps = np.array([row["step"] for row in scored], dtype=np.int64)
+            loss = np.array([row["loss"] for row in scored], dtype=np.float64)
+            share = len(rows) / len(stretch)
+            phases.append(Phase(objective, before + 1, stretch[-1]["step"], steps, loss, share))
+        before = stretch[-1]["step"]
     return phases
 
 
@@ -99,16 +117,16 @@ def figure(made: list[Row], validated: list[Row], title: str) -> Any:
 
     picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
     loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
-    for phase in phases:
+    for phase, (bottom, top) in zip(phases, _bands(phases), strict=True):
         colour, _ = styles[phase.objective]
         for panel in (loss, rate):
-            panel.axvspan(phase.first - 1, phase.last, color=colour, alpha=0.07, linewidth=0)
+            panel.axvspan(phase.first - 1, phase.last, bottom, top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.steps, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.steps, phase.smoothed, color=colour, linewidth=1.8)
         if phase.last - phase.first >= last / 50:  # a label on a sliver would cover its neighbours'
             middle = (phase.first - 1 + phase.last) / 2
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
-            loss.text(middle, 0.97, phase.objective, color=colour, fontweight="bold", **place)
+            loss.text(middle, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
     for objective, (steps, losses) in validations.items():
         colour, marker = styles[objective]
         loss.plot(
@@ -160,6 +178,16 @@ def plot(run: str | Path, output: str | Path) -> None:
     make_parent(output, "--output")
     with whole_files(output) as [temporary]:
         picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+
+
+def _bands(phases: list[Phase]) -> list[tuple[float, float]]:
+    """Bottom and top of each phase's shade: those over the same steps lie above each other, as high as their shares."""
+    bands: list[tuple[float, float]] = []
+    for at, phase in enumerate(phases):
+        beside = at > 0 and phases[at - 1].first == phase.first
+        top = bands[-1][0] if beside else 1.0
+        bands.append((max(top - phase.share, 0.0), top))
+    return bands
 
 
 def _styles(objectives: list[str]) -> dict[str, tuple[str, str]]:

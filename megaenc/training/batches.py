@@ -26,7 +26,7 @@ class MicroBatch:
 
 def micro_batch(packs: Packs, samples: range, objective: Objective, seed: int, device: torch.device) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
-    edges, tokens, positions, predict_at, labels = [0], [], [], [], []
+    edges, tokens, positions, predict_at, labels, prefixes = [0], [], [], [], [], []
     for sample in samples:
         pack = packs[sample]
         targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
@@ -36,10 +36,13 @@ def micro_batch(packs: Packs, samples: range, objective: Objective, seed: int, d
         positions.append(pack.positions)
         predict_at.append(targets.predict_at + start)
         labels.append(targets.labels)
+        if targets.prefixes is not None:
+            prefixes.append(targets.prefixes)
     row, at, predicted, wanted = (
         to_device(torch.from_numpy(np.concatenate(parts)), device) for parts in (tokens, positions, predict_at, labels)
     )
-    return MicroBatch(row[None], at, Packing.of(edges, objective.attention, device), predicted, wanted)
+    packing = Packing.of(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
+    return MicroBatch(row[None], at, packing, predicted, wanted)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from rich.table import Table
 from megaenc.objectives import Phase
 from megaenc.randomness import SampleRandomness
 from megaenc.ranks import rank, world_size
-from megaenc.training.plan import Plan
+from megaenc.training.plan import Plan, validated_objectives
 
 _SHOWN_PHASES = 12
-_LOOKED_AT = 16  # packs from which the share of predicted tokens is estimated
+_LOOKED_AT = 64  # packs from which the share of predicted tokens is estimated
 
 
 def describe(plan: Plan) -> None:
@@ -36,7 +36,7 @@ def describe(plan: Plan) -> None:
     rate = plan.learning_rate
     console.print(
         f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
-        f"validation: {f'every {settings.eval_every:,} steps' if plan.validation else 'none'}"
+        f"validation: {_validation(plan)}"
     )
 
 
@@ -46,6 +46,12 @@ def _layout(plan: Plan) -> str:
         f"{processes} process{'es' if processes > 1 else ''}: TP {layout.tensor_model_parallel_size}, "
         f"PP {layout.pipeline_model_parallel_size}, DP {plan.settings.data_parallel_size(processes)}"
     )
+
+
+def _validation(plan: Plan) -> str:
+    if not plan.validation:
+        return "none"
+    return f"every {plan.settings.eval_every:,} steps under {', '.join(validated_objectives(plan.schedule, plan.vocabulary))}"
 
 
 def _data(plan: Plan) -> Table:

@@ -10,7 +10,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
@@ -97,7 +96,7 @@ class Engine:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         settings = self.plan.settings
-        objective = self.plan.schedule.at(step).objective
+        objective = self.plan.schedule.objective(step)
         result = self._run(self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
@@ -153,7 +152,8 @@ class Engine:
     def _flops(self, batch: MicroBatch) -> float:
         """Operations of the matrix products of one micro-batch, forward and backward, as executed: documents and predictions."""
         shape = self.plan.settings.shape
-        causal = batch.packing.mask_type == AttnMaskType.causal
-        attention = sum(shape.attention_flops(stop - start, causal) for start, stop in batch.packing.documents)
+        attention = sum(
+            shape.attention_flops(stop - start, prefix=prefix - start) for start, prefix, stop in batch.packing.spans()
+        )
         head = 6 * shape.hidden_size * self.plan.vocabulary.size * batch.labels.numel()
         return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

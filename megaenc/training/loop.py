@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine, say
 from megaenc.errors import InputError
+from megaenc.objectives import Phase
 from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.engine import BatchResult, Engine
@@ -48,7 +49,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     if validation and not done:
         _log(folder, VALIDATION, {"step": 0, **progress, "objectives": validation(engine)})
 
-    with ProgressLine(plan.schedule.at(done + 1).text, total=settings.total_iters) as line:
+    with ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
         for step in range(done + 1, settings.total_iters + 1):
             clock = perf_counter()
             result, grad_norm = engine.update(step)
@@ -83,11 +84,11 @@ def _row(
     plan: Plan, step: int, result: BatchResult, grad_norm: float, progress: dict[str, Any], seconds: float, peak: float
 ) -> dict[str, Any]:
     """What metrics.jsonl says of one step; tokens, predicted_tokens and flops are those of the run so far."""
-    phase, settings = plan.schedule.at(step), plan.settings
+    settings = plan.settings
     return {
         "step": step,
-        "objective": phase.text,
-        "phase": phase.index,
+        "objective": plan.schedule.text_at(step),
+        "phase": plan.schedule.at(step).index,
         "loss": result.loss,
         "accuracy": result.accuracy,
         "learning_rate": plan.learning_rate(step),
@@ -140,14 +141,31 @@ def _introduction(plan: Plan, backend: Backend, done: int) -> str:
     parallel = f"TP {layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}"
     parallel += f", DP {settings.data_parallel_size(dist.get_world_size())}" + (", SP" if layout.sequence_parallel else "")
     start = f"going on after step {done}" if done else "from new weights"
-    phases = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in plan.schedule.phases)
+    phases = _phases(plan.schedule.phases)
     millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
         f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
-        f"  {phases}; {settings.global_batch_size} packs of {settings.data.seq_length} tokens a step; saved to {save}"
+        f"  {phases}; {settings.global_batch_size} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {_reading(plan)}"
     )
+
+
+def _reading(plan: Plan) -> str:
+    """How much of each corpus the whole run reads."""
+    rows = plan.data.reading(plan.first_sample(plan.settings.total_iters + 1))
+    parts = [
+        f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
+        for row in rows
+    ]
+    return "; ".join(parts)
+
+
+def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:
+    """The first of them, and how many there are where that is not all."""
+    shown = [f"{phase.text} to step {phase.last_step}" for phase in phases[:most]]
+    return ", ".join(shown) + (f", ... ({len(phases):,} phases)" if len(phases) > most else "")
 
 
 def _conclusion(step: int, total: int, result: BatchResult, save: str) -> str:

@@ -12,7 +12,7 @@ from megaenc.data.run_data import RunData
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import Schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
 from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
@@ -78,6 +78,18 @@ class Plan:
         }
 
 
+def validated_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
+    """By text: `clm` and `mlm` with their defaults, then the objectives of the schedule.
+
+    The first two are the same in every run, so that any two runs can be laid over each other; without a mask token there is no
+    `mlm`.
+    """
+    always: list[Objective] = [CausalLanguageModeling(vocabulary)]
+    if vocabulary.mask_id is not None:
+        always.append(MaskedLanguageModeling(vocabulary))
+    return {objective.describe(): objective for objective in always} | schedule.objectives()
+
+
 def make_plan(settings: PretrainSettings) -> Plan:
     """Open what `settings` name and check that it fits together. Raises InputError."""
     settings.check(world_size())
@@ -102,7 +114,7 @@ def make_plan(settings: PretrainSettings) -> Plan:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = vocabulary_of(tokenizer)
-    schedule = Schedule.build(settings.objective_schedule, total, vocabulary)
+    schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
     run_data = RunData.open(
         data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
     )

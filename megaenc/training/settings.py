@@ -84,7 +84,7 @@ class PretrainSettings:
     config: str = ""
     """YAML file of flags; the command line wins over it"""
     objective_schedule: str = "clm:0.25,mlm:0.75"
-    """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000"""
+    """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
     train_iters: int | None = None
     """steps (updates of the weights); 200 unless these or the tokens are given"""
     train_tokens: int | None = None

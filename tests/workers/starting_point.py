@@ -25,7 +25,7 @@ def main(folder: Path, flags: list[str]) -> None:
         RunFolder(folder, plan)
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
-        objective = plan.schedule.at(step).objective
+        objective = plan.schedule.objective(step)
         for samples in engine.share.samples(plan.first_sample(step)):
             batch = micro_batch(plan.packs, samples, objective, plan.settings.seed, device.device)
             np.savez(
