@@ -82,6 +82,6 @@ def test_corpora_and_how_often_they_are_read(small_corpus, capsys):
     sizes = ["--seq-length", "64", "--global-batch-size", "8", "--train-tokens", "102400"]
     main([*small_corpus.flags, *sizes, "--dry-run"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == "200 steps of 8 packs of 64 tokens (concat): 102,400 tokens".split()
+    assert lines[1] == ["200", "steps", "of", "8", "packs", "of", "64", "tokens", "(concat):", "102,400", "tokens"]
     row = next(line for line in lines if line and line[0] == str(small_corpus.prefix))
     assert row[1:4] == ["100.00", "%", "1,600"] and float(row[4]) == pytest.approx(102_400 / 21_000, rel=0.05)
