@@ -12,6 +12,7 @@ MIXTURE = "mix"
 DEEPEST = 20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
+_PIECE = re.compile(rf"{_WORD.pattern}|->|.")
 _REPEAT = re.compile(r"([0-9]+)\s*x\s*\(")
 _SHARE = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
 _WHOLE = re.compile(r"[0-9]+")
@@ -123,7 +124,7 @@ class _Parser:
             raise self.error(count, f"a repetition in more than {DEEPEST} others, expected fewer")
         self.at = repeat.end()
         items = self.items(depth + 1)
-        self.close(opening, "`,` and another phase, or `)`")
+        self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
         return ParsedRepetition(int(count.text), count, items)
 
     def phase(self, alone: bool) -> ParsedPhase:
@@ -150,6 +151,8 @@ class _Parser:
 
     def component(self) -> tuple[Fraction, ParsedObjective]:
         name = self.expect(_NAME, "the name of an objective")
+        if name.text == MIXTURE:
+            raise self.error(name, "a mixture in a mixture, expected the name of an objective")
         objective = ParsedObjective(name, self.options())
         if not self.take(":"):
             raise self.wrong(f"`:` and the weight of `{name.text}`")
@@ -191,10 +194,10 @@ class _Parser:
             raise self.error(written, f"zero {noun} {written.text}, expected more than zero; leave the phase out")
         return kind(written.text)
 
-    def close(self, opening: Piece, otherwise: str) -> None:
-        """Take the `)` that belongs to `opening`."""
+    def close(self, opening: Piece, otherwise: str, unclosed_before: str = ":") -> None:
+        """Take the `)` that belongs to `opening`; one of the signs `unclosed_before` in its place says that it was forgotten."""
         if not self.take(")"):
-            if self.ended() or self.text[self.at] == ":":
+            if self.ended() or self.text[self.at] in unclosed_before:
                 raise self.error(opening, "this parenthesis is never closed")
             raise self.wrong(otherwise)
 
@@ -224,10 +227,10 @@ class _Parser:
             self.at += 1
 
     def wrong(self, expected: str) -> InputError:
-        """The error that the next piece, a word or else one character, is not what is expected here."""
+        """The error that the next piece, a word or else a sign, is not what is expected here."""
         self.skip_spaces()
-        word = _WORD.match(self.text, self.at)
-        found = word.group() if word else self.text[self.at : self.at + 1]
+        word = _PIECE.match(self.text, self.at)
+        found = word.group() if word else ""
         return self.error(Piece(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
 
     def error(self, piece: Piece, complaint: str) -> InputError:

@@ -1,9 +1,8 @@
 """Masks against a loop over positions, and against the binomial distribution over a million tokens."""
 
-import math
-
 import numpy as np
 import pytest
+from objective_helpers import SPECIAL, VOCABULARY, within
 
 from megaenc.data.packs import Pack
 from megaenc.data.vocabulary import Vocabulary
@@ -11,8 +10,6 @@ from megaenc.errors import InputError
 from megaenc.objectives import Attention, MaskedLanguageModeling
 from megaenc.randomness import SampleRandomness, uniforms
 
-SPECIAL = (0, 1, 7)
-VOCABULARY = Vocabulary(size=50, eos_id=0, mask_id=1, special_ids=SPECIAL, fingerprint="f" * 64)
 BERT = {"mask": 0.15, "random": 0.1, "keep": 0.1}
 
 
@@ -49,11 +46,6 @@ def test_against_a_loop(options):
         assert found.labels.tolist() == labels
         assert found.inputs.dtype == found.predict_at.dtype == found.labels.dtype == np.int64
         assert np.array_equal(pack.tokens, before)
-
-
-def within(successes, trials, probability):
-    """Whether a count lies within 4.5 standard deviations of its mean (a chance of 7e-6 to fail, and the seed is fixed)."""
-    return abs(successes - trials * probability) < 4.5 * math.sqrt(trials * probability * (1 - probability))
 
 
 @pytest.mark.parametrize("options", [{"mask": 0.4}, {"mask": 0.2}, BERT])
@@ -121,7 +113,7 @@ def test_wrong_options(options, complaint):
 
 def test_options_from_a_schedule():
     assert MaskedLanguageModeling.from_texts(VOCABULARY, {"mask": "1", "keep": ".5"}).describe() == "mlm(mask=1.0,keep=0.5)"
-    with pytest.raises(InputError, match="mlm: option `masks`: unknown, expected mask, random, keep; did you mean `mask`"):
+    with pytest.raises(InputError, match="mlm: option `masks`: unknown, expected mask, random, keep, span; did you mean `mask`"):
         MaskedLanguageModeling.from_texts(VOCABULARY, {"masks": "0.3"})
 
 

@@ -70,7 +70,7 @@ def test_package_is_loaded_when_its_objective_is_asked_for(install):
     find("mlm")
     assert "copying_module" not in sys.modules
     schedule = Schedule.build("clm:0.5,copying(every=3):0.5", 10, VOCABULARY)
-    assert schedule.at(6).objective.every == 3
+    assert schedule.objective(6).every == 3
     assert schedule.canonical == "clm:5,copying(every=3):5"
     with pytest.raises(InputError, match=r"at character 15 of .*option `every`: found 0, expected a whole number from 1"):
         Schedule.build("copying(every=0)", 10, VOCABULARY)
@@ -110,6 +110,7 @@ def test_package_offers_a_built_in_name(install):
         ("Thing = 3", "broken:Thing", "offers broken:Thing, which is no subclass of megaenc.objectives.Objective"),
         (COPYING, "broken:Objective", "offers broken:Objective, which has no method `targets`"),
         (COPYING, "broken:Copying", "offers broken:Copying, which is called `copying`"),
+        (COPYING.replace('"copying"', '"mix"'), "broken:Copying", "which is called `mix`, which is a mixture in a schedule"),
         (COPYING.replace('name = "copying"', ""), "broken:Copying", "which lacks a `name` or an `attention`"),
     ],
 )

@@ -35,6 +35,18 @@ def spans(text, train_iters):
         ("mlm:1.", 7, [("mlm", 1, 7)]),
         ("mlm:1", 1, [("mlm", 1, 1)]),
         ("mlm(mask=0.3)", 7, [("mlm(mask=0.3)", 1, 7)]),
+        ("mix(clm:0.3,mlm:0.7)", 7, [("mix(clm:3,mlm:7)", 1, 7)]),
+        ("mix ( clm : 2, mlm(mask=.3) : 4. ) : 1.0", 7, [("mix(clm:1,mlm(mask=0.3):2)", 1, 7)]),
+        ("mix(clm:0.3):0.5,clm:0.5", 2, [("clm", 1, 1), ("clm", 2, 2)]),
+        ("mlm(mask=0.4 -> 0.15,keep=0)", 7, [("mlm(mask=0.4->0.15)", 1, 7)]),
+        ("2x(clm:1,mlm:2)", 6, [("clm", 1, 1), ("mlm", 2, 3), ("clm", 4, 4), ("mlm", 5, 6)]),
+        (
+            "clm:1, 2 x ( mlm:1, 2x(clm:1) )",
+            7,
+            [(name, at, at) for at, name in enumerate(["clm", "mlm", "clm", "clm", "mlm", "clm", "clm"], 1)],
+        ),
+        # Ends at 1.75, 3.5, 5.25 and 7 of 7 steps, whether they are written once or twice.
+        ("2x(clm:0.25,mlm:.25)", 7, [("clm", 1, 2), ("mlm", 3, 4), ("clm", 5, 5), ("mlm", 6, 7)]),
         (
             " clm : 0.5 ,\tmlm ( mask = 0.15 , random=0.1,keep=.1 ) : 0.5 ",
             4,
@@ -49,31 +61,39 @@ def test_phases(text, train_iters, expected):
 def test_at_every_step():
     schedule = Schedule.build("clm:0.25,mlm(mask=0.3):0.5,clm:0.25", 12, VOCABULARY)
     assert [schedule.at(step).index for step in range(1, 13)] == [0] * 3 + [1] * 6 + [2] * 3
-    assert schedule.at(4).objective == MaskedLanguageModeling(VOCABULARY, mask=0.3)
-    assert schedule.at(12).objective == CausalLanguageModeling(VOCABULARY)
+    assert schedule.objective(4) == MaskedLanguageModeling(VOCABULARY, mask=0.3)
+    assert schedule.objective(12) == CausalLanguageModeling(VOCABULARY)
     for step in (0, 13, -1):
         with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
             schedule.at(step)
+        with pytest.raises(ValueError, match=f"step {step} is not one of 1..12"):
+            schedule.objective(step)
 
 
 def test_canonical_is_equal_where_the_phases_are():
     def canonical(text):
         return Schedule.build(text, 100, VOCABULARY).canonical
 
-    assert canonical("clm:0.25,mlm:0.75") == "clm:25,mlm(mask=0.4,random=0.0,keep=0.0):75"
+    assert canonical("clm:0.25,mlm:0.75") == "clm:25,mlm(mask=0.4,random=0.0,keep=0.0,span=0.0):75"
     assert canonical("clm:25, mlm(keep=0,mask=0.40):75") == canonical("clm:0.25,mlm:0.75")
     assert canonical("mlm") == canonical("mlm:1.0") == canonical("mlm:100")
     assert canonical("mlm(mask=0.3)") != canonical("mlm")
-    for text in ("mlm", "clm:0.25,mlm(mask=0.3):0.75"):
+    assert canonical("mix(clm:0.3,mlm:0.7)") == canonical("mix(clm:3,mlm:7):1.0") != canonical("mix(clm:0.4,mlm:0.6)")
+    assert canonical("2x(clm:20,mlm:30)") == canonical("clm:0.2,mlm:0.3,clm:0.2,mlm:0.3") != canonical("clm:40,mlm:60")
+    assert canonical("mlm(mask=0.4->0.4)") == canonical("mlm") != canonical("mlm(mask=0.4->0.3)") != canonical("mlm(mask=0.3)")
+    for text in ("mlm", "clm:0.25,mlm(mask=0.3):0.75", "mix(clm:1,mlm(mask=0.3):2):0.5,2x(prefix_lm(low=0->0.5):0.25)"):
         assert canonical(canonical(text)) == canonical(text)
 
 
 def test_parsed_phases_know_their_place():
     first, second = parse_schedule("clm:0.25, mlm(mask=0.3):75")
-    assert (first.name.text, first.name.start, first.options, first.amount) == ("clm", 0, (), Fraction(1, 4))
-    assert (second.name.start, second.amount, second.amount_text.start) == (10, 75, 24)
-    ((name, value),) = second.options
-    assert (name.text, name.start, value.text, value.start) == ("mask", 14, "0.3", 19)
+    ((weight, clm),) = first.components
+    assert (clm.name.text, clm.name.start, clm.options, weight, first.amount) == ("clm", 0, (), 1, Fraction(1, 4))
+    ((_, mlm),) = second.components
+    assert (mlm.name.start, second.amount, second.amount_text.start) == (10, 75, 24)
+    (option,) = mlm.options
+    assert (option.name.text, option.name.start, option.value.text, option.value.start) == ("mask", 14, "0.3", 19)
+    assert option.end is None
 
 
 # The piece in brackets is where the error must point.
@@ -96,7 +116,7 @@ def test_parsed_phases_know_their_place():
         ("clm:[0],mlm:100", "zero step count 0, expected more than zero"),
         ("[]", "empty, expected an objective such as mlm"),
         ("[]  ", "empty, expected an objective such as mlm"),
-        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, mlm; did you mean `mlm`?"),
+        ("[mln]:1.0", "unknown objective `mln`, expected one of clm, mlm, mntp, prefix_lm; did you mean `mlm`?"),
         ("clm:0.5,[CLM]:0.5", "did you mean `clm`?"),
         ("clm [0.5]", "found `0.5`, expected `:`"),
         ("clm[,]mlm:0.5", "found `,`, expected `:` and the share or the steps of `clm`"),
@@ -119,10 +139,51 @@ def test_parsed_phases_know_their_place():
         ("mlm(mask=[)]", "found `)`, expected the value of `mask`"),
         ("mlm(mask=0.3 [0.4])", "found `0.4`, expected `,` and another option, or `)`"),
         ("mlm(mask=0.3,[mask]=0.2)", "option `mask` is given twice"),
-        ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep; did you mean `mask`?"),
+        ("mlm([msk]=0.3)", "mlm: option `msk`: unknown, expected mask, random, keep, span; did you mean `mask`?"),
         ("mlm(mask=[much])", "mlm: option `mask`: found `much`, expected a number above 0 up to 1"),
         ("clm:0.5,mlm(keep=0.1,mask=[1.5]):0.5", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
         ("clm([mask]=0.3)", "clm: option `mask`: unknown, expected no option at all"),
+        # Options that change
+        ("mlm(mask=0.4->[]", "found the end, expected the value of `mask` at the end of the phase"),
+        ("mlm(mask=0.4->[)]", "found `)`, expected the value of `mask` at the end of the phase"),
+        ("mlm(mask=0.4->[1.5])", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
+        ("mlm(mask=[1.5]->0.4)", "mlm: option `mask`: found 1.5, expected a number above 0 up to 1"),
+        ("mlm(mask=0.4->[much])", "mlm: option `mask`: found `much`, expected a number"),
+        ("mlm(mask=0.4->0.3[->]0.2)", "found `->`, expected `,` and another option, or `)`"),
+        ("mlm([msk]=0.4->0.2)", "mlm: option `msk`: unknown"),
+        ("mlm(span=[1]->4)", "mlm: option `span`: found 1 with mask=0.4, expected 0 or from 1.667 up"),
+        (
+            "mlm(span=0->[4])",
+            "at step 2 of the phase: mlm: option `span`: found 0.040404 with mask=0.4, expected 0 or from 1.667",
+        ),
+        # Mixtures
+        ("mix[]", "found the end, expected `(` and the objectives of the mixture, such as mix(clm:0.3,mlm:0.7)"),
+        ("mix[:]1.0", "found `:`, expected `(` and the objectives of the mixture"),
+        ("mix([)]", "found `)`, expected the name of an objective"),
+        ("mix(clm[)]", "found `)`, expected `:` and the weight of `clm`"),
+        ("mix(clm:[-1],mlm:2)", "found `-1`, expected a weight above zero"),
+        ("mix(clm:[0.0],mlm:2)", "found `0.0`, expected a weight above zero"),
+        ("mix(clm:[most])", "found `most`, expected a weight above zero"),
+        ("mix[(]clm:1,mlm:2", "this parenthesis is never closed"),
+        ("mix(clm:1 [mlm])", "found `mlm`, expected `,` and another objective with its weight, or `)`"),
+        ("mix(clm:1,[mln]:2)", "unknown objective `mln`"),
+        ("mix(clm:1,mlm(mask=[2]):2)", "mlm: option `mask`: found 2.0, expected"),
+        ("mix(clm:1,[mix](mlm:1):1)", "a mixture in a mixture"),
+        ("clm:0.5,mix(clm:1,mlm:2)[]", "found the end, expected `:` and the share or the steps of `mix(clm:1,mlm:2)`"),
+        # Repetitions
+        ("[0]x(clm:1)", "zero repetitions, expected more than zero"),
+        ("[101]x(clm:1)", "makes 101 phases of 100 steps (--train-iters), expected at least a step for each"),
+        ("[99]x(99999999x(clm:1))".replace("[99]x(99999999", "99x([99999999]"), "makes 99999999 phases of 100 steps"),
+        ("[11]x(clm:1,9x(mlm:1))", "makes 110 phases of 100 steps"),
+        ("5x(clm:0.05,mlm:[0.25])", "shares add up to 1.5, expected 1"),
+        ("5x(clm:0.05,mlm:[0.14])", "shares add up to 0.95, expected 1"),
+        ("2x(clm:25,mlm:[0.25])", "found a share after steps, expected one kind"),
+        ("2x(clm[)]", "found `)`, expected `:` and the share or the steps of `clm`"),
+        ("2x[(]clm:50", "this parenthesis is never closed"),
+        ("2x([)]", "found `)`, expected the name of an objective, `mix(` or a repetition such as `5x(`"),
+        ("[2x] clm:50", "found `2x`, expected the name of an objective"),
+        ("2x(clm:50)[:]1.0", "found `:`, expected `,` and another phase, or the end"),
+        ("2x(clm:25,mlm:25[:]0.3)", "found `:`, expected `,` and another phase, or `)`"),
     ],
 )
 def test_errors_point_at_the_character(marked, complaint):
@@ -134,6 +195,13 @@ def test_errors_point_at_the_character(marked, complaint):
     assert complaint in message
     assert message.endswith(f"(here: {marked})")
     assert "\n" not in message
+
+
+def test_repetitions_that_would_never_end_to_be_read():
+    text = "1x(" * 30 + "clm:100" + ")" * 30
+    with pytest.raises(InputError, match=r"at character 61 of .*: a repetition in more than 20 others, expected fewer"):
+        Schedule.build(text, 100, VOCABULARY)
+    assert spans(text.replace("1x(" * 30, "1x(" * 20).replace(")" * 30, ")" * 20), 100) == [("clm", 1, 100)]
 
 
 def test_a_tokenizer_without_mask_token_is_refused_at_the_phase_that_needs_one():

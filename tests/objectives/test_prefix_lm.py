@@ -1,0 +1,71 @@
+"""Prefix targets against a loop over documents, and prefixes against the uniform distribution."""
+
+import math
+
+import numpy as np
+import pytest
+from objective_helpers import VOCABULARY, random_pack, within
+
+from megaenc.data.packs import Pack
+from megaenc.errors import InputError
+from megaenc.objectives import Attention, PrefixLanguageModeling
+from megaenc.randomness import SampleRandomness, uniforms
+
+
+def pack_of(lengths, sample=0):
+    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return Pack(sample, 0, np.arange(edges[-1], dtype=np.int64) % 50, edges)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.25, 0.5), (0.5, 0.5), (0, 0), (1, 1)])
+def test_against_a_loop(low, high):
+    objective = PrefixLanguageModeling(VOCABULARY, low=low, high=high)
+    for sample in range(60):
+        pack = random_pack(sample)
+        draws = uniforms(3, "prefix", len(pack.edges) - 1, counters=(sample, 2))
+        prefixes, expected = [], []
+        for document, draw in enumerate(draws):
+            start, stop = int(pack.edges[document]), int(pack.edges[document + 1])
+            prefix = min(math.floor((low + (high - low) * draw) * (stop - start)), stop - start - 1)
+            prefixes.append(prefix)
+            expected += [(at - 1, pack.tokens[at]) for at in range(start + max(prefix, 1), stop)]
+        found = objective.targets(pack, SampleRandomness(3, sample, 2))
+        assert found.prefixes.tolist() == prefixes
+        assert list(zip(found.predict_at, found.labels, strict=True)) == expected
+        assert np.array_equal(found.inputs, pack.tokens)
+        assert found.prefixes.dtype == found.predict_at.dtype == found.labels.dtype == np.int64
+
+
+def test_without_a_prefix_it_predicts_what_causal_modelling_predicts():
+    from megaenc.objectives import CausalLanguageModeling
+
+    for sample in range(20):
+        pack, draws = random_pack(sample), SampleRandomness(0, sample, 0)
+        found = PrefixLanguageModeling(VOCABULARY, high=0).targets(pack, draws)
+        expected = CausalLanguageModeling(VOCABULARY).targets(pack, draws)
+        assert not found.prefixes.any()
+        for name in ("inputs", "predict_at", "labels"):
+            assert np.array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_a_document_of_one_token_predicts_nothing():
+    found = PrefixLanguageModeling(VOCABULARY).targets(pack_of([1, 1, 1]), SampleRandomness(0, 0, 0))
+    assert found.prefixes.tolist() == [0, 0, 0] and len(found.predict_at) == 0
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.25, 0.75)])
+def test_prefixes_are_uniform(low, high):
+    objective = PrefixLanguageModeling(VOCABULARY, low=low, high=high)
+    prefixes = [objective.targets(pack_of([16] * 256, sample), SampleRandomness(0, sample, 0)).prefixes for sample in range(256)]
+    histogram = np.bincount(np.concatenate(prefixes), minlength=16)
+    possible = range(int(low * 16), int(high * 16))
+    assert histogram.sum() == histogram[possible].sum() == 65536
+    assert all(within(histogram[prefix], 65536, 1 / len(possible)) for prefix in possible)
+
+
+def test_wrong_options():
+    assert PrefixLanguageModeling.attention is Attention.PREFIX == "prefix"
+    with pytest.raises(InputError, match=r"prefix_lm: option `low`: found 0.5, expected at most high=0.25"):
+        PrefixLanguageModeling(VOCABULARY, low=0.5, high=0.25)
+    with pytest.raises(InputError, match=r"prefix_lm: option `high`: found 1.5, expected a number from 0 up to 1"):
+        PrefixLanguageModeling(VOCABULARY, high=1.5)

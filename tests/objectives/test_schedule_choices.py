@@ -1,0 +1,168 @@
+"""Phases that train more than one thing: options that change, mixtures, alternations of thousands of phases."""
+
+import dataclasses
+import itertools
+import time
+
+import pytest
+from objective_helpers import VOCABULARY, random_pack, within
+
+from megaenc.errors import InputError
+from megaenc.objectives import (
+    Attention,
+    CausalLanguageModeling,
+    MaskedLanguageModeling,
+    Objective,
+    Schedule,
+    Targets,
+    masking,
+    option,
+    registry,
+)
+from megaenc.randomness import SampleRandomness
+
+
+def build(text, train_iters, seed=0):
+    return Schedule.build(text, train_iters, VOCABULARY, seed)
+
+
+def test_an_option_goes_from_the_first_step_to_the_last_in_a_straight_line():
+    schedule = build("clm:10,mlm(mask=0.4->0.15,keep=0->0.1):11", 21)
+    assert schedule.objective(10) == CausalLanguageModeling(VOCABULARY)
+    assert schedule.objective(11) == MaskedLanguageModeling(VOCABULARY, mask=0.4)
+    assert schedule.objective(21) == MaskedLanguageModeling(VOCABULARY, mask=0.15, keep=0.1)
+    for step in range(11, 22):
+        found = schedule.objective(step)
+        assert found.mask == pytest.approx(0.4 - 0.025 * (step - 11))
+        assert found.keep == pytest.approx(0.01 * (step - 11))
+
+
+def test_a_phase_of_one_step_has_the_first_value():
+    assert build("mlm(mask=0.4->0.15)", 1).objective(1).mask == 0.4
+
+
+def test_masks_follow_an_option_that_changes():
+    """Every mask of the smaller share lies inside that of the larger one: the draws stay the same."""
+    schedule, pack = build("mlm(mask=0.5->0.1)", 40), random_pack(3, 2048)
+    masks = [set(schedule.objective(step).targets(pack, SampleRandomness(0, 3, 0)).predict_at) for step in range(1, 41)]
+    assert all(later <= earlier for earlier, later in itertools.pairwise(masks))
+    assert len(masks[0]) / len(masks[-1]) == pytest.approx(5, rel=0.2)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A plug-in with an option of every kind."""
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    @registry.register
+    @dataclasses.dataclass(frozen=True)
+    class Toy(Objective):
+        name = "toy"
+        attention = Attention.CAUSAL
+        depth: int = option(1, "a whole number", low=1, high=9)
+        rate: float = option(0.5, "a number")
+        fast: bool = option(False, "a switch")
+        word: str = option("a", "a word")
+
+        def targets(self, pack, randomness):
+            return Targets(pack.tokens, pack.edges[:-1].astype(int), pack.tokens[pack.edges[:-1]])
+
+    return Toy
+
+
+def test_numbers_of_any_objective_can_change_and_whole_ones_are_rounded(toy):
+    schedule = build("toy(depth=1->4,rate=-1->1)", 7)
+    assert [schedule.objective(step).depth for step in range(1, 8)] == [1, 2, 2, 3, 3, 4, 4]  # 1, 1.5, 2, ...: half up
+    assert [schedule.objective(step).rate for step in (1, 4, 7)] == [-1, 0, 1]
+    assert [type(schedule.objective(step).depth) for step in (1, 2)] == [int, int]
+
+
+@pytest.mark.parametrize("marked", ["toy(fast=false->[true])", "toy(word=a->[b])", "toy(fast=true->[true])"])
+def test_what_is_no_number_cannot_change(toy, marked):
+    text = marked.replace("[", "").replace("]", "")
+    with pytest.raises(InputError, match="is no number and cannot change, expected one value") as caught:
+        build(text, 10)
+    assert str(caught.value).startswith(f"--objective-schedule: at character {marked.index('[') + 1} of '{text}': toy: option `")
+    assert str(caught.value).endswith(f"(here: {marked})")
+
+
+def test_tables_of_the_vocabulary_are_made_once():
+    schedule, pack = build("mlm(mask=0.4->0.15,random=0.1)", 50), random_pack(0)
+    masking.ordinary.cache_clear()
+    masking.ordinary_tokens.cache_clear()
+    for step in range(1, 51):
+        schedule.objective(step).targets(pack, SampleRandomness(0, step, 0))
+    assert masking.ordinary.cache_info().misses == masking.ordinary_tokens.cache_info().misses == 1
+
+
+def test_a_mixture_draws_by_weight():
+    steps = 100_000
+    schedule = build("mix(clm:0.3,mlm:0.6,prefix_lm:0.1)", steps)
+    (phase,) = schedule.phases
+    assert phase.shares == pytest.approx((0.3, 0.6, 0.1)) and sum(phase.shares) == pytest.approx(1)
+    drawn = [schedule.text_at(step) for step in range(1, steps + 1)]
+    for text, share in zip(("clm", "mlm", "prefix_lm"), phase.shares, strict=True):
+        assert within(drawn.count(text), steps, share)
+    pairs = sum(a == b == "clm" for a, b in zip(drawn[0::2], drawn[1::2], strict=True))
+    assert within(pairs, steps // 2, 0.09)  # one step's draw says nothing about the next one's
+
+
+def test_draws_follow_from_seed_and_step_alone():
+    def drawn(text, train_iters, seed):
+        schedule = build(text, train_iters, seed)
+        return [schedule.text_at(step) for step in range(101, 201)]
+
+    here = drawn("mix(clm:1,mlm:1)", 200, seed=1)
+    assert drawn("mlm:100,mix(clm:5,mlm:5):100", 200, seed=1) == here
+    assert drawn("mix(clm:1,mlm:1)", 1000, seed=1) == here
+    assert drawn("mix(clm:1,mlm:1)", 200, seed=2) != here
+
+
+def test_what_is_said_of_a_step_is_what_it_trains():
+    schedule = build("mix(clm:1,mlm(mask=0.4->0.2):1):50,mntp:50", 100)
+    kinds = {"clm": "clm", "mlm(mask=0.4->0.2)": "mlm", "mntp": "mntp"}
+    for step in range(1, 101):
+        assert schedule.objective(step).name == kinds[schedule.text_at(step)]
+    masks = [schedule.objective(step).mask for step in range(1, 51) if schedule.objective(step).name == "mlm"]
+    assert masks == sorted(masks, reverse=True) and 0.2 <= masks[-1] < 0.22 and 0.38 < masks[0] <= 0.4
+
+
+def test_every_objective_that_can_be_trained_is_listed_once_with_options_at_their_end():
+    schedule = build("3x(clm:10,mlm(mask=0.4->0.2):10),mix(mlm(mask=0.2):1,prefix_lm:1):40", 100)
+    assert list(schedule.objectives()) == ["clm", "mlm(mask=0.2)", "prefix_lm"]
+    assert schedule.objectives()["mlm(mask=0.2)"] == MaskedLanguageModeling(VOCABULARY, mask=0.2)
+
+
+def test_choices_say_what_a_phase_may_train():
+    schedule = build("mix(clm:0.25,mlm(mask=0.4->0.2):0.75):60,mntp:40", 100)
+    mixed, alone = schedule.phases
+    assert [choice.text for choice in mixed.choices] == ["clm", "mlm(mask=0.4->0.2)"] and mixed.shares == (0.25, 0.75)
+    assert [(choice.start.mask, choice.end.mask) for choice in mixed.choices[1:]] == [(0.4, 0.2)]
+    assert alone.shares == (1.0,) and alone.choices[0].start == alone.choices[0].end
+
+
+@pytest.mark.parametrize(
+    ("text", "train_iters"), [("50000x(clm:1,mlm:1)", 100_000), ("50000x(clm:0.00001,mlm(mask=0.4->0.15):0.00001)", 10**6)]
+)
+def test_a_hundred_thousand_phases(text, train_iters):
+    start = time.perf_counter()
+    schedule = build(text, train_iters)
+    seconds = time.perf_counter() - start
+    assert len(schedule.phases) == 100_000 and schedule.phases[-1].last_step == train_iters
+    assert seconds < 5, "a second is plenty; five leave room for a busy machine"
+    assert len(schedule.canonical) < 200 and len(schedule.objectives()) == 2
+
+
+def test_canonical_of_many_phases_is_equal_where_they_are():
+    def canonical(text):
+        return build(text, 400).canonical
+
+    assert canonical("20x(clm:10,mlm:10)") == canonical(",".join(["clm:0.025,mlm:0.025"] * 20))
+    others = [
+        "20x(mlm:10,clm:10)",
+        "20x(clm:9,mlm:11)",
+        "20x(clm:10,mlm(mask=0.3):10)",
+        "19x(clm:10,mlm:10),clm:20",
+        "10x(clm:20,mlm:20)",
+    ]
+    assert len({canonical(text) for text in [*others, "20x(clm:10,mlm:10)"]}) == 6
