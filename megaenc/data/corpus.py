@@ -52,8 +52,10 @@ class Corpus:
         sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
         corpus = cls(prefix, dataset, sidecar)
         if sidecar is not None:
-            sequences, tokens = len(dataset.sequence_lengths), int(corpus.document_lengths.sum())
-            check_sidecar(prefix, sidecar, documents=len(corpus), sequences=sequences, tokens=tokens, token_type=token_type)
+            tokens = int(corpus.document_lengths.sum())
+            check_sidecar(
+                prefix, sidecar, documents=len(corpus), sequences=corpus.sequences, tokens=tokens, token_type=token_type
+            )
         return corpus
 
     @property
@@ -74,6 +76,16 @@ class Corpus:
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.document_lengths)
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences; as many as documents unless these are cut, say into sentences."""
+        return len(self._dataset.sequence_lengths)
+
+    @property
+    def dtype(self) -> str:
+        """How the .bin stores a token id, say `uint16`."""
+        return np.dtype(self._dataset.index.dtype).name
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """int64[stop - start]: tokens start..stop-1 of `document`, a copy.

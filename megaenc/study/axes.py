@@ -13,6 +13,7 @@ AXIS_LABELS: dict[Against, str] = {
     "flops": "FLOPs of the matrix products, forward and backward",
 }
 GREY = "#555555"
+LEGEND = {"fontsize": 9, "edgecolor": "none", "framealpha": 0.8}
 
 # Okabe and Ito's colours for every kind of colour vision; a name keeps its own throughout a picture.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.study.axes import AXIS_LABELS, Against, clean, plain_counts, styles
+from megaenc.study.axes import AXIS_LABELS, LEGEND, Against, clean, plain_counts, styles
 from megaenc.study.metrics import Row
 
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -78,7 +78,7 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
         panel.set_ylabel("held-out loss (nats a predicted token)")
         panel.set_xlim(0, max(each[objective][0][-1] for each in curves.values()) or 1)
         panel.margins(y=0.08)
-        panel.legend(frameon=False, fontsize=9, title="run (last loss)", title_fontsize=9, alignment="left", loc="upper right")
+        panel.legend(**LEGEND, title="run (last loss)", title_fontsize=9, alignment="left", loc="best")
         if against != "step":
             plain_counts(panel.xaxis)
         clean(panel)

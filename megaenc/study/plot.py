@@ -14,7 +14,7 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, whole_files
-from megaenc.study.axes import AXIS_LABELS, GREY, Against, clean, plain_counts, styles
+from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_held_out, read_steps, read_validations
 
@@ -114,7 +114,7 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
     handles, _ = loss.get_legend_handles_labels()
     handles.insert(0, Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"))
     handles.insert(1, Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"))
-    loss.legend(handles=handles, frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1, 0.92))
+    loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     loss.set_ylabel("loss (nats a predicted token)")
     loss.set_xlim(0, last)
     loss.margins(y=0.12)
