@@ -1,4 +1,4 @@
-"""Writing .bin and .idx, the files that megatron-core's IndexedDataset opens.
+"""The .bin and .idx that megatron-core's IndexedDataset opens: writing them, and the arrays of an .idx.
 
 megatron-core's own builder keeps the lengths and pointers as Python lists and walks them one by one: 100 bytes and a
 microsecond a document, and an import of torch. Here it is one array each; the tests open the result with megatron-core.
@@ -6,6 +6,7 @@ microsecond a document, and an import of torch. Here it is one array each; the t
 
 import hashlib
 import struct
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,29 @@ TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8
 def token_dtype(vocab_size: int) -> str:
     """`uint16` below 65,500 ids, else `int32`: the rule of megatron-core."""
     return "uint16" if vocab_size < 65_500 else "int32"
+
+
+@dataclass(frozen=True)
+class IndexArrays:
+    """The arrays of an .idx, memory-mapped and unaligned: take slices of them, for NumPy copies them whole in many places."""
+
+    lengths: np.ndarray
+    """int32[S], of the sequences in tokens."""
+    pointers: np.ndarray
+    """int64[S], the byte of the .bin at which each sequence starts."""
+    documents: np.ndarray
+    """int64[D + 1], the sequence with which each document starts, and S."""
+
+    @classmethod
+    def map(cls, path: str | Path) -> "IndexArrays":
+        """Map the arrays of an .idx whose header and size are known to be sound."""
+        with open(path, "rb") as stream:
+            *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
+        arrays, offset = [], HEADER.size
+        for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, indices)):
+            arrays.append(np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)))
+            offset += arrays[-1].nbytes
+        return cls(*arrays)
 
 
 class IndexedWriter:

@@ -79,6 +79,26 @@ def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str])
     return encoder_of(tokenizer)(texts)
 
 
+def decode_in_runs(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
+    """`ids` as runs of (how many, their text): the shortest that cut no character in two, for one may take several tokens.
+
+    The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD.
+    """
+    from tokenizers.decoders import DecodeStream
+
+    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
+    runs, waiting, written = [], 0, 0
+    for token in ids:
+        waiting += 1
+        text = stream.step(backend, int(token))
+        if text is not None:
+            runs.append((waiting, text))
+            waiting, written = 0, written + len(text)
+    if waiting:  # the last character lacks its end
+        runs.append((waiting, backend.decode([int(token) for token in ids], skip_special_tokens=False)[written:]))
+    return runs
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE of at most `vocab_size` ids; the same texts give the same tokenizer.
 
