@@ -82,20 +82,25 @@ def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str])
 def decode_in_runs(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
     """`ids` as runs of (how many, their text): the shortest that cut no character in two, for one may take several tokens.
 
-    The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD.
+    The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD. For a pack's worth of ids:
+    the time grows with the square of their number.
     """
-    from tokenizers.decoders import DecodeStream
-
-    backend, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=False)
-    runs, waiting, written = [], 0, 0
-    for token in ids:
-        waiting += 1
-        text = stream.step(backend, int(token))
-        if text is not None:
-            runs.append((waiting, text))
-            waiting, written = 0, written + len(text)
-    if waiting:  # the last character lacks its end
-        runs.append((waiting, backend.decode([int(token) for token in ids], skip_special_tokens=False)[written:]))
+    decode, ids = tokenizer.backend_tokenizer.decode, [int(token) for token in ids]
+    whole = decode(ids, skip_special_tokens=False)
+    # A place is between two characters if what is decoded up to it stays as it is, whatever comes later.
+    cuts, shortest = [], len(whole)
+    for end in range(len(ids), 0, -1):
+        text = decode(ids[:end], skip_special_tokens=False)
+        if len(text) <= shortest and whole.startswith(text):
+            cuts.append((end, len(text)))
+            shortest = len(text)
+    runs, ended, written = [], 0, 0
+    for end, length in reversed(cuts):
+        if length > written or not runs:
+            runs.append((end - ended, whole[written:length]))
+        else:  # these tokens add no text
+            runs[-1] = (runs[-1][0] + end - ended, runs[-1][1])
+        ended, written = end, length
     return runs
 
 

@@ -50,13 +50,13 @@ class Whole:
     """What could not be checked, for want of a sidecar or a tokenizer."""
 
 
-def verify(prefix: str, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None) -> Whole:
+def verify(prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None) -> Whole:
     """Read all of a corpus. `vocabulary` is that of the tokenizer it must have been made with; `tick` is told the bytes read.
 
     Raises InputError for the first damage: file, place, what was found and what was expected.
     """
     try:
-        return _verify(prefix, vocabulary, tick)
+        return _verify(str(prefix), vocabulary, tick)
     except OSError as error:  # a bad disk answers in the middle of a file
         raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
 

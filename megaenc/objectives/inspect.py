@@ -20,7 +20,7 @@ from megaenc.objectives.base import Objective
 from megaenc.objectives.grammar import FLAG
 from megaenc.objectives.schedule import Schedule
 
-_BAR = 28  # columns of the longest bar
+_BAR = 20  # columns of the longest bar
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -128,7 +128,7 @@ def _histogram(lengths: Lengths) -> Any:
     documents, tokens = (sum(getattr(each, name) for each in lengths.bins) for name in ("documents", "tokens"))
     most = max(each.documents for each in lengths.bins)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name, how in (("  tokens", "right"), ("documents", "right"), ("", "right"), ("", "left"), ("of all tokens", "right")):
+    for name, how in (("  tokens", "right"), ("documents", "right"), ("", "right"), ("", "left"), ("of tokens", "right")):
         table.add_column(name, justify=how, no_wrap=True)
     for each in lengths.bins:
         span = f"{each.low:,}" if each.low >= each.high else f"{each.low:,} - {each.high:,}"

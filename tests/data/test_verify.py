@@ -161,6 +161,13 @@ def test_a_truncated_file(prefix, extension, cut, words):
         verify.verify(prefix)
 
 
+def test_tokens_without_a_sequence(prefix):
+    Path(f"{prefix}.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 2) + struct.pack("<qq", 0, 0))
+    for check in (verify.verify, Corpus.open):
+        with pytest.raises(InputError, match="found no tokens, expected at least one document with text"):
+            check(prefix)
+
+
 def test_a_missing_file(prefix):
     Path(f"{prefix}.bin").unlink()
     with pytest.raises(InputError, match=r"demo\.bin: no such file"):
