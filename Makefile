@@ -11,7 +11,6 @@ DEMO := demo
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 TRAINED := $(DEMO)/run/checkpoints/latest_checkpointed_iteration.txt
-PIP := $(VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check
 
 # The commands below are those of the README: the environment is found through PATH.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -35,13 +34,8 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: PYTHON=$(PYTHON) is older than 3.11; say make PYTHON=python3.12"; exit 2; }
-	@echo "installing into $(VENV) (minutes the first time)"
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+$(INSTALLED): pyproject.toml constraints.txt install.sh
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH_INDEX='$(TORCH_INDEX)' EXTRAS=dev ./install.sh
 	@touch $@
 
 # ---- the quickstart: text, tokenizer, tokens, model, export, what it knows -----------------------------------------------
