@@ -11,10 +11,10 @@ Installs the clone that this script lies in, editable: a change of the source ne
 of constraints.txt. Paths are relative to the clone.
 
   PYTHON       the interpreter, 3.11 or later (default: python3)
-  VENV         the virtual environment to install into, made where it is missing (default: .venv). Empty, VENV= , installs
+  VENV         the virtual environment to install into, made where it is missing (default: .venv). Empty, VENV='', installs
                into PYTHON's own environment, as in an image that brings torch for its accelerator: that torch is kept
   TORCH_INDEX  where torch comes from, such as https://download.pytorch.org/whl/cpu (default: the index that pip is set up with)
-  EXTRAS       extras of pyproject.toml, separated by commas (default: dev; EXTRAS= for none)
+  EXTRAS       extras of pyproject.toml, separated by commas (default: dev; EXTRAS='' for none)
 END
 }
 
