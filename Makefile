@@ -26,7 +26,7 @@ help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         the whole test suite"
-	@echo "make lint         ruff check and ruff format --check"
+	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
 	@echo
 	@echo "PYTHON=$(PYTHON)   the interpreter that $(VENV) is made with, 3.11 or 3.12"
@@ -75,6 +75,8 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	ruff check
 	ruff format --check
+	shellcheck install.sh docker/rocm_env.sh .ci/run
+	hadolint docker/Dockerfile.cpu docker/Dockerfile.rocm
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache

@@ -107,7 +107,7 @@ def sent_files(context: Path) -> list[str]:
 
 
 def copies(sources: Sequence[str], destination: str, files: Sequence[str]) -> list[tuple[str, str]]:
-    """What `COPY sources destination` copies, as (file of the context, path in the image). Raises Refusal for a missing source."""
+    """What `COPY sources destination` copies, as (file of the context, path in the image). Refuses a missing source."""
     result = []
     for source in (os.path.normpath(source) for source in sources):
         into_folder = destination.endswith("/") or len(sources) > 1 or destination in (".", "..")
