@@ -18,6 +18,15 @@ def test_parameters_are_those_of_the_study(name, without_head, with_head):
     assert model.parameters(VOCABULARY) == pytest.approx(with_head, rel=5e-4)
 
 
+@pytest.mark.parametrize("prefix", [0, 300, 1000])
+def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
+    """Two products of 2 x width operations a pair, forward once and backward twice; half of the diagonal is left out."""
+    model, length = preset("210m"), 1000
+    pairs = sum(max(at + 1, prefix if at < prefix else 0) for at in range(length))
+    counted = model.attention_flops(length, prefix=prefix)
+    assert counted == pytest.approx(3 * 2 * 2 * model.hidden_size * model.num_layers * pairs, rel=1 / length)
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("name", ["tiny", "small"])
 def test_parameters_are_those_of_the_built_model(name):

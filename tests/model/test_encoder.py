@@ -14,6 +14,7 @@ from megaenc.objectives import Attention
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
 EDGES = [0, 5, 6, 20, 32]
+PREFIXES = [2, 0, 13, 4]  # of documents of 5, 1, 14 and 12 tokens: in the middle, none, all but one, in the middle
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -28,33 +29,102 @@ def build(vocab_size=100, seed=3):
     return build_encoder(TINY, vocab_size, 32, Layout(), torch.float32, seed=seed)
 
 
-def forward(encoder, tokens, attention, edges=EDGES, predict_at=None):
+def packing(attention, edges=EDGES, prefixes=PREFIXES):
     from megaenc.model.attention import Packing
 
-    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(edges)])
-    return encoder(tokens[None], positions, Packing.of(edges, attention, torch.device("cpu")), predict_at)
+    prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
+    return Packing.of(edges, attention, torch.device("cpu"), prefixes)
+
+
+def forward(encoder, tokens, attention, predict_at=None):
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
+    return encoder(tokens[None], positions, packing(attention), predict_at)
+
+
+def sees(attention, at, other, prefixes=PREFIXES):
+    """Whether position `at` may look at position `other`."""
+    document = sum(edge <= at for edge in EDGES) - 1
+    start, stop = EDGES[document], EDGES[document + 1]
+    if not start <= other < stop:
+        return False
+    both_in_prefix = max(at, other) < start + prefixes[document]
+    return {
+        Attention.BIDIRECTIONAL: True,
+        Attention.CAUSAL: other <= at,
+        Attention.PREFIX: other <= at or both_in_prefix,
+    }[attention]
+
+
+def softmax_over_what_is_seen(query, key, value, attention, prefixes=PREFIXES):
+    """[32, 4, 8], a position and a head at a time."""
+    rows = []
+    for at in range(32):
+        seen = [other for other in range(32) if sees(attention, at, other, prefixes)]
+        for head in range(4):
+            scores = key[seen, 0, head // 2] @ query[at, 0, head] / math.sqrt(8)
+            rows.append(scores.softmax(0) @ value[seen, 0, head // 2])
+    return torch.stack(rows).view(32, 4, 8)
+
+
+def query_key_value():
+    return [torch.randn(32, 1, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def core_attention():
+    from megaenc.model.attention import PackedAttention
+    from megaenc.model.layers import transformer_config
+
+    return PackedAttention(transformer_config(TINY, Layout(), torch.float32), 1, None, "self")
 
 
 @pytest.mark.parametrize("attention", Attention)
 def test_attention_is_softmax_inside_documents(attention):
-    from megaenc.model.attention import PackedAttention, Packing
-    from megaenc.model.layers import transformer_config
+    """With its gradients."""
+    inputs = query_key_value()
+    found = core_attention()(*inputs, None, packed_seq_params=packing(attention)).view(32, 4, 8)
+    expected = softmax_over_what_is_seen(*inputs, attention)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(32, 4, 8)
+    here, there = (torch.autograd.grad((output * upstream).sum(), inputs) for output in (found, expected))
+    torch.testing.assert_close(here, there)
 
-    core = PackedAttention(transformer_config(TINY, Layout(), torch.float32), 1, None, "self")
-    query, key, value = torch.randn(32, 1, 4, 8), torch.randn(32, 1, 2, 8), torch.randn(32, 1, 2, 8)
-    packing = Packing.of(EDGES, attention, torch.device("cpu"))
-    found = core(query, key, value, None, packed_seq_params=packing).view(32, 4, 8)
-    for at in range(32):
-        start = max(edge for edge in EDGES if edge <= at)
-        stop = at + 1 if attention == Attention.CAUSAL else min(edge for edge in EDGES if edge > at)
-        for head in range(4):
-            scores = key[start:stop, 0, head // 2] @ query[at, 0, head] / math.sqrt(8)
-            torch.testing.assert_close(found[at, head], scores.softmax(0) @ value[start:stop, 0, head // 2])
+
+def varlen_by_hand(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
+    """What flash attention documents: segment by segment, and with window (-1, 0) the last query beside the last key."""
+    parts = []
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        rows, columns = q1 - q0, k1 - k0
+        assert 0 < rows <= longest_q and 0 < columns <= longest_k, "no segment is empty or longer than was said"
+        mask = torch.ones(rows, columns, dtype=torch.bool)
+        if window_size == (-1, 0):
+            mask = torch.tensor([[j <= i + columns - rows for j in range(columns)] for i in range(rows)])
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(2, 1)) * (scale or 8**-0.5)
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1].repeat_interleave(2, 1)))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("attention", "prefixes"),
+    [(Attention.CAUSAL, None), (Attention.BIDIRECTIONAL, None), (Attention.PREFIX, PREFIXES), (Attention.PREFIX, [0, 0, 0, 0])],
+)
+def test_one_kernel_over_all_documents_gives_the_same(monkeypatch, attention, prefixes):
+    """The way of accelerators, with a kernel that does slowly what theirs documents."""
+    from megaenc.model import attention as module
+
+    monkeypatch.setattr(module, "varlen_attn", varlen_by_hand)
+    inputs, packed = query_key_value(), packing(attention, prefixes=prefixes)
+    core = core_attention()
+    found, expected = core._varlen(*inputs, packed), core._by_document(*inputs, packed)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(32, 1, 32)
+    here, there = (torch.autograd.grad((output * upstream).sum(), inputs) for output in (found, expected))
+    torch.testing.assert_close(here, there)
 
 
 @pytest.mark.parametrize("attention", Attention)
 def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
-    """Change one token at a time and see which outputs move: causal, only later ones; bidirectional, all of its document."""
+    """Change one token at a time and see which outputs move."""
     encoder = build().eval()
     tokens = torch.arange(32) + 2
     with torch.no_grad():
@@ -63,9 +133,41 @@ def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
             other = tokens.clone()
             other[changed] = 99
             moved = (forward(encoder, other, attention) != before).any(dim=1).nonzero().flatten().tolist()
-            start = max(edge for edge in EDGES if edge <= changed)
-            stop = min(edge for edge in EDGES if edge > changed)
-            assert moved == list(range(changed if attention == Attention.CAUSAL else start, stop))
+            assert moved == [at for at in range(32) if sees(attention, at, changed)]
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize("attention", Attention)
+def test_recomputed_layers_have_the_same_gradients(attention, how):
+    """The attention and its prefixes survive the way back, on which megatron-core runs layers, or their attention, again."""
+    plain, again = build(), build()
+    if how == "full":
+        again.decoder.config.recompute_granularity = "full"
+        again.decoder.config.recompute_method = "uniform"
+        again.decoder.config.recompute_num_layers = 1
+    calls = []
+    for layer in again.decoder.layers:
+        layer.self_attention.checkpoint_core_attention = how == "selective"
+        layer.self_attention.core_attention.register_forward_hook(lambda *_: calls.append(1))
+    for encoder in (plain, again):
+        forward(encoder, torch.arange(32) + 2, attention).logsumexp(-1).sum().backward()
+    assert len(calls) == 2 * TINY.num_layers, "once forward, once again on the way back"
+    for here, there in zip(again.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(here.grad, there.grad)
+
+
+def test_prefixes_that_no_attention_can_use():
+    for attention, prefixes in (
+        (Attention.PREFIX, None),
+        (Attention.CAUSAL, [2, 0, 13, 4]),
+        (Attention.PREFIX, [2, 1, 13, 4]),  # as long as its document
+        (Attention.PREFIX, [2, 0, -1, 4]),
+        (Attention.PREFIX, [2, 0, 13]),
+    ):
+        from megaenc.model.attention import Packing
+
+        with pytest.raises(ValueError, match="prefixes"):
+            Packing.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
 
 
 def test_sparse_head_gives_the_rows_of_the_full_one():

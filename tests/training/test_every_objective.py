@@ -1,0 +1,112 @@
+"""Every objective in real runs: the same in every layout, the same after a stop, in one process and in four."""
+
+import itertools
+import shutil
+import sys
+
+import pytest
+import runs
+
+# Steps 1..27: each objective alone, options that change, a mixture, an alternation, and one from another package.
+OBJECTIVES = [
+    "clm:1", "mlm:2", "mlm(mask=0.15,random=0.1,keep=0.1):2", "mlm(mask=0.3,span=3):2", "mlm(mask=0.4->0.15,span=2->4):4",
+    "mntp:2", "prefix_lm:3", "mix(clm:1,mlm:1,prefix_lm:2):6", "2x(clm:1,mntp:1)", "word_order(share=0.5):1",
+]  # fmt: skip
+STEPS = 27
+RUN = [
+    *runs.SHORT_RUN, "--train-iters", str(STEPS), "--objective-schedule", ",".join(OBJECTIVES), "--no-bf16",
+    "--eval-interval", str(STEPS),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    """The example package as pip installs it, in a folder of its own."""
+    source = shutil.copytree(runs.ROOT / "examples" / "objective_plugin", tmp_path_factory.mktemp("source") / "plugin")
+    target = tmp_path_factory.mktemp("packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    runs.run([*pip, "--no-build-isolation", "--target", str(target), str(source)])
+    return target
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, plugin, tmp_path_factory):
+    """All of it in one process without a stop."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, "--save", str(folder)], packages=plugin)
+    return folder
+
+
+def curve(folder):
+    names = ("step", "objective", "phase", "loss", "accuracy", "grad_norm", "learning_rate", "predicted_tokens", "flops")
+    return [tuple(row[name] for name in names) for row in runs.metrics(folder)]
+
+
+def test_rows_name_what_each_step_trained(reference):
+    rows = runs.metrics(reference)
+    named = [row["objective"] for row in rows]
+    assert named[0] == "clm" and named[1] == named[2] == "mlm"
+    assert named[7:11] == ["mlm(mask=0.4->0.15,span=2.0->4.0)"] * 4
+    assert named[11:16] == ["mntp"] * 2 + ["prefix_lm"] * 3
+    assert set(named[16:22]) == {"clm", "mlm", "prefix_lm"}, "the mixture draws each of them in six steps under this seed"
+    assert named[22:] == ["clm", "mntp", "clm", "mntp", "word_order(share=0.5)"]
+    assert [row["phase"] for row in rows[7:11] + rows[16:22]] == [4] * 4 + [7] * 6
+    predicted = [row["predicted_tokens"] - before["predicted_tokens"] for before, row in itertools.pairwise(rows)]
+    tokens = 8 * 64
+    for step, share in ((8, 0.4), (9, 0.4 - 0.25 / 3), (10, 0.15 + 0.25 / 3), (11, 0.15)):
+        assert predicted[step - 2] / tokens == pytest.approx(share, abs=0.08)
+    assert set(runs.validations(reference)[-1]["objectives"]) == {
+        "clm", "mlm", "mlm(mask=0.15,random=0.1,keep=0.1)", "mlm(mask=0.3,span=3.0)", "mlm(mask=0.15,span=4.0)", "mntp",
+        "prefix_lm", "word_order(share=0.5)",
+    }  # fmt: skip
+
+
+def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus, plugin, reference, tmp_path):
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    flags = [*small_corpus.flags, *RUN, *layout, "--save", str(tmp_path / "run")]
+    runs.script(runs.PRETRAIN, flags, processes=4, packages=plugin)
+    runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-4)
+    here, there = (runs.validations(folder)[-1]["objectives"] for folder in (tmp_path / "run", reference))
+    for objective in there:
+        assert here[objective]["loss"] == pytest.approx(there[objective]["loss"], rel=1e-4), objective
+
+
+def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus, plugin, reference, tmp_path):
+    """Ten steps a time: the first stop is inside the options that change, the second inside the mixture."""
+    flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--exit-interval", "10"]
+    for stop in (10, 20, STEPS):
+        runs.script(runs.PRETRAIN, flags, packages=plugin)
+        assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
+    assert curve(tmp_path / "run") == curve(reference)
+    assert runs.validations(tmp_path / "run")[-1]["objectives"] == runs.validations(reference)[-1]["objectives"]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["clm:0.25,mlm:0.75", "mlm(mask=0.4->0.15):1.0", "3x(clm:1,mlm:1)", "mix(clm:0.3,mlm:0.7):1.0"]
+)
+def test_each_kind_of_schedule_resumes_bitwise(schedule, small_corpus, tmp_path):
+    flags = [
+        *small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "6", "--objective-schedule", schedule, "--lr-warmup-iters", "1",
+        "--lr-wsd-decay-iters", "1", "--no-bf16", "--eval-interval", "0",
+    ]  # fmt: skip
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "whole")])
+    for stop in (3, 6):
+        runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run"), "--exit-interval", "3"])
+        assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+
+
+def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, tmp_path):
+    """As its README says, and one line where it is not installed."""
+    flags = [
+        *small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0",
+        "--objective-schedule", "word_order(share=0.3->0.9)", "--save", str(tmp_path / "run"),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "megaenc", "pretrain", *flags]
+    missing = runs.run(command, expect=2)
+    assert "unknown objective `word_order`" in missing.stderr and missing.stderr.count("\n") == 1
+    runs.run(command, packages=plugin)
+    first, second = runs.metrics(tmp_path / "run")
+    assert first["objective"] == second["objective"] == "word_order(share=0.3->0.9)"
+    assert 0 < 2 * first["predicted_tokens"] < second["predicted_tokens"] - first["predicted_tokens"]
+    assert first["loss"] > 0
