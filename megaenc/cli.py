@@ -11,8 +11,8 @@ from megaenc.errors import InputError, one_line_errors
 # name: (module:function, what it does)
 COMMANDS = {
     "demo": ("megaenc.data.demo:main", "make a corpus of English from what is installed here, without any download"),
-    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on JSONL text"),
-    "preprocess": ("megaenc.data.preprocess:main", "tokenise JSONL text to the .bin and .idx that training reads"),
+    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on text"),
+    "preprocess": ("megaenc.data.preprocess:main", "tokenise text to the .bin and .idx that training reads"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),

@@ -13,7 +13,7 @@ import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from text_helpers import TEXTS, reference_ids, small_tokenizer, write_jsonl
 
-from megaenc.data import readers
+from megaenc.data import inputs, readers
 from megaenc.data.indexed import IndexedWriter, token_dtype
 from megaenc.data.preprocess import PreprocessFlags, main, preprocess
 from megaenc.data.sidecar import read_sidecar
@@ -74,10 +74,7 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
 
 def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folder, monkeypatch):
     write_jsonl(corpus, [f"{text} {number}" for number in range(40) for text in TEXTS])
-    small_blocks = readers.read_blocks
-    monkeypatch.setattr(
-        readers, "read_blocks", lambda paths: small_blocks(paths, 2000)
-    )  # many blocks, so that order could be lost
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 2000)  # many blocks, so that order could be lost
     compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
     compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
     compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
@@ -102,8 +99,8 @@ def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
 def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
     assert (token_dtype(65_499), token_dtype(65_500)) == ("uint16", "int32")
     writer = IndexedWriter(tmp_path / "wide.bin", tmp_path / "wide.idx", "int32")
-    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32))
-    writer.add(np.array([128_255], np.int32), np.array([1], np.int32))
+    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32), np.array([1, 1], np.int32))
+    writer.add(np.array([128_255], np.int32), np.array([1], np.int32), np.array([1], np.int32))
     writer.finish()
     dataset = IndexedDataset(str(tmp_path / "wide"))
     assert [dataset[at].tolist() for at in range(3)] == [[70_000], [1, 2], [128_255]]
@@ -154,14 +151,15 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
-    blocks = list(readers.read_blocks([corpus], 50))
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 50)
+    blocks = list(readers.read_lines(str(corpus)))
 
-    def read_blocks(paths):
+    def read_blocks(found, spans):
         yield blocks[0]
         psutil.Process().children()[-1].kill()
         yield from blocks * 50
 
-    monkeypatch.setattr(readers, "read_blocks", read_blocks)
+    monkeypatch.setattr(inputs, "read_blocks", read_blocks)
     with pytest.raises(InputError, match=r"worker \d of 2 \(process \d+\) was killed by SIGKILL"):
         preprocess(flags(corpus, tokenizer_folder, workers=2))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
@@ -169,14 +167,14 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 
 SUICIDE = """
 import os, sys, psutil
-from megaenc.data import preprocess, readers
-def read_blocks(paths, real=readers.read_blocks):
-    for block in real(paths):
+from megaenc.data import inputs, preprocess
+def read_blocks(found, spans, real=inputs.read_blocks):
+    for block in real(found, spans):
         yield block
         print(*[child.pid for child in psutil.Process().children()], flush=True)
         os.kill(os.getpid(), int(sys.argv.pop()))
         yield block
-readers.read_blocks = read_blocks
+inputs.read_blocks = read_blocks
 preprocess.main(sys.argv[1:-1])
 """
 
