@@ -38,14 +38,14 @@ class Parts:
         """Write part `number`: `fill` gives its documents to a writer a key and returns the counts to be noted."""
         bins, indices = self._files(number)
         with whole_files(*bins, *indices, self._note_path(number)) as temporary, contextlib.ExitStack() as stack:
-            note = temporary.pop()
+            *files, note = temporary
             writers = []
-            for here, there in zip(temporary[: len(bins)], temporary[len(bins) :], strict=True):
+            for here, there in zip(files[: len(bins)], files[len(bins) :], strict=True):
                 writers.append(IndexedWriter(here, there, self._dtype))
                 stack.callback(writers[-1].close)
             counts = fill(writers)
             hashes = [writer.finish() for writer in writers]
-            sizes = [path.stat().st_size for path in temporary]
+            sizes = [path.stat().st_size for path in files]
             note.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
 
     def merge(self, writers: Sequence[IndexedWriter]) -> list[dict[str, int]]:
