@@ -11,8 +11,8 @@ from megaenc.errors import InputError, one_line_errors
 # name, of one word or two: (module:function, what it does)
 COMMANDS = {
     "demo": ("megaenc.data.demo:main", "make a corpus of English from what is installed here, without any download"),
-    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on JSONL text"),
-    "preprocess": ("megaenc.data.preprocess:main", "tokenise JSONL text to the .bin and .idx that training reads"),
+    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on text"),
+    "preprocess": ("megaenc.data.preprocess:main", "tokenise text to the .bin and .idx that training reads"),
     "data inspect": ("megaenc.objectives.inspect:main", "show a corpus in figures, and one pack as an objective sees it"),
     "data verify": ("megaenc.data.verify:main", "check that the files of a corpus are whole, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),

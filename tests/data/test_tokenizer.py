@@ -4,7 +4,7 @@ import random
 import numpy as np
 import pytest
 from text_helpers import TEXTS, reference_ids, small_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megaenc.data.encoding import Encoder, well_formed
@@ -22,7 +22,7 @@ HOSTILE = [
     "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
     "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
     "<|mask|> The<|eos|> <|eos|><|mask|>",
-    "<|mas<|mask|>k|> newword newwords",
+    "<|mas<|mask|>k|> newword newwords <|reserved|>x",
     "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
     " " * 5000 + "x" * 20000 + "\n" * 3000,
     "the lazy dog " * 20000,
@@ -39,6 +39,8 @@ def llama3_like():
     special = ["<|eos|>", "<|mask|>"]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(TEXTS, trainer)
+    backend.add_special_tokens(["<|reserved|>"])  # outside the model's own vocabulary
+    backend.post_processor = processors.TemplateProcessing(single="<|eos|> $A", special_tokens=[("<|eos|>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
 
 
@@ -107,6 +109,13 @@ def test_spelled_special_tokens_stay_text():
     (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
     assert not set(ids.tolist()) & set(vocabulary_of(tokenizer).special_ids)
     assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
+
+
+def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
+    encoder = Encoder(small_tokenizer().backend_tokenizer.to_str())
+    monkeypatch.setattr(encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way"))
+    (ids,) = encoder(["<|mask|> and <|eos|>"])
+    assert ids.tolist() == reference_ids(small_tokenizer(), "<|mask|> and <|eos|>")
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character():
