@@ -8,7 +8,7 @@ import numpy as np
 
 from megaenc.data.packs import Pack
 from megaenc.data.tokenizer import decode_in_runs, vocabulary_of
-from megaenc.objectives.base import Attention, Objective, Targets
+from megaenc.objectives.base import Objective, Targets
 from megaenc.randomness import SampleRandomness
 
 if TYPE_CHECKING:
@@ -60,12 +60,11 @@ def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTo
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
     marks = _marks(pack, targets, vocabulary.mask_id)
     predicts: list[str | None] = [None] * len(pack.tokens)
-    offset = _offset(pack, targets, objective.attention)
-    if offset == 0:
+    if objective.shift == 0:
         marks[targets.predict_at[marks[targets.predict_at] == AS_IS]] = KEPT
     else:
         for at, label in zip(targets.predict_at.tolist(), targets.labels.tolist(), strict=True):
-            predicts[at] = "" if offset == 1 else tokenizer.backend_tokenizer.decode([label], skip_special_tokens=False)
+            predicts[at] = "" if objective.shift == 1 else tokenizer.backend_tokenizer.decode([label], skip_special_tokens=False)
     special = np.isin(pack.tokens, vocabulary.special_ids)
     pieces = []
     for begin, end in pairwise(pack.edges.tolist()):
@@ -95,15 +94,6 @@ def _marks(pack: Pack, targets: Targets, mask_id: int | None) -> np.ndarray:
     if mask_id is not None:
         marks[changed & (targets.inputs == mask_id)] = HIDDEN
     return marks
-
-
-def _offset(pack: Pack, targets: Targets, attention: Attention) -> int | None:
-    """How far after its position each label stands: 0 in place, 1 the next token, None for anything else."""
-    for offset in (1, 0) if attention is Attention.CAUSAL else (0, 1):
-        at = targets.predict_at + offset
-        if (at < len(pack.tokens)).all() and np.array_equal(pack.tokens[at], targets.labels):
-            return offset
-    return None
 
 
 def renderables(decoded: DecodedPack) -> list[Any]:

@@ -5,14 +5,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import number, quiet
 from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packs import ConcatPacks
+from megaenc.data.packs import CorpusPacks
+from megaenc.data.run_data import PACKINGS
 from megaenc.data.statistics import Lengths, lengths_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
@@ -26,7 +27,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 @dataclass(frozen=True)
 class InspectFlags:
-    """What `megaenc data inspect` takes; `seed`, `split` and `seq_length` as for pretraining, whose packs these are."""
+    """What `megaenc data inspect` takes; split, seed and what cuts packs as for pretraining, whose packs these are."""
 
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
     """Corpus: the path of its .bin, .idx and .json without the extension."""
@@ -38,16 +39,18 @@ class InspectFlags:
     """Number of the pack that is decoded, in the order in which a run reads them."""
     seq_length: int = 128
     """Tokens of a pack."""
+    packing: Literal["concat", "random-length", "sentences"] = "concat"
+    """How packs are cut."""
     seed: int = 1
     """Order of the packs, and what is hidden in them."""
     split: str = "99,1,0"
     """Shares of the documents for training, validation and test; packs hold the first."""
 
 
-def make_packs(corpus: Corpus, settings: InspectFlags) -> ConcatPacks:
+def make_packs(corpus: Corpus, settings: InspectFlags) -> CorpusPacks:
     """The packs that a run with these settings trains on. Raises InputError where the split leaves no text."""
     training, _, _ = split_documents(len(corpus), parse_split(settings.split))
-    return ConcatPacks(corpus, training, settings.seq_length, settings.seed)
+    return PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
 
 
 def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
@@ -77,7 +80,7 @@ def inspect(settings: InspectFlags) -> list[Any]:
 _HOW_TO_DECODE = "Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."
 
 
-def _decoded(corpus: Corpus, packs: ConcatPacks, settings: InspectFlags) -> list[Any]:
+def _decoded(corpus: Corpus, packs: CorpusPacks, settings: InspectFlags) -> list[Any]:
     # Here and not at the top: transformers takes seconds, and the figures need none of it.
     from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
     from megaenc.objectives.decoded import decode, renderables
@@ -89,7 +92,7 @@ def _decoded(corpus: Corpus, packs: ConcatPacks, settings: InspectFlags) -> list
     return renderables(decode(packs[settings.pack], objective, settings.seed, tokenizer))
 
 
-def _figures(corpus: Corpus, packs: ConcatPacks, lengths: Lengths, settings: InspectFlags) -> Any:
+def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: InspectFlags) -> Any:
     """rich's Table of a corpus in figures."""
     from rich.table import Table
 
@@ -105,8 +108,8 @@ def _figures(corpus: Corpus, packs: ConcatPacks, lengths: Lengths, settings: Ins
         "tokenizer": unknown,
         "end of document": unknown,
         "size on disk": " + ".join(f"{_size(size)} {extension}" for extension, size in sizes.items()),
-        f"packs of {settings.seq_length:,}": f"{packs.first_sample_of_epoch(1):,} an epoch (training documents of --split "
-        f"{settings.split})",
+        f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
+        f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
         "tokens a document": f"mean {number(lengths.mean)}, median {number(lengths.median)}, "
         f"p5 {number(lengths.p5)}, p95 {number(lengths.p95)}, "
         f"longest {lengths.longest:,} (document {lengths.longest_document}), {lengths.empty:,} empty",

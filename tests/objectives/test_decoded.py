@@ -17,15 +17,15 @@ EOS, MASK = 0, 1
 
 @dataclass(frozen=True)
 class Fixed(Objective):
-    """Hides the positions of `hidden` and predicts each from `back` positions before it; 99 asks for the end of document."""
+    """Hides the positions of `hidden` and predicts each from `shift` positions before it."""
 
     name = "fixed"
     attention = Attention.BIDIRECTIONAL
 
-    def __init__(self, vocabulary, hidden, back=0):
+    def __init__(self, vocabulary, hidden, shift=0):
         object.__setattr__(self, "vocabulary", vocabulary)
         object.__setattr__(self, "hidden", np.array(hidden))
-        object.__setattr__(self, "back", back)
+        object.__setattr__(self, "shift", shift)
 
     @classmethod
     def options(cls):
@@ -34,9 +34,7 @@ class Fixed(Objective):
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
         inputs = pack.tokens.copy()
         inputs[self.hidden] = MASK
-        if self.back == 99:
-            return Targets(inputs, self.hidden, np.full(len(self.hidden), EOS))
-        return Targets(inputs, self.hidden - self.back, pack.tokens[self.hidden])
+        return Targets(inputs, self.hidden - self.shift, pack.tokens[self.hidden])
 
 
 @pytest.fixture(scope="module")
@@ -149,14 +147,14 @@ def test_clm_marks_every_token_that_has_a_next_one(tokenizer, vocabulary):
 
 
 def test_an_objective_that_predicts_a_hidden_token_from_the_one_before(tokenizer, vocabulary):
-    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], back=1), 0, tokenizer))
+    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1, 3], shift=1), 0, tokenizer))
     assert "The› [dog] fox› [dog]<|eos|>" in shown
     assert "hidden: the model reads the mask token where the text has `word`" in shown
 
 
 def test_a_label_that_is_neither_here_nor_next_is_spelled_out(tokenizer, vocabulary):
-    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [1], back=99), 0, tokenizer))
-    assert "The [dog]›“<|eos|>” fox dog<|eos|>" in shown
+    shown = printed(decode(pack_of(tokenizer, "The dog fox dog"), Fixed(vocabulary, [3], shift=2), 0, tokenizer))
+    assert "The dog›“ dog” fox [dog]<|eos|>" in shown
 
 
 def test_no_control_character_reaches_the_terminal(tokenizer, vocabulary):

@@ -60,7 +60,7 @@ def test_figures_worked_out_by_hand(corpus, capsys):
         "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
         "end of document": "id 0, appended to each",
         "size on disk": "32 bytes .bin + 122 bytes .idx",  # 34 for the header, 4 + 8 + 8 a document, 8 for the end
-        "packs of 5": "4 an epoch (training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
+        "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
         # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
         "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
     }
@@ -80,6 +80,12 @@ def test_the_split_of_the_run_decides_what_is_packed(corpus, capsys):
     tokens = sum([4, 2, 7, 3][document] for document in training)
     out = shown(capsys, corpus[0], "--seq-length", 2, "--split", "50,50,0")
     assert figures(out)["packs of 2"].startswith(f"{-(-tokens // 2)} an epoch")
+
+
+def test_packs_are_cut_in_the_way_of_the_run(corpus, capsys):
+    out = shown(capsys, corpus[0], "--tokenizer", corpus[1], "--seq-length", 24, "--packing", "random-length", "--split", "1,0,0")
+    assert figures(out)["packs of 24"] == "1 an epoch (random-length, training documents of --split 1,0,0)"
+    assert "24 tokens of 2 documents" in out  # two chunks
 
 
 @pytest.mark.parametrize(("pack", "seed"), [(0, 1), (3, 1), (3, 4), (7, 1)])
