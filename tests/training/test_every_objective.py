@@ -81,8 +81,9 @@ def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus,
     """Ten steps a time: the first stop is inside the options that change, the second inside the mixture."""
     flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--exit-interval", "10"]
     for stop in (10, 20, STEPS):
-        runs.script(runs.PRETRAIN, flags, packages=plugin)
+        leg = runs.script(runs.PRETRAIN, flags, packages=plugin)
         assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
+        assert "keep=0.1) to step 5, " in leg.stdout and ", ... (13 phases); 8 packs" in leg.stdout, "not all of a long list"
     assert curve(tmp_path / "run") == curve(reference)
     assert runs.validations(tmp_path / "run")[-1]["objectives"] == runs.validations(reference)[-1]["objectives"]
 
