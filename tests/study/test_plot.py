@@ -91,6 +91,46 @@ def test_a_step_without_a_target_leaves_no_point():
     assert phase.x.tolist() == [1, 3] and (phase.start, phase.end) == (0, 3)
 
 
+def rows_of(objectives, steps_a_phase):
+    """A row a step; the phase changes every so many steps."""
+    return [
+        {"step": step, "objective": objective, "phase": (step - 1) // steps_a_phase, "loss": 2.0 + (objective == "mlm"),
+         "learning_rate": 1e-3, "tokens": step}
+        for step, objective in enumerate(objectives, 1)
+    ]  # fmt: skip
+
+
+def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
+    rows = rows_of(["mntp"] * 1000 + ["clm", "mlm", "mlm", "mlm"] * 1000, 1)
+    for row in rows[:1000]:
+        row["phase"] = -1
+    alone, clm, mlm = plot.phases_of(rows)
+    assert (alone.objective, alone.first, alone.last, alone.share) == ("mntp", 1, 1000, 1)
+    assert [(one.objective, one.first, one.last, one.share) for one in (clm, mlm)] == [
+        ("clm", 1001, 5000, 0.25),
+        ("mlm", 1001, 5000, 0.75),
+    ]
+    assert set(clm.smoothed) == {2.0} and set(mlm.smoothed) == {3.0}
+    shades = plot.figure(rows, [], "many phases").axes[0].patches
+    assert [(shade.get_x(), shade.get_y(), shade.get_height()) for shade in shades] == [
+        (0, 0, 1), (1000, 0.75, 0.25), (1000, 0, 0.75)
+    ]  # fmt: skip
+
+
+def test_a_mixture_has_a_curve_for_each_objective():
+    clm, mlm = plot.phases_of(rows_of(["clm", "mlm"] * 50, 100))
+    assert clm.steps.tolist() == list(range(1, 101, 2)) and mlm.steps.tolist() == list(range(2, 101, 2))
+    assert (clm.first, clm.last, clm.share) == (mlm.first, mlm.last, mlm.share) == (1, 100, 0.5)
+
+
+def test_long_phases_beside_short_ones_stay_by_themselves():
+    rows = rows_of(["clm"] * 50 + ["mlm"] * 50, 50) + [
+        row | {"step": row["step"] + 100, "phase": row["phase"] + 2} for row in rows_of(["clm", "mlm"] * 50, 1)
+    ]
+    found = [(phase.objective, phase.first, phase.last) for phase in plot.phases_of(rows)]
+    assert found == [("clm", 1, 50), ("mlm", 51, 100), ("clm", 101, 200), ("mlm", 101, 200)]
+
+
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
 def test_the_command_writes_a_picture(tmp_path, capsys, suffix, magic):
     output = tmp_path / f"pictures/loss{suffix}"
