@@ -16,8 +16,8 @@ BROKEN = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
 
 
 def is_compressed(path: str) -> bool:
-    """Whether the file begins as gzip or Zstandard do. Raises OSError."""
-    with open(path, "rb") as raw:
+    """Whether the file begins as gzip or Zstandard do. Raises InputError for one that cannot be read."""
+    with opened(path) as (raw, _):
         return _kind(raw) is not None
 
 
@@ -37,6 +37,7 @@ def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 def _kind(raw: BinaryIO) -> str | None:
+    raw.seek(0)
     start = raw.read(4)
     raw.seek(0)
     return "gzip" if start[:2] == b"\x1f\x8b" else "zstd" if start == b"\x28\xb5\x2f\xfd" else None

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from megaenc.errors import InputError
 from megaenc.files import make_parent, whole_files, write_whole
 
 _PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
+_OURS = re.compile(r"plan\.json|lock|merged|part-\d{5}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
 
 
 def is_merged(folder: Path) -> bool:
@@ -90,10 +92,17 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     """Have `folder` to oneself; it is removed when the block ends well, or holds no part.
 
     `plan` is what the parts depend on, a field a flag. Raises InputError when another process works in the folder, or when it
-    holds parts of another plan.
+    holds parts of another plan or something else.
     """
+    foreign = sorted(name for name in os.listdir(folder) if not _OURS.fullmatch(name)) if folder.is_dir() else []
+    if foreign:
+        raise InputError(
+            f"{folder}: holds `{foreign[0]}`, expected nothing but parts of a corpus; choose another --output-prefix"
+        )
     lock = _lock(folder)
     try:
+        for path in folder.glob(".*.tmp"):  # of an attempt that was killed
+            path.unlink()
         _check_plan(folder, plan)
         try:
             yield
@@ -122,6 +131,9 @@ def _lock(folder: Path) -> int:
             raise InputError(f"{folder}: another process is at work there; expected to have this folder to oneself") from None
         except FileNotFoundError:
             pass
+        except OSError as error:  # a file system that knows no locks
+            os.close(lock)
+            raise InputError(f"{folder}: cannot be locked: {error.strerror}") from None
         os.close(lock)
 
 

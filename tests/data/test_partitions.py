@@ -176,6 +176,14 @@ def test_two_processes_do_not_share_a_folder(tmp_path, settings):
     assert not (tmp_path / "out_parts").exists()
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
+    (tmp_path / "out_parts").mkdir()
+    (tmp_path / "out_parts" / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"out_parts: holds `thesis\.tex`, expected nothing but parts of a corpus"):
+        preprocess(settings)
+    assert names(tmp_path / "out_parts") == ["thesis.tex"]
+
+
 def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, whole, monkeypatch):
     interrupted(settings, monkeypatch, after=3)
     with open(tmp_path / "out_parts" / "part-00002-text.bin", "rb+") as stream:
