@@ -56,7 +56,7 @@ def _validation(plan: Plan) -> str:
 
 def _data(plan: Plan) -> Table:
     table = _table("corpus", "share", "packs", "epochs", "left out")
-    for row in plan.data.reading(plan.first_sample(plan.settings.total_iters + 1)):
+    for row in plan.reading:
         table.add_row(row.prefix, f"{100 * row.share:.2f} %", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
     return table
 

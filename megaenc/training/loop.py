@@ -154,7 +154,7 @@ def _introduction(plan: Plan, backend: Backend, done: int) -> str:
 
 def _reading(plan: Plan) -> str:
     """How much of each corpus the whole run reads."""
-    rows = plan.data.reading(plan.first_sample(plan.settings.total_iters + 1))
+    rows = plan.reading
     parts = [
         f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
         for row in rows

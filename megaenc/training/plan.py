@@ -1,5 +1,6 @@
 """A run worked out before any process group exists: every wrong input is found here, on every rank alike."""
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 
 from megaenc import __version__, flags
 from megaenc.data.packs import Packs
-from megaenc.data.run_data import RunData
+from megaenc.data.run_data import Reading, RunData
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -49,6 +50,11 @@ class Plan:
         return (step - 1) * self.settings.global_batch_size
 
     @property
+    def reading(self) -> list[Reading]:
+        """What the whole run reads of each corpus."""
+        return self.data.reading(self.first_sample(self.settings.total_iters + 1))
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
@@ -74,6 +80,7 @@ class Plan:
             "megaenc": __version__,
             "vocab_size": self.vocabulary.size,
             "parameters": self.settings.shape.parameters(self.vocabulary.size),
+            "reading": [dataclasses.asdict(row) for row in self.reading],
             "identity": self.identity,
         }
 

@@ -1,5 +1,7 @@
 """What is read, and in which order: decided by data, seed and packing; not by length of the run, batch size or layout."""
 
+import json
+
 import numpy as np
 import pytest
 import runs
@@ -68,6 +70,8 @@ def test_another_blend_is_another_run(blend, small_corpus, tmp_path, refusal):
         tmp_path,
     ]
     runs.script(runs.PRETRAIN, [str(flag) for flag in [*flags, "--exit-interval", "1"]])
+    reading = json.loads((tmp_path / "run.json").read_text())["reading"]
+    assert [(row["share"], row["packs"]) for row in reading] == [(0.7, 11), (0.3, 5)]
     other = [*flags, "--data-path", "0.5", blend[2], "0.5", blend[4]]
     assert "holds a different run: data is 7/10" in refusal(main, other)
     assert "holds a different run: packing is concat there, random-length here" in refusal(
