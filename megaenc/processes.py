@@ -44,7 +44,7 @@ def die_with_launcher() -> None:
 
 
 class Workers:
-    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager and call `map` once.
+    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager.
 
     They are fresh interpreters, not forks: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the
     caller's `__main__`.
@@ -80,7 +80,7 @@ class Workers:
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item, in order; at most two items a worker are under way.
+        """Yield `work(item)` for each item, in order; at most two items a worker are under way. To be taken to its end.
 
         An exception of `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
         """
