@@ -117,11 +117,11 @@ class Workers:
         )
 
     def __exit__(self, *error: object) -> None:
-        for connection in self._connections:
-            connection.close()
         for process in self._processes:
             process.kill()  # by now it waits for work or its work is not wanted any more
             process.wait()
+        for connection in self._connections:
+            connection.close()
 
 
 def serve() -> None:
@@ -129,6 +129,11 @@ def serve() -> None:
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone or going, and says why itself
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
     work = pickle.loads(connection.recv_bytes())
     # A thread takes the next item off the connection while this one is worked on: otherwise parent and helper could both wait
     # to send.
