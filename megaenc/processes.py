@@ -44,7 +44,7 @@ def die_with_launcher() -> None:
 
 
 class Workers:
-    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager and call `map` once.
+    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager.
 
     They are fresh interpreters, not forks: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the
     caller's `__main__`.
@@ -80,7 +80,7 @@ class Workers:
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item, in order; at most two items a worker are under way.
+        """Yield `work(item)` for each item, in order; at most two items a worker are under way. To be taken to its end.
 
         An exception of `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
         """
@@ -117,11 +117,11 @@ class Workers:
         )
 
     def __exit__(self, *error: object) -> None:
-        for connection in self._connections:
-            connection.close()
         for process in self._processes:
             process.kill()  # by now it waits for work or its work is not wanted any more
             process.wait()
+        for connection in self._connections:
+            connection.close()
 
 
 def serve() -> None:
@@ -129,6 +129,11 @@ def serve() -> None:
     connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
+    with contextlib.suppress(EOFError, OSError):  # the parent is gone or going, and says why itself
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
     work = pickle.loads(connection.recv_bytes())
     # A thread takes the next item off the connection while this one is worked on: otherwise parent and helper could both wait
     # to send.

@@ -18,6 +18,11 @@ def test_results_come_in_the_order_of_the_work(count):
         assert list(workers.map(range(-20, 0))) == list(range(20, 0, -1))
 
 
+def test_the_same_workers_can_be_given_more_work():
+    with Workers(abs, 2) as workers:
+        assert [list(workers.map(range(-count, 0))) for count in (3, 0, 5)] == [[3, 2, 1], [], [5, 4, 3, 2, 1]]
+
+
 def test_large_items_and_results_do_not_lock_up():
     with Workers(bytes.upper, 2) as workers:
         assert all(result == b"A" * 3_000_000 for result in workers.map([b"a" * 3_000_000] * 12))

@@ -24,11 +24,9 @@ class InputFlags:
     """What text to read; for every command that reads any."""
 
     input: tuple[str, ...]
-    """JSONL, Parquet or text files (.txt, .text, .md), JSONL and text also compressed with gzip or zstd; folders of any of
-    them, read in the order of their paths; folders that datasets' `save_to_disk` wrote; names of data sets on the Hugging
-    Face Hub, which are streamed. In the order given."""
+    """JSONL, Parquet or text files, folders of them or of a saved data set, names of data sets on the Hugging Face Hub."""
     sample_by: Literal["document", "paragraph", "line"] = field(default="document", kw_only=True)
-    """What is a document in text files: a whole file, what stands between blank lines, or a line."""
+    """What is a document in text files (.txt, .text, .md): the file, what stands between blank lines, or a line."""
     dataset_config: str | None = field(default=None, kw_only=True)
     """Configuration of a data set on the Hub, such as sample-10BT."""
     dataset_split: str = field(default="train", kw_only=True)

@@ -133,7 +133,7 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
         say(remark)
     job = _job(settings, prefixes, found)
     make_parent(prefixes[0], "--output-prefix")
-    made = _write(job, lambda writers: _tokenise(job, writers)) if settings.partitions == 1 else _write_in_parts(job, folder)
+    made = _write_at_once(job) if settings.partitions == 1 else _write_in_parts(job, folder)
     seconds = time.monotonic() - started
     for prefix, corpus in zip(prefixes, made, strict=True):
         say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
@@ -209,6 +209,11 @@ def _write(
     return made
 
 
+def _write_at_once(job: _Job) -> list[Sidecar]:
+    with Workers(job.work, job.settings.workers) as workers:
+        return _write(job, lambda writers: _tokenise(job, workers, writers))
+
+
 def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
     """As `_write`, part by part: those that `folder` holds already are not made again."""
     spans = inputs.cut(job.found, job.settings.partitions)
@@ -222,9 +227,10 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
         elif len(spans) < job.settings.partitions:
             say(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
         try:
-            for number in missing:
-                fill = partial(_tokenise, job, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
-                parts.write(number, lambda writers, fill=fill: dataclasses.asdict(fill(writers)))
+            with Workers(job.work, job.settings.workers if missing else 0) as workers:
+                for number in missing:
+                    fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
+                    parts.write(number, lambda writers, fill=fill: dataclasses.asdict(fill(writers)))
         except BaseException:
             if done := len(spans) - len(parts.missing()):
                 say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there")
@@ -238,12 +244,16 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
 
 
 def _tokenise(
-    job: _Job, writers: list[IndexedWriter], spans: Sequence[inputs.Span] | None = None, label: str = "tokenising"
+    job: _Job,
+    workers: Workers,
+    writers: list[IndexedWriter],
+    spans: Sequence[inputs.Span] | None = None,
+    label: str = "tokenising",
 ) -> _Counts:
     """Run the workers over `spans` (None: all) of the input and write what they make of it."""
     counts = _Counts()
     started = time.monotonic()
-    with Workers(job.work, job.settings.workers) as workers, ProgressLine(label, job.found.known_size) as progress:
+    with ProgressLine(label, job.found.known_size) as progress:
         for block in workers.map(inputs.read_blocks(job.found, spans)):
             for writer, tokens, lengths, documents in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
                 writer.add(tokens, lengths, documents)

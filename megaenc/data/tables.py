@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from megaenc.console import say
 from megaenc.data import readers
 from megaenc.data.readers import Documents, listed, texts_of
 from megaenc.errors import InputError
@@ -169,6 +170,7 @@ def load_stream(name: str, config: str | None, split: str, keys: Sequence[str]) 
     """The data set `name` of the Hub as a datasets.IterableDataset. Raises InputError when there is none, or no answer."""
     import datasets
 
+    say(f"{name}: no file or folder here; asking the Hugging Face Hub for it")  # which may take half a minute not to answer
     try:
         data = datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:  # no network, no such name, no such config or split: as many types as reasons

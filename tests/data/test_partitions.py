@@ -93,6 +93,8 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     if victim == "worker":
         assert ended.stderr.startswith("error: worker 2 of 2 (process ") and "was killed by SIGKILL" in ended.stderr
         assert ended.stderr.count("\n") == 1
+    else:  # the workers go without a word
+        assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
     if number != signal.SIGKILL or victim == "worker":
         assert "2 of 4 parts are done; the same command goes on from there" in ended.stdout
     folder = tmp_path / "out_parts"

@@ -150,7 +150,7 @@ def hub(tmp_path, monkeypatch):
         return real(str(tmp_path / "hub"), config, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def streamed(tmp_path, monkeypatch, *tables_of_a_file):
         written(tmp_path / "hub" / f"train-{number}.parquet", columns)
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     return tables.load_stream("owner/name", None, "train", ["text"])
 
 
