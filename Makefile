@@ -11,7 +11,6 @@ DEMO := demo
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 TRAINED := $(DEMO)/run/checkpoints/latest_checkpointed_iteration.txt
-PIP := $(VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check
 
 # The commands below are those of the README: the environment is found through PATH.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
@@ -27,7 +26,7 @@ help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         the whole test suite"
-	@echo "make lint         ruff check and ruff format --check"
+	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
 	@echo
 	@echo "PYTHON=$(PYTHON)   the interpreter that $(VENV) is made with, 3.11 or 3.12"
@@ -35,13 +34,8 @@ help:
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: PYTHON=$(PYTHON) is older than 3.11; say make PYTHON=python3.12"; exit 2; }
-	@echo "installing into $(VENV) (minutes the first time)"
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+$(INSTALLED): pyproject.toml constraints.txt install.sh
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' TORCH_INDEX='$(TORCH_INDEX)' EXTRAS=dev ./install.sh
 	@touch $@
 
 # ---- the quickstart: text, tokenizer, tokens, model, export, what it knows -----------------------------------------------
@@ -81,6 +75,8 @@ test: $(INSTALLED)
 lint: $(INSTALLED)
 	ruff check
 	ruff format --check
+	shellcheck install.sh docker/rocm_env.sh .ci/run
+	hadolint docker/Dockerfile.cpu docker/Dockerfile.rocm
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache

@@ -8,15 +8,17 @@ from collections.abc import Sequence
 import megaenc
 from megaenc.errors import InputError, one_line_errors
 
-# name: (module:function, what it does)
+# name, of one word or two: (module:function, what it does)
 COMMANDS = {
     "demo": ("megaenc.data.demo:main", "make a corpus of English from what is installed here, without any download"),
-    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on JSONL text"),
-    "preprocess": ("megaenc.data.preprocess:main", "tokenise JSONL text to the .bin and .idx that training reads"),
+    "tokenizer": ("megaenc.data.tokenizer_command:main", "train a byte-level BPE tokenizer on text"),
+    "preprocess": ("megaenc.data.preprocess:main", "tokenise text to the .bin and .idx that training reads"),
+    "data inspect": ("megaenc.objectives.inspect:main", "show a corpus in figures, and one pack as an objective sees it"),
+    "data verify": ("megaenc.data.verify:main", "check that the files of a corpus are whole, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
-    "plot": ("megaenc.study.plot:main", "draw the loss of a run, its phases and its learning rate"),
+    "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }
 
@@ -31,19 +33,47 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments[0] in ("-V", "--version"):
         print(f"megaenc {megaenc.__version__}")
         return
-    name, *rest = arguments
-    if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean `megaenc {near[0]}`?" if near else f"expected one of {', '.join(COMMANDS)}"
-        raise InputError(f"megaenc {name}: no such command; {hint}")
+    if arguments[0] in _groups() and (len(arguments) == 1 or arguments[1] in ("-h", "--help", "help")):
+        print(usage(arguments[0]))
+        return
+    name, rest = _command(arguments)
     module, function = COMMANDS[name][0].split(":")
     getattr(importlib.import_module(module), function)(rest)
 
 
-def usage() -> str:
-    """The text of `megaenc --help`: the commands in the order of the work, and where to begin."""
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {help_text}" for name, (_, help_text) in COMMANDS.items())
+def _command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The command that the first word or two name, and the words after it."""
+    for words in (2, 1):
+        name = " ".join(arguments[:words])
+        if name in COMMANDS:
+            return name, arguments[words:]
+    first, both = arguments[0], " ".join(arguments[:2])
+    pairs = [name for name in COMMANDS if " " in name]
+    if first in _groups():
+        given, known = both, [name for name in pairs if name.startswith(f"{first} ")]
+        words = difflib.get_close_matches(arguments[1], [name.split()[1] for name in known], n=1)
+        near = [f"{first} {word}" for word in words]
+    elif near := difflib.get_close_matches(both, pairs, n=1, cutoff=0.8):
+        given, known = both, pairs
+    else:
+        given, known = first, list(COMMANDS)
+        near = difflib.get_close_matches(first, [*known, *_groups()], n=1)
+    hint = f"did you mean `megaenc {near[0]}`?" if near else f"expected one of {', '.join(known)}"
+    raise InputError(f"megaenc {given}: no such command; {hint}")
+
+
+def _groups() -> set[str]:
+    """The first words of the commands of two words."""
+    return {name.split()[0] for name in COMMANDS if " " in name}
+
+
+def usage(group: str = "") -> str:
+    """The text of `megaenc --help`: the commands in the order of the work, and where to begin; or of `megaenc GROUP --help`."""
+    shown = {name: text for name, (_, text) in COMMANDS.items() if not group or name.startswith(f"{group} ")}
+    width = max(map(len, shown))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in shown.items())
+    if group:
+        return f"usage: megaenc {group} COMMAND [flags]\n\n{commands}\n\n`megaenc {group} COMMAND --help` explains the flags."
     return f"""usage: megaenc COMMAND [flags]
 
 {megaenc.__doc__.strip()}

@@ -32,6 +32,9 @@ def quiet() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_VERBOSITY": "error",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "DATASETS_VERBOSITY": "error",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }.items():
@@ -53,15 +56,15 @@ class ProgressLine:
     """One line that tells how far something is: description, bar, percent, fields, time left.
 
     On a terminal the line is live; elsewhere (a file, a pipe) it is a plain line at most each `every` seconds and one at the
-    end, which an exception leaves out. Other ranks than 0 stay silent. `total` may be None when it is not known; its unit is
-    that of `done`.
+    end, which an exception or `closing=False` leaves out. Other ranks than 0 stay silent. `total` may be None when it is not
+    known; its unit is that of `done`.
 
         with ProgressLine("tokenising", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
     """
 
-    def __init__(self, description: str, total: float | None, every: float = 10.0) -> None:
-        self.description, self.total, self.every = description, total, every
+    def __init__(self, description: str, total: float | None, every: float = 10.0, *, closing: bool = True) -> None:
+        self.description, self.total, self.every, self.closing = description, total, every, closing
         self._done = 0.0
         self._fields: dict[str, Any] = {}
         self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
@@ -99,7 +102,7 @@ class ProgressLine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
-        elif kind is None and not rank() and self._printed != self._state():
+        elif self.closing and kind is None and not rank() and self._printed != self._state():
             self._print(time.monotonic())
 
     def _state(self) -> tuple:

@@ -1,6 +1,7 @@
 """Wrong input is one line and exit code 2; everything else is a bug and keeps its traceback."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 
@@ -33,6 +34,9 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
             if rank() == 0 or isinstance(error, LocalInputError):
                 print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
             sys.exit(2)
+        except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
         except KeyboardInterrupt:
             if rank() == 0:
                 print("stopped", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -103,13 +103,20 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
-    """`value` from YAML as the type `kind`: bool, int, float, str, a tuple of one of them, or one of them or None."""
+    """`value` from YAML as the type `kind`: bool, int, float, str, a choice of words, a tuple of one of them, or one or None."""
     choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
     if value is None and NoneType in choices:
         return None
     kind = choices[0]
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_read(place, get_args(kind)[0], part) for part in value)
+    if get_origin(kind) is Literal:
+        if value in get_args(kind):
+            return value
+        raise InputError(f"{place}: found {value!r}, expected one of {', '.join(map(str, get_args(kind)))}")
+    if get_origin(kind) is tuple:  # one value stands for a list of one; in a list of words a number is a word
+        return tuple(
+            str(part) if get_args(kind)[0] is str and isinstance(part, (int, float)) else _read(place, get_args(kind)[0], part)
+            for part in (value if isinstance(value, list) else [value])
+        )
     if kind is float and not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):  # YAML reads 5e-4, which has no point, as text
             return float(value)

@@ -100,7 +100,7 @@ class Workers:
     def _receive(self, worker: int) -> Any:
         try:
             result, error, trace = self._connections[worker].recv()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
             raise self._death(worker) from None
         if error is not None:
             if not isinstance(error, InputError):

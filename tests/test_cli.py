@@ -21,22 +21,47 @@ def test_help_names_every_command(capsys):
     assert capsys.readouterr().out == f"megaenc {__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [["data"], ["data", "--help"], ["data", "-h"]])
+def test_the_first_of_two_words_lists_its_commands(capsys, arguments):
+    cli.main(arguments)
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: megaenc data COMMAND")
+    assert [name for name in cli.COMMANDS if f"  {name} " in shown] == ["data inspect", "data verify"]
+
+
+def test_a_command_of_two_words_gets_what_follows_them(monkeypatch):
+    given = []
+    monkeypatch.setattr("megaenc.data.verify.main", given.append)
+    cli.main(["data", "verify", "out/corpus", "--tokenizer", "tokenizer"])
+    assert given == [["out/corpus", "--tokenizer", "tokenizer"]]
+
+
 @pytest.mark.parametrize(
-    ("given", "hint"), [("preproces", "did you mean `megaenc preprocess`?"), ("xyz", "expected one of demo,")]
+    ("given", "named", "hint"),
+    [
+        (["preproces"], "preproces", "did you mean `megaenc preprocess`?"),
+        (["preproces", "--input", "a"], "preproces", "did you mean `megaenc preprocess`?"),
+        (["xyz"], "xyz", "expected one of demo,"),
+        (["dta"], "dta", "did you mean `megaenc data`?"),
+        (["data", "verfy", "a"], "data verfy", "did you mean `megaenc data verify`?"),
+        (["data", "xyz"], "data xyz", "expected one of data inspect, data verify"),
+        (["dat", "verify"], "dat verify", "did you mean `megaenc data verify`?"),
+        (["inspect", "a"], "inspect", "did you mean `megaenc data inspect`?"),
+    ],
 )
-def test_an_unknown_command_is_one_line(capsys, given, hint):
+def test_an_unknown_command_is_one_line(capsys, given, named, hint):
     with pytest.raises(SystemExit) as stop:
-        cli.main([given])
+        cli.main(given)
     assert stop.value.code == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: megaenc {given}: no such command; ") and hint in captured.err
+    assert captured.err.startswith(f"error: megaenc {named}: no such command; {hint}")
     assert captured.err.count("\n") == 1 and captured.out == ""
 
 
-@pytest.mark.parametrize("name", ["demo", "tokenizer", "preprocess"])
+@pytest.mark.parametrize("name", ["demo", "tokenizer", "preprocess", "data inspect", "data verify"])
 def test_each_command_explains_itself(capsys, name):
     with pytest.raises(SystemExit) as stop:
-        cli.main([name, "--help"])
+        cli.main([*name.split(), "--help"])
     assert stop.value.code == 0
     assert f"megaenc {name}" in capsys.readouterr().out
 
@@ -52,5 +77,6 @@ def test_the_tool_is_the_command(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert ended.returncode == 2
-    assert ended.stderr == "error: none.jsonl: no such file; expected JSONL, plain or compressed with gzip or zstd\n"
+    assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder")
+    assert ended.stderr.count("\n") == 1
     assert importlib.util.find_spec("megaenc.data.preprocess") is not None

@@ -44,6 +44,12 @@ def test_an_exception_gets_no_closing_line(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_closing_line_can_be_left_out(capsys):
+    with ProgressLine("reading", total=9, closing=False) as progress:
+        progress.update(9)
+    assert capsys.readouterr().out == ""
+
+
 def test_other_ranks_are_silent(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     say("hello")

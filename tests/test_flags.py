@@ -1,4 +1,5 @@
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 
@@ -106,3 +107,32 @@ def test_input_errors_end_a_command_with_code_2_and_one_line_from_rank_0(capsys,
             main()
         assert stop.value.code == 2
         assert capsys.readouterr().err == shown
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Words to choose from, and lists of words."""
+
+    packing: Literal["concat", "sentences"] = "concat"
+    """How."""
+    data_path: tuple[str, ...] = ()
+    """What."""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("packing: sentences", Choices("sentences")),
+        ("data_path: out/a", Choices(data_path=("out/a",))),
+        ("data_path: [0.3, out/a, 7, out/b]", Choices(data_path=("0.3", "out/a", "7", "out/b"))),
+    ],
+)
+def test_yaml_takes_one_word_for_a_list_of_one_and_numbers_among_words(tmp_path, text, found):
+    (tmp_path / "run.yaml").write_text(text)
+    assert flags.from_yaml(Choices(), tmp_path / "run.yaml") == found
+
+
+def test_yaml_names_the_words_to_choose_from(tmp_path):
+    (tmp_path / "run.yaml").write_text("packing: words")
+    with pytest.raises(InputError, match="field `packing`: found 'words', expected one of concat, sentences"):
+        flags.from_yaml(Choices(), tmp_path / "run.yaml")

@@ -46,6 +46,20 @@ def test_an_error_of_the_work_arrives_in_its_place():
         assert "in worker 1" in error.value.__notes__[0]
 
 
+def test_a_worker_killed_in_the_middle_of_its_answer_is_named():
+    with Workers(bytes, 1) as workers:
+
+        def items():
+            yield 50_000_000  # more than fits into the connection
+            yield 1
+            assert workers._connections[0].poll(20), "no answer has begun"
+            workers._processes[0].kill()
+            yield 1
+
+        with pytest.raises(InputError, match=r"worker 1 of 1 \(process \d+\) was killed by SIGKILL"):
+            list(workers.map(items()))
+
+
 @pytest.mark.parametrize(
     ("work", "item", "message"),
     [(os._exit, 3, "ended with exit code 3"), (signal.raise_signal, signal.SIGKILL, "was killed by SIGKILL")],

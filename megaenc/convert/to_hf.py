@@ -9,10 +9,18 @@ import torch
 from torch import Tensor
 
 from megaenc import backend
+from megaenc.convert.card import Provenance, card
 from megaenc.convert.mapping import core_to_hf
+from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
+from megaenc.objectives import Attention, Schedule
+from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
+from megaenc.training.settings import PretrainSettings, settings_from
+
+ATTENTION = {"eurobert": Attention.BIDIRECTIONAL, "llama": Attention.CAUSAL}
 
 
 @dataclass(frozen=True)
@@ -24,13 +32,18 @@ class SavedRun:
     vocab_size: int
     seq_length: int
     dtype: torch.dtype
+    settings: PretrainSettings
+
+    def provenance(self, vocabulary: Vocabulary, step: int) -> Provenance:
+        """What the checkpoint of `step` was trained on."""
+        settings = self.settings
+        text, total = settings.objective_schedule, settings.total_iters
+        schedule = Schedule.build(text, total, vocabulary, settings.seed)
+        return Provenance(text, schedule, step, total, settings.global_batch_size * settings.data.seq_length)
 
 
 def open_run(folder: Path) -> SavedRun:
     """Read config.yaml and run.json of a run folder. Raises InputError where one is missing or no run wrote it."""
-    from megaenc.training.run_folder import CONFIG, FACTS
-    from megaenc.training.settings import settings_from
-
     if not (folder / CONFIG).is_file():
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
@@ -39,7 +52,7 @@ def open_run(folder: Path) -> SavedRun:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype)
+    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, settings)
 
 
 def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
@@ -94,25 +107,28 @@ def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
 def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int | None = None) -> int:
     """Write the checkpoint of `step` (None: the newest) of run `load` to folder `output`; returns the step.
 
-    The folder holds config.json, safetensors and the tokenizer: `EuroBertForMaskedLM` or `LlamaForCausalLM` loads it. Raises
-    InputError for anything missing, and then leaves no folder.
+    The folder holds config.json, safetensors, the tokenizer and a card (README.md): `EuroBertForMaskedLM` or `LlamaForCausalLM`
+    loads it. `prediction_shift` in config.json says how far before its token a prediction stands. Raises InputError for anything
+    missing, and then leaves no folder.
     """
     refuse_existing(output, "--output")
     make_parent(output, "--output")
     run = open_run(load)
     from transformers import EuroBertForMaskedLM, LlamaForCausalLM
 
-    from megaenc.data.tokenizer import load_tokenizer
-    from megaenc.training.run_folder import TOKENIZER
-
     tokenizer = load_tokenizer(run.folder / TOKENIZER)
     tokenizer.model_max_length = run.seq_length
+    vocabulary, attention = vocabulary_of(tokenizer), ATTENTION[architecture]
     found, state = load_weights(run, step)
+    provenance = run.provenance(vocabulary, found)
+    config = hf_config(run, architecture, tokenizer)
+    config.prediction_shift = provenance.read_as(attention).shift
     kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]
     with torch.device("meta"):  # no weights are drawn only to be replaced
-        model = kind(hf_config(run, architecture, tokenizer))
+        model = kind(config)
     model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
     with whole_folder(output) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        (temporary / "README.md").write_text(card(output.name, provenance, attention), encoding="utf-8")
     return found

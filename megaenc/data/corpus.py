@@ -20,17 +20,19 @@ class Corpus:
     """The documents of one corpus. A document is a span of the index's document indices, however many sequences it has.
 
     prefix: path without extension; sidecar: the JSON beside it, None for a corpus that Megatron's own tool wrote;
-    document_lengths: int64[D] in tokens, zeros allowed.
+    document_lengths: int64[D] in tokens, zeros allowed; sequence_lengths: int32[S] in tokens; first_sequences: int64[D + 1],
+    document d being the sequences first_sequences[d] up to first_sequences[d + 1].
     """
 
     def __init__(self, prefix: str, dataset: Any, sidecar: Sidecar | None):
         self.prefix = prefix
         self.sidecar = sidecar
         self._dataset = dataset
-        self._first_sequences = dataset.document_indices  # int64[D + 1], memory-mapped
-        ends = np.zeros(len(dataset.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(dataset.sequence_lengths, out=ends[1:])
-        self.document_lengths: np.ndarray = np.diff(ends[self._first_sequences])
+        self.first_sequences: np.ndarray = dataset.document_indices  # memory-mapped, as are the lengths
+        self.sequence_lengths: np.ndarray = dataset.sequence_lengths
+        ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self.sequence_lengths, out=ends[1:])
+        self.document_lengths: np.ndarray = np.diff(ends[self.first_sequences])
         self._id_limit: int | None = None
 
     @classmethod
@@ -40,7 +42,7 @@ class Corpus:
         Raises InputError for a missing, foreign or truncated file, and for a PREFIX.json that does not describe the two.
         """
         prefix = str(prefix)
-        token_type = _check_index(prefix)
+        token_type = check_index(prefix)
         # Here and not at the top: it takes seconds and pulls in torch, and whoever wants only the split needs neither.
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -52,7 +54,10 @@ class Corpus:
         sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
         corpus = cls(prefix, dataset, sidecar)
         if sidecar is not None:
-            corpus._check_sidecar(token_type)
+            tokens = int(corpus.document_lengths.sum())
+            check_sidecar(
+                prefix, sidecar, documents=len(corpus), sequences=corpus.sequences, tokens=tokens, token_type=token_type
+            )
         return corpus
 
     @property
@@ -74,6 +79,16 @@ class Corpus:
         """Number of documents."""
         return len(self.document_lengths)
 
+    @property
+    def sequences(self) -> int:
+        """Number of sequences; as many as documents unless these are cut, say into sentences."""
+        return len(self._dataset.sequence_lengths)
+
+    @property
+    def dtype(self) -> str:
+        """How the .bin stores a token id, say `uint16`."""
+        return np.dtype(self._dataset.index.dtype).name
+
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """int64[stop - start]: tokens start..stop-1 of `document`, a copy.
 
@@ -82,7 +97,7 @@ class Corpus:
         if start == stop:  # an empty document may have no sequence to point at
             return np.empty(0, dtype=np.int64)
         # The sequences of a document lie one after the other in .bin, so that one read may run across them.
-        sequence = int(self._first_sequences[document])
+        sequence = int(self.first_sequences[document])
         found = self._dataset.get(sequence, offset=start, length=stop - start).astype(np.int64)
         if self._id_limit is not None:
             self._check_ids(found, f"document {document}", LocalInputError)
@@ -94,17 +109,7 @@ class Corpus:
         The start of the corpus is looked through here; every id handed out later is checked as it is read.
         """
         if self.sidecar is not None:
-            made_with = self.sidecar.tokenizer
-            if made_with.fingerprint != vocabulary.fingerprint:
-                raise InputError(
-                    f"{self.prefix}.json: corpus was made with another tokenizer: found `{made_with.name}` "
-                    f"({made_with.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
-                )
-            if self.sidecar.vocab_size > vocabulary.size:
-                raise InputError(
-                    f"{self.prefix}.json: field `vocab_size`: found {self.sidecar.vocab_size}, "
-                    f"expected at most the model's vocabulary of {vocabulary.size}"
-                )
+            check_tokenizer(self.prefix, self.sidecar, vocabulary)
         self._id_limit = vocabulary.size
         count = min(_FIRST_LOOK, int(self.document_lengths.sum()))
         self._check_ids(self._dataset.bin_reader.read(self._dataset.index.dtype, count, 0).astype(np.int64), "the start")
@@ -118,25 +123,12 @@ class Corpus:
                 f"expected 0 to {self._id_limit - 1} (the model's vocabulary)"
             )
 
-    def _check_sidecar(self, token_type: type[np.number]) -> None:
-        found = {
-            "documents": len(self),
-            "sequences": len(self._dataset.sequence_lengths),
-            "tokens": int(self.document_lengths.sum()),
-            "dtype": np.dtype(token_type).name,
-            "bin_bytes": Path(f"{self.prefix}.bin").stat().st_size,
-            "idx_bytes": Path(f"{self.prefix}.idx").stat().st_size,
-        }
-        for field, value in found.items():
-            if getattr(self.sidecar, field) != value:
-                raise InputError(
-                    f"{self.prefix}.json: field `{field}`: found {getattr(self.sidecar, field)}, expected {value} "
-                    "(what the .bin and .idx beside it hold); the three files do not belong together"
-                )
 
+def check_index(prefix: str) -> type[np.number]:
+    """The token type of a corpus whose .idx has a sound header and the size that follows from it, and whose .bin is not empty.
 
-def _check_index(prefix: str) -> type[np.number]:
-    """The token type of a corpus whose .idx has a sound header and the size that follows from it, and whose .bin is not empty."""
+    Raises InputError. Cheap: it reads the header and asks for sizes.
+    """
     for extension in (".idx", ".bin"):
         if not Path(prefix + extension).is_file():
             raise InputError(
@@ -155,7 +147,7 @@ def _check_index(prefix: str) -> type[np.number]:
     if found_bytes != expected_bytes:
         wrong = "truncated" if found_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(f"{prefix}.idx: {wrong}: found {found_bytes} bytes, expected {expected_bytes} for {sequences} sequences")
-    if Path(f"{prefix}.bin").stat().st_size == 0 or indices < 2:
+    if Path(f"{prefix}.bin").stat().st_size == 0 or indices < 2 or sequences < 1:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
     return TOKEN_TYPES[code]
 
@@ -166,12 +158,52 @@ def _check_contents(prefix: str, dataset: Any, token_type: type[np.number]) -> N
     if lengths.min() < 0 or indices[0] != 0 or np.diff(indices).min() < 0:
         raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
     expected_bytes = int(lengths.sum(dtype=np.int64)) * size
+    check_bin_size(prefix, expected_bytes)
+    if pointers[0] != 0 or int(pointers[-1]) + int(lengths[-1]) * size != expected_bytes:
+        raise InputError(f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged")
+
+
+def check_bin_size(prefix: str, expected_bytes: int) -> None:
+    """Raise InputError unless the .bin has the size that follows from the lengths in the .idx."""
     found_bytes = Path(f"{prefix}.bin").stat().st_size
     if found_bytes != expected_bytes:
         wrong = "truncated" if found_bytes < expected_bytes else "too long"
         raise InputError(f"{prefix}.bin: {wrong}: found {found_bytes} bytes, expected {expected_bytes} (by the lengths in .idx)")
-    if pointers[0] != 0 or int(pointers[-1]) + int(lengths[-1]) * size != expected_bytes:
-        raise InputError(f"{prefix}.idx: its sequences do not lie end to end in .bin; the file is damaged")
+
+
+def check_sidecar(
+    prefix: str, sidecar: Sidecar, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
+) -> None:
+    """Raise InputError unless the sidecar's counts and sizes are those of the .bin and .idx beside it."""
+    found = {
+        "documents": documents,
+        "sequences": sequences,
+        "tokens": tokens,
+        "dtype": np.dtype(token_type).name,
+        "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
+        "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
+    }
+    for field, value in found.items():
+        if getattr(sidecar, field) != value:
+            raise InputError(
+                f"{prefix}.json: field `{field}`: found {getattr(sidecar, field)}, expected {value} "
+                "(what the .bin and .idx beside it hold); the three files do not belong together"
+            )
+
+
+def check_tokenizer(prefix: str, sidecar: Sidecar, vocabulary: Vocabulary) -> None:
+    """Raise InputError unless the tokenizer behind `vocabulary` is the one that the sidecar names and has ids for all."""
+    made_with = sidecar.tokenizer
+    if made_with.fingerprint != vocabulary.fingerprint:
+        raise InputError(
+            f"{prefix}.json: corpus was made with another tokenizer: found `{made_with.name}` "
+            f"({made_with.fingerprint[:12]}), expected the one given with --tokenizer ({vocabulary.fingerprint[:12]})"
+        )
+    if sidecar.vocab_size > vocabulary.size:
+        raise InputError(
+            f"{prefix}.json: field `vocab_size`: found {sidecar.vocab_size}, "
+            f"expected at most the model's vocabulary of {vocabulary.size}"
+        )
 
 
 def _nearby(prefix: str) -> str:

@@ -48,21 +48,22 @@ class Encoder:
         self._reference.no_truncation()
         self._reference.encode_special_tokens = True  # a special token spelled in the text is text
         config = json.loads(tokenizer_json)
-        added = config.get("added_tokens") or []
+        # Special tokens are text here, so the quick way never hears of them; other added tokens stay tokens.
+        added = [token for token in config.get("added_tokens") or [] if not token.get("special")]
         spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
         self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else lambda text: None
         # An added token may be looked for in the normalised text, where the search in `_spells_added_token` cannot see it.
         findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
         self._quick: Callable[[bytes], np.ndarray] | None = None
         if fast or (fast is None and findable):
-            self._quick = _gigatoken(tokenizer_json)
+            self._quick = _gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
         if fast is None and self._quick is not None and not self._agrees(self._quick):
             self._quick = None
         self._json = tokenizer_json
 
     @property
     def fast(self) -> bool:
-        """Whether documents go through gigatoken (except those that spell an added token)."""
+        """Whether documents go through gigatoken (except those that spell an added token which is not special)."""
         return self._quick is not None
 
     def __reduce__(self):

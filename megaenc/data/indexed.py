@@ -1,4 +1,4 @@
-"""Writing .bin and .idx, the files that megatron-core's IndexedDataset opens.
+"""The .bin and .idx that megatron-core's IndexedDataset opens: writing them, and the arrays of an .idx.
 
 megatron-core's own builder keeps the lengths and pointers as Python lists and walks them one by one: 100 bytes and a
 microsecond a document, and an import of torch. Here it is one array each; the tests open the result with megatron-core.
@@ -6,9 +6,13 @@ microsecond a document, and an import of torch. Here it is one array each; the t
 
 import hashlib
 import struct
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from megaenc.errors import InputError
 
 # The .idx: this header, int32 lengths and int64 byte pointers of the sequences, int64 document indices.
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
@@ -21,25 +25,79 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size < 65_500 else "int32"
 
 
+@dataclass(frozen=True)
+class IndexArrays:
+    """The arrays of an .idx, memory-mapped and unaligned: take slices of them, for NumPy copies them whole in many places."""
+
+    lengths: np.ndarray
+    """int32[S], of the sequences in tokens."""
+    pointers: np.ndarray
+    """int64[S], the byte of the .bin at which each sequence starts."""
+    documents: np.ndarray
+    """int64[D + 1], the sequence with which each document starts, and S."""
+
+    @classmethod
+    def map(cls, path: str | Path) -> "IndexArrays":
+        """Map the arrays of an .idx whose header and size are known to be sound."""
+        with open(path, "rb") as stream:
+            *_, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
+        arrays, offset = [], HEADER.size
+        for kind, count in ((np.int32, sequences), (np.int64, sequences), (np.int64, indices)):
+            arrays.append(np.memmap(path, dtype=kind, mode="r", offset=offset, shape=(count,)))
+            offset += arrays[-1].nbytes
+        return cls(*arrays)
+
+
 class IndexedWriter:
-    """Writes one corpus in which every document is one sequence."""
+    """Writes one corpus: documents of one or more sequences."""
 
     def __init__(self, bin_path: Path, idx_path: Path, dtype: str) -> None:
         self._bin_path, self._idx_path, self._dtype = bin_path, idx_path, np.dtype(dtype)
         self._stream = open(bin_path, "wb")  # noqa: SIM115 - closed by `close`, used across calls
         self._hash = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
+        self._counts: list[np.ndarray] = []
         self.documents = 0
+        self.sequences = 0
         self.tokens = 0
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents laid end to end: `tokens` dtype[sum(lengths)], `lengths` int32[documents], each at least 1."""
-        data = np.ascontiguousarray(tokens, dtype=self._dtype).data
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, counts: np.ndarray) -> None:
+        """Append documents laid end to end.
+
+        `tokens` dtype[sum(lengths)]; `lengths` int32[sequences], each at least 1; `counts` int32[documents], the sequences of
+        each document, at least 1.
+        """
+        self._write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._index(lengths, counts)
+
+    def extend(self, bin_path: Path, idx_path: Path, sha256: dict[str, str]) -> None:
+        """Append a corpus that another writer finished; `sha256` is what its `finish` returned.
+
+        Raises InputError when a file is not the one that was written.
+        """
+        index = idx_path.read_bytes()
+        _check(idx_path, hashlib.sha256(index), sha256["idx"])
+        _, _, _, sequences, indices = HEADER.unpack_from(index)
+        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size)
+        edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
+        hashed = hashlib.sha256()
+        with open(bin_path, "rb") as stream:
+            while data := stream.read(1 << 24):
+                hashed.update(data)
+                self._write(data)
+        _check(bin_path, hashed, sha256["bin"])
+        self._index(lengths, np.diff(edges))
+
+    def _write(self, data: memoryview | bytes) -> None:
         self._stream.write(data)
         self._hash.update(data)
+
+    def _index(self, lengths: np.ndarray, counts: np.ndarray) -> None:
         self._lengths.append(np.asarray(lengths, dtype=np.int32))
-        self.documents += len(lengths)
-        self.tokens += len(tokens)
+        self._counts.append(np.asarray(counts, dtype=np.int32))
+        self.documents += len(counts)
+        self.sequences += len(lengths)
+        self.tokens += int(lengths.sum(dtype=np.int64))
 
     def finish(self) -> dict[str, str]:
         """Close the .bin, write the .idx; return the sha256 of both under `bin` and `idx`."""
@@ -47,11 +105,13 @@ class IndexedWriter:
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         pointers = np.cumsum(lengths, dtype=np.int64)
         pointers = (pointers - lengths) * self._dtype.itemsize  # of the starts
+        edges = np.zeros(self.documents + 1, dtype=np.int64)
+        np.cumsum(np.concatenate([np.empty(0, np.int32), *self._counts]), out=edges[1:])
         code = next(code for code, kind in TOKEN_TYPES.items() if self._dtype == kind)
-        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1)
+        header = HEADER.pack(MAGIC, VERSION, code, len(lengths), len(edges))
         hashed = hashlib.sha256()
         with open(self._idx_path, "wb") as stream:
-            for part in (header, lengths.data, pointers.data, np.arange(len(lengths) + 1, dtype=np.int64).data):
+            for part in (header, lengths.data, pointers.data, edges.data):
                 stream.write(part)
                 hashed.update(part)
         return {"bin": self._hash.hexdigest(), "idx": hashed.hexdigest()}
@@ -59,3 +119,8 @@ class IndexedWriter:
     def close(self) -> None:
         """Close the .bin; harmless when it is closed."""
         self._stream.close()
+
+
+def _check(path: Path, found: Any, expected: str) -> None:
+    if found.hexdigest() != expected:
+        raise InputError(f"{path}: sha256 is {found.hexdigest()[:12]}, expected {expected[:12]}; the file has changed since")

@@ -1,103 +1,146 @@
-"""Tokenise JSONL text once, into the .bin and .idx that training reads, with a .json beside them that says what they are."""
+"""Tokenise text once, into the .bin and .idx that training reads, with a .json beside them that says what they are."""
 
 import contextlib
+import dataclasses
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 import megaenc
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
-from megaenc.data import readers
-from megaenc.data.encoding import Encoder
+from megaenc.data import inputs
 from megaenc.data.indexed import IndexedWriter, token_dtype
+from megaenc.data.partitions import Parts, is_merged, work_folder
+from megaenc.data.sentences import Punkt, installed_punkt, learnt_punkt
 from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
+from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, refuse_existing, stopped_by_sigterm, whole_files
 from megaenc.processes import Workers, usable_cores
 
 
 @dataclass(frozen=True)
-class PreprocessFlags:
+class PreprocessFlags(inputs.InputFlags):
     """What preprocessing takes."""
 
-    input: tuple[str, ...]
-    """JSONL files, plain or compressed with gzip or zstd, in the order given."""
     output_prefix: str
     """The files are OUTPUT_PREFIX_KEY_document.bin, .idx and .json, for each JSON key."""
     tokenizer: str
     """Folder of a Hugging Face fast tokenizer, or its name on the Hub."""
     json_keys: tuple[str, ...] = ("text",)
-    """Keys of the texts in each JSON object; each makes a corpus of its own."""
+    """Keys of the texts in each JSON object, columns of a table; each makes a corpus of its own."""
     append_eod: bool = False
     """End every document with the tokenizer's end-of-sequence token."""
+    split_sentences: bool = False
+    """Make a sequence of the .idx of every sentence instead of every document; documents stay what they are."""
+    punkt_language: str = "english"
+    """Language of nltk's Punkt model for --split-sentences; where it is not installed, one is learnt from the input."""
     workers: int = field(default_factory=usable_cores)
     """Processes that tokenise."""
+    partitions: int = 1
+    """Cut the input into so many parts: after a stop the same command goes on with the parts that are missing."""
     skip_bad_lines: bool = False
-    """Leave out lines that are not JSON or lack a key, and count them, instead of stopping at the first."""
+    """Leave out lines, rows and files that hold no text to read, and count them, instead of stopping at the first."""
+
+
+@dataclass
+class _Counts:
+    documents: int = 0
+    skipped: int = 0
+    size: int = 0
+    """Bytes that were parsed."""
 
 
 @dataclass(frozen=True)
-class TokenisedBlock:
-    """What a worker makes of a block of lines: for each key the documents laid end to end."""
+class _Job:
+    """One run: what to read, what to do with it, and where it goes."""
 
-    tokens: list[np.ndarray]
-    lengths: list[np.ndarray]
-    """int32[documents] for each key; documents without a token are left out."""
-    documents: int
-    skipped: int
-    text_bytes: int
-    position: int
-    """Of the block, passed through."""
+    settings: PreprocessFlags
+    prefixes: list[Path]
+    found: inputs.Inputs
+    work: Tokenise
+    identity: TokenizerIdentity
+    vocab_size: int
 
+    def plan(self) -> dict[str, object]:
+        """What the parts of the corpus depend on."""
+        settings, punkt = self.settings, self.work.punkt
+        files = hashlib.sha256()
+        for entry in self.found.files():
+            files.update(repr(entry).encode())
+        return {
+            "input": list(settings.input),
+            "files": files.hexdigest(),
+            "partitions": settings.partitions,
+            "tokenizer": self.identity.fingerprint,
+            "json_keys": list(settings.json_keys),
+            "append_eod": settings.append_eod,
+            "sentences": None if punkt is None else punkt.describe(),
+            "sample_by": settings.sample_by,
+            "dataset_config": settings.dataset_config,
+            "dataset_split": settings.dataset_split,
+            "skip_bad_lines": settings.skip_bad_lines,
+            "megaenc": megaenc.__version__,
+        }
 
-@dataclass(frozen=True)
-class Tokenise:
-    """The work on one block: parse the lines, encode the texts, append the end of document."""
-
-    encoder: Encoder
-    keys: tuple[str, ...]
-    eod: int | None
-    dtype: str
-    skip_bad_lines: bool
-
-    def __call__(self, block: readers.Block) -> TokenisedBlock:
-        documents = readers.parse_block(block, self.keys, skip_bad_lines=self.skip_bad_lines)
-        columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
-        return TokenisedBlock(
-            tokens=[tokens for tokens, _ in columns],
-            lengths=[lengths for _, lengths in columns],
-            documents=len(documents.texts),
-            skipped=documents.skipped,
-            text_bytes=len(block.data),
-            position=block.position,
+    def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> Sidecar:
+        """Finish the corpus of one key; `files` are its .bin and .idx."""
+        hashes = writer.finish()
+        return Sidecar(
+            format=FORMAT,
+            tokenizer=self.identity,
+            vocab_size=self.vocab_size,
+            eod=self.work.eod,
+            append_eod=self.settings.append_eod,
+            documents=writer.documents,
+            sequences=writer.sequences,
+            tokens=writer.tokens,
+            empty_documents=counts.documents - writer.documents,
+            skipped_lines=counts.skipped,
+            dtype=self.work.dtype,
+            bin_bytes=files[0].stat().st_size,
+            idx_bytes=files[1].stat().st_size,
+            sha256=hashes,
+            sources=self.found.origins,
+            megaenc=megaenc.__version__,
+            sentences=None if self.work.punkt is None else self.work.punkt.describe(),
         )
-
-    def _column(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        rows = [row for row in self.encoder(texts) if len(row)]
-        lengths = np.array([len(row) for row in rows], dtype=np.int32)
-        if self.eod is not None:
-            end = np.array([self.eod], dtype=np.uint32)
-            rows = [part for row in rows for part in (row, end)]
-            lengths += 1
-        return np.concatenate([np.empty(0, np.uint32), *rows]).astype(self.dtype), lengths
 
 
 def preprocess(settings: PreprocessFlags) -> list[Path]:
     """Tokenise `settings.input`; return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one a key.
 
-    All files appear whole or not at all, the .json last; the bytes do not depend on the number of workers or on compression.
-    Raises InputError for input, tokenizer or output that cannot be used, and when a worker dies.
+    All files appear whole or not at all, the .json last; the bytes depend neither on the number of workers or partitions nor on
+    the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, and when a
+    worker dies.
     """
     started = time.monotonic()
     prefixes = _output_prefixes(settings)
-    total = readers.input_bytes(settings.input)
-    if settings.workers < 1:
-        raise InputError(f"--workers {settings.workers}: expected at least 1")
+    folder = Path(f"{settings.output_prefix}_parts")
+    if not is_merged(folder):
+        _refuse_outputs(prefixes)
+    for name in ("workers", "partitions"):
+        if getattr(settings, name) < 1:
+            raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
+    if settings.punkt_language != "english" and not settings.split_sentences:
+        raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
+    found = inputs.find_inputs(settings, settings.json_keys)
+    for remark in found.remarks:
+        say(remark)
+    job = _job(settings, prefixes, found)
+    make_parent(prefixes[0], "--output-prefix")
+    made = _write(job, lambda writers: _tokenise(job, writers)) if settings.partitions == 1 else _write_in_parts(job, folder)
+    seconds = time.monotonic() - started
+    for prefix, corpus in zip(prefixes, made, strict=True):
+        say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
+    return prefixes
 
+
+def _job(settings: PreprocessFlags, prefixes: list[Path], found: inputs.Inputs) -> _Job:
     from megaenc.data.tokenizer import encoder_of, load_tokenizer, vocabulary_of
 
     tokenizer = load_tokenizer(settings.tokenizer)
@@ -113,113 +156,133 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
     )
-    eod = vocabulary.eos_id if settings.append_eod else None
-    work = Tokenise(encoder_of(tokenizer), settings.json_keys, eod, token_dtype(vocabulary.size), settings.skip_bad_lines)
-
-    def sidecar(writer: IndexedWriter, counts: "_Counts", files: tuple[Path, Path]) -> Sidecar:
-        hashes = writer.finish()
-        return Sidecar(
-            format=FORMAT,
-            tokenizer=identity,
-            vocab_size=vocabulary.size,
-            eod=eod,
-            append_eod=settings.append_eod,
-            documents=writer.documents,
-            sequences=writer.documents,
-            tokens=writer.tokens,
-            empty_documents=counts.documents - writer.documents,
-            skipped_lines=counts.skipped,
-            dtype=work.dtype,
-            bin_bytes=files[0].stat().st_size,
-            idx_bytes=files[1].stat().st_size,
-            sha256=hashes,
-            sources=[{"path": Path(path).name, "bytes": Path(path).stat().st_size} for path in settings.input],
-            megaenc=megaenc.__version__,
-        )
-
-    make_parent(prefixes[0], "--output-prefix")
-    made = _write(settings, prefixes, total, work, sidecar)
-    seconds = time.monotonic() - started
-    for prefix, corpus in zip(prefixes, made, strict=True):
-        say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
-    return prefixes
+    work = Tokenise(
+        encoder=encoder_of(tokenizer),
+        keys=settings.json_keys,
+        eod=vocabulary.eos_id if settings.append_eod else None,
+        dtype=token_dtype(vocabulary.size),
+        skip_bad=settings.skip_bad_lines,
+        punkt=_punkt(settings, found) if settings.split_sentences else None,
+    )
+    return _Job(settings, prefixes, found, work, identity, vocabulary.size)
 
 
-@dataclass
-class _Counts:
-    documents: int = 0
-    skipped: int = 0
-    text_bytes: int = 0
+def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
+    punkt = installed_punkt(settings.punkt_language)
+    if punkt is not None:
+        say(f"sentences: Punkt's model of {punkt.language}, as installed")
+        return punkt
+    blocks = inputs.read_blocks(found)
+    documents = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in blocks)
+    punkt = learnt_punkt(text for block in documents for texts in block.texts for text in texts)
+    say(
+        f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
+        f"the input, {len(punkt.abbreviations):,} abbreviations"
+    )
+    return punkt
 
 
 def _write(
-    settings: PreprocessFlags,
-    prefixes: list[Path],
-    total: int,
-    work: Tokenise,
-    sidecar: Callable[[IndexedWriter, _Counts, tuple[Path, Path]], Sidecar],
+    job: _Job, fill: Callable[[list[IndexedWriter]], _Counts], before_renaming: Callable[[], None] | None = None
 ) -> list[Sidecar]:
-    """Run the workers over the input and write every corpus to temporary names; rename them when all are whole."""
-    finals = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json") for prefix in prefixes]
+    """Have `fill` write every corpus to temporary names; rename them when all are whole."""
+    finals = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json") for prefix in job.prefixes]
     with contextlib.ExitStack() as stack:
         temporary = stack.enter_context(whole_files(*finals))
-        count = len(prefixes)
+        count = len(job.prefixes)
         bins, indices, notes = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
         writers = []
         for here, there in zip(bins, indices, strict=True):
-            writers.append(IndexedWriter(here, there, work.dtype))
+            writers.append(IndexedWriter(here, there, job.work.dtype))
             stack.callback(writers[-1].close)
-        counts = _tokenise(settings, total, work, writers)
-        for key, writer in zip(settings.json_keys, writers, strict=True):
+        counts = fill(writers)
+        for key, writer in zip(job.settings.json_keys, writers, strict=True):
             if not writer.documents:
-                raise InputError(
-                    f"{settings.input[0]}: no document holds any text under `{key}`; expected one JSON object a line"
-                )
-        made = [sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
+                raise InputError(f"{job.settings.input[0]}: no document holds any text under `{key}`")
+        made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
         for corpus, path in zip(made, notes, strict=True):
             corpus.write(path)
-        _output_prefixes(settings)  # refuses what another attempt has put there meanwhile
+        if before_renaming is None:
+            _refuse_outputs(job.prefixes)  # what another attempt has put there meanwhile
+        else:
+            before_renaming()
     return made
 
 
-def _tokenise(settings: PreprocessFlags, total: int, work: Tokenise, writers: list[IndexedWriter]) -> _Counts:
+def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
+    """As `_write`, part by part: those that `folder` holds already are not made again."""
+    spans = inputs.cut(job.found, job.settings.partitions)
+    with work_folder(folder, job.plan()):
+        parts = Parts(folder, job.settings.json_keys, job.work.dtype, len(spans))
+        missing = parts.missing()
+        if not is_merged(folder):
+            _refuse_outputs(job.prefixes)  # a process that has just left the folder may have written them
+        if len(missing) < len(spans):
+            say(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
+        elif len(spans) < job.settings.partitions:
+            say(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
+        try:
+            for number in missing:
+                fill = partial(_tokenise, job, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
+                parts.write(number, lambda writers, fill=fill: dataclasses.asdict(fill(writers)))
+        except BaseException:
+            if done := len(spans) - len(parts.missing()):
+                say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there")
+            raise
+
+        def merge(writers: list[IndexedWriter]) -> _Counts:
+            noted = parts.merge(writers)
+            return _Counts(**{name: sum(counts[name] for counts in noted) for name in noted[0]})
+
+        return _write(job, merge, parts.merged)
+
+
+def _tokenise(
+    job: _Job, writers: list[IndexedWriter], spans: Sequence[inputs.Span] | None = None, label: str = "tokenising"
+) -> _Counts:
+    """Run the workers over `spans` (None: all) of the input and write what they make of it."""
     counts = _Counts()
     started = time.monotonic()
-    with Workers(work, settings.workers) as workers, ProgressLine("tokenising", total) as progress:
-        for block in workers.map(readers.read_blocks(settings.input)):
-            for writer, tokens, lengths in zip(writers, block.tokens, block.lengths, strict=True):
-                writer.add(tokens, lengths)
+    with Workers(job.work, job.settings.workers) as workers, ProgressLine(label, job.found.known_size) as progress:
+        for block in workers.map(inputs.read_blocks(job.found, spans)):
+            for writer, tokens, lengths, documents in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
+                writer.add(tokens, lengths, documents)
             counts.documents += block.documents
             counts.skipped += block.skipped
-            counts.text_bytes += block.text_bytes
-            speed = counts.text_bytes / 1e6 / max(time.monotonic() - started, 1e-9)
+            counts.size += block.size
+            speed = counts.size / 1e6 / max(time.monotonic() - started, 1e-9)
             tokens = sum(writer.tokens for writer in writers)
             progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts.documents, tokens=tokens)
     return counts
 
 
 def _output_prefixes(settings: PreprocessFlags) -> list[Path]:
-    """The corpus prefix of each key. Raises InputError when a file of theirs exists, or the flags name none or one twice."""
+    """The corpus prefix of each key. Raises InputError when the flags name none or one twice."""
     if not Path(settings.output_prefix).name or settings.output_prefix.endswith("/"):
         raise InputError(f"--output-prefix {settings.output_prefix}: ends in no file name; expected something like out/corpus")
     if not settings.json_keys or len(set(settings.json_keys)) < len(settings.json_keys):
         raise InputError(f"--json-keys {' '.join(settings.json_keys)}: expected one or more different keys")
-    prefixes = []
     for key in settings.json_keys:
         if not key or "/" in key:
             raise InputError(f"--json-keys {key!r}: cannot be part of a file name; expected a key without `/`")
-        prefixes.append(Path(f"{settings.output_prefix}_{key}_document"))
+    return [Path(f"{settings.output_prefix}_{key}_document") for key in settings.json_keys]
+
+
+def _refuse_outputs(prefixes: Sequence[Path]) -> None:
+    for prefix in prefixes:
         for suffix in (".json", ".bin", ".idx"):
-            refuse_existing(Path(f"{prefixes[-1]}{suffix}"), "--output-prefix")
-    return prefixes
+            refuse_existing(Path(f"{prefix}{suffix}"), "--output-prefix")
 
 
 def _summary(corpus: Sidecar) -> str:
-    parts = [f"{corpus.documents:,} documents", f"{corpus.tokens:,} tokens of {corpus.dtype}"]
+    parts = [f"{corpus.documents:,} documents"]
+    if corpus.sentences is not None:
+        parts.append(f"{corpus.sequences:,} sentences")
+    parts.append(f"{corpus.tokens:,} tokens of {corpus.dtype}")
     if corpus.empty_documents:
         parts.append(f"{corpus.empty_documents:,} empty documents left out")
     if corpus.skipped_lines:
-        parts.append(f"{corpus.skipped_lines:,} bad lines skipped")
+        parts.append(f"{corpus.skipped_lines:,} bad documents skipped")
     return ", ".join(parts)
 
 

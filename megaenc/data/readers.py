@@ -1,31 +1,17 @@
-"""JSONL documents, streamed from plain, gzip or Zstandard files (told apart by their first bytes) in blocks of whole lines."""
+"""Documents out of bytes: JSONL and plain text, read in blocks of whole lines, paragraphs or files.
 
-import gzip
-import io
+Reading is cheap and done by one process; a block is then parsed wherever there is a processor to spare.
+"""
+
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
-import zstandard
-
+from megaenc.data.compression import BROKEN, opened
 from megaenc.errors import InputError
 
 BLOCK_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Block:
-    """Whole lines of one file."""
-
-    path: str
-    first_line: int
-    """Number of the first line, counted from 1."""
-    data: bytes
-    position: int
-    """Bytes read so far on disk (compressed), over all files: what progress is measured in."""
 
 
 @dataclass(frozen=True)
@@ -35,132 +21,210 @@ class Documents:
     texts: list[tuple[str, ...]]
     """One tuple a document, in the order of the keys asked for."""
     skipped: int
-    """Bad lines left out."""
+    """Bad documents left out."""
+    size: int
+    """Bytes that were parsed, decompressed."""
 
 
-def input_bytes(paths: Sequence[str | Path]) -> int:
-    """Total size on disk of the files. Raises InputError for one that is missing, empty or no file."""
-    if not paths:
-        raise InputError("--input: no file given, expected at least one JSONL file")
-    total = 0
-    for path in map(Path, paths):
-        if not path.exists():
-            raise InputError(f"{path}: no such file; expected JSONL, plain or compressed with gzip or zstd")
-        if not path.is_file():
-            raise InputError(f"{path}: not a file; expected JSONL, plain or compressed with gzip or zstd")
-        if path.stat().st_size == 0:
-            raise InputError(f"{path}: is empty; expected one JSON object a line")
-        total += path.stat().st_size
-    return total
+class Block(Protocol):
+    """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
+
+    position: int
+    """Bytes on disk (compressed) read so far, over the whole input: what progress is measured in."""
+
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
+        """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
 
 
-def read_blocks(paths: Sequence[str | Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Yield the files one after the other in blocks of whole lines, each about `block_bytes` of text or one long line.
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of one JSONL file."""
 
-    Raises InputError for a file that cannot be read, or whose compression is broken or cut short.
+    path: str
+    range_start: int
+    """Byte where reading began: the lines before it are counted only if an error has to name one."""
+    first_line: int
+    """Number of the first line, counted from 1 at `range_start`."""
+    data: bytes
+    position: int
+
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
+        """One document a line, blank ones aside: the texts under `keys`."""
+        texts, skipped = [], 0
+        for number, line in enumerate(self.data.split(b"\n"), self.first_line):
+            if not line or line.isspace():
+                continue
+            try:
+                texts.append(_json_texts(line, keys))
+            except InputError as error:
+                if not skip_bad:
+                    number += _lines_before(self.path, self.range_start)
+                    raise InputError(f"{self.path}:{number}: {error}") from None
+                skipped += 1
+        return Documents(texts, skipped, len(self.data))
+
+
+@dataclass(frozen=True)
+class TextLines:
+    """Whole lines or paragraphs of one text file, each a document."""
+
+    path: str
+    range_start: int
+    first_line: int
+    data: bytes
+    position: int
+    paragraphs: bool
+
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
+        """A document a line or paragraph that is not blank, without its line end; the text is the same under every key."""
+        texts, skipped, together = [], 0, []
+        # A line feed ends a line and nothing else does: the others of Unicode are characters of the text.
+        for number, line in enumerate([*self.data.split(b"\n"), b""], self.first_line):
+            if self.paragraphs and line and not line.isspace():
+                together.append(line)
+                continue
+            found = b"\n".join(together) if self.paragraphs else line
+            first, together = number - len(together), []
+            found = found.removesuffix(b"\r")
+            if not found or found.isspace():
+                continue
+            try:
+                texts.append((_decoded(found, "utf-8-sig" if first == 1 and not self.range_start else "utf-8"),) * len(keys))
+            except InputError as error:
+                if not skip_bad:
+                    first += _lines_before(self.path, self.range_start)
+                    raise InputError(f"{self.path}:{first}: {error}") from None
+                skipped += 1
+        return Documents(texts, skipped, len(self.data))
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """Some text files, each a document; opened where they are parsed."""
+
+    paths: tuple[str, ...]
+    position: int
+
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
+        """The text of each file exactly as it is, the same under every key; a byte order mark at its start is left out."""
+        texts, skipped, size = [], 0, 0
+        for path in self.paths:
+            with opened(path) as (_, stream):
+                data = stream.read()
+            size += len(data)
+            try:
+                texts.append((_decoded(data),) * len(keys))
+            except InputError as error:
+                if not skip_bad:
+                    raise InputError(f"{path}: {error}") from None
+                skipped += 1
+        return Documents(texts, skipped, size)
+
+
+def read_lines(path: str, start: int = 0, stop: int | None = None, before: int = 0) -> Iterator[Lines]:
+    """Yield the lines of a JSONL file that begin in bytes start..stop-1, in blocks of about BLOCK_BYTES or one long line.
+
+    `start` is the beginning of a line; only a file that is not compressed can be read in part. `before` is added to positions.
     """
-    before = 0
-    for path in map(str, paths):
-        first_line = 1
+    for first_line, data, position in _read(path, start, stop, paragraphs=False):
+        yield Lines(path, start, first_line, data, before + position)
+
+
+def read_text_lines(
+    path: str, start: int = 0, stop: int | None = None, before: int = 0, *, paragraphs: bool
+) -> Iterator[TextLines]:
+    """As `read_lines`, but of a text file, in blocks of whole lines or of whole paragraphs (which blank lines part)."""
+    for first_line, data, position in _read(path, start, stop, paragraphs):
+        yield TextLines(path, start, first_line, data, before + position, paragraphs)
+
+
+def line_start(path: str, offset: int) -> int:
+    """The first byte at or after `offset` of a file, uncompressed, where a line begins (or the file's end)."""
+    if offset <= 0:
+        return 0
+    with opened(path) as (raw, _):
+        raw.seek(offset - 1)
+        while (piece := raw.readline(BLOCK_BYTES)) and not piece.endswith(b"\n"):
+            pass  # a line may be longer than memory should hold
+        return raw.tell()
+
+
+def texts_of(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
+    """The texts under `keys` in one record (a mapping). Raises InputError for a missing key or another type."""
+    for key in keys:
+        if key not in record:
+            raise InputError(f"no key `{key}`; found {listed(record)}")
+        if not isinstance(record[key], str):
+            value = record[key]
+            shown = json.dumps(value) if isinstance(value, (int, float, list, dict, bool, type(None))) else repr(value)
+            raise InputError(f"key `{key}`: found {shown[:40]}, expected text")
+    return tuple(record[key] for key in keys)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names of a record's keys or a table's columns, for an error message."""
+    return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
+
+
+def _read(path: str, start: int, stop: int | None, paragraphs: bool) -> Iterator[tuple[int, bytes, int]]:
+    """(number of the first line, the bytes of whole lines or paragraphs, bytes on disk read so far)."""
+    first_line = 1
+    with opened(path) as (raw, stream):
+        if start:
+            stream.seek(start)
+        left = None if stop is None else stop - start
         try:
-            with open(path, "rb") as raw, _decompressed(raw) as stream:
-                while data := stream.read(block_bytes):
-                    if not data.endswith(b"\n"):
-                        data += stream.readline()
-                    yield Block(path, first_line, data, before + raw.tell())
-                    first_line += data.count(b"\n")
-                before += raw.tell()
-        except (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile) as error:
+            while data := stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
+                if not data.endswith(b"\n"):
+                    data += stream.readline()
+                if paragraphs:
+                    data += _rest_of_paragraph(stream)
+                if left is not None:
+                    left -= len(data)
+                yield first_line, data, raw.tell() if left is None else stop - left
+                first_line += data.count(b"\n")
+        except BROKEN as error:
             raise InputError(f"{path}: broken compressed data after line {first_line - 1}: {error}") from None
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def parse_block(block: Block, keys: Sequence[str], *, skip_bad_lines: bool = False) -> Documents:
-    """Read the texts under `keys` from every line that is not blank.
-
-    Raises InputError `path:line: ...` for a line that is not a JSON object with text under each key, unless such lines are to
-    be skipped.
-    """
-    texts, skipped = [], 0
-    for offset, line in enumerate(block.data.split(b"\n")):
-        if not line or line.isspace():
-            continue
-        try:
-            texts.append(_texts(line, keys))
-        except InputError as error:
-            if not skip_bad_lines:
-                raise InputError(f"{block.path}:{block.first_line + offset}: {error}") from None
-            skipped += 1
-    return Documents(texts, skipped)
+def _rest_of_paragraph(stream: BinaryIO) -> bytes:
+    lines = []
+    while line := stream.readline():
+        lines.append(line)
+        if line.isspace():
+            break
+    return b"".join(lines)
 
 
-def read_texts(paths: Sequence[str | Path], key: str) -> Iterator[str]:
-    """Yield the text under `key` of every document. Raises InputError as `read_blocks` and `parse_block` do."""
-    for block in read_blocks(paths):
-        for (text,) in parse_block(block, [key]).texts:
-            yield text
+def _lines_before(path: str, start: int) -> int:
+    if not start:
+        return 0
+    count = 0
+    with open(path, "rb") as stream:
+        while start > 0 and (data := stream.read(min(BLOCK_BYTES, start))):
+            count += data.count(b"\n")
+            start -= len(data)
+    return count
 
 
-def _texts(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
+def _json_texts(line: bytes, keys: Sequence[str]) -> tuple[str, ...]:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 (byte 0x{line[error.start]:02x} at position {error.start + 1})") from None
+        record = json.loads(_decoded(line))
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON ({error.msg} at column {error.colno}): {_excerpt(line)}") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets nested thousands deep
         raise InputError(f"not JSON that can be read ({type(error).__name__}): {_excerpt(line)}") from None
     if not isinstance(record, dict):
         raise InputError(f"found a JSON {type(record).__name__}, expected an object with the key `{keys[0]}`")
-    for key in keys:
-        if key not in record:
-            raise InputError(f"no key `{key}`; found {', '.join(f'`{name}`' for name in list(record)[:8]) or 'no key at all'}")
-        if not isinstance(record[key], str):
-            raise InputError(f"key `{key}`: found {json.dumps(record[key])[:40]}, expected text")
-    return tuple(record[key] for key in keys)
+    return texts_of(record, keys)
+
+
+def _decoded(data: bytes, encoding: str = "utf-8-sig") -> str:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise InputError(f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _excerpt(line: bytes) -> str:
     return repr(line[:40].decode("utf-8", "replace").strip())
-
-
-def _decompressed(raw: BinaryIO) -> BinaryIO:
-    start = raw.read(4)
-    raw.seek(0)
-    if start[:2] == b"\x1f\x8b":
-        return gzip.GzipFile(fileobj=raw, mode="rb")
-    if start == b"\x28\xb5\x2f\xfd":
-        return io.BufferedReader(_ZstdFrames(raw), buffer_size=1 << 17)
-    return io.BufferedReader(raw, buffer_size=1 << 17)
-
-
-class _ZstdFrames(io.RawIOBase):
-    """The text of one or more Zstandard frames. zstandard's own reader takes a file cut short for a whole one; this does not."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._ready = memoryview(b"")
-        self._frame = None
-        self._unused = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            compressed = self._unused or self._raw.read(1 << 17)
-            self._unused = b""
-            if not compressed:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
-                return 0
-            if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self._ready = memoryview(self._frame.decompress(compressed))
-            if self._frame.eof:
-                self._unused, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count

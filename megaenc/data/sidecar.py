@@ -36,7 +36,7 @@ class Sidecar:
     append_eod: bool
     documents: int
     sequences: int
-    """Entries of the .idx; one a document here, more when a document is cut into sentences."""
+    """Entries of the .idx: one a document, or one a sentence where documents are cut into sentences."""
     tokens: int
     """All tokens, end-of-document ones included."""
     empty_documents: int
@@ -50,9 +50,11 @@ class Sidecar:
     sha256: dict[str, str]
     """Of the files: keys `bin` and `idx`."""
     sources: list[dict[str, Any]]
-    """The input files: `path` (name without folder) and `bytes` on disk."""
+    """An entry an input: `path` (a name without folder), `bytes` on disk (null for the Hub's), `files` of a folder."""
     megaenc: str
     """Version of this package that wrote it."""
+    sentences: dict[str, Any] | None = None
+    """How documents were cut into sentences, as megaenc.data.sentences.Punkt tells it; None: a sequence is a document."""
 
     def write(self, path: Path) -> None:
         """Write to `path` as JSON."""
@@ -95,16 +97,22 @@ _JSON_TYPES = {
     str: (str,),
     dict[str, str]: (dict,),
     list[dict[str, Any]]: (list,),
+    dict[str, Any] | None: (dict, type(None)),
     TokenizerIdentity: (dict,),
 }
 
 
 def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str, Any]:
-    """The fields of `kind` out of `values`, each of its type; fields that `kind` does not know are left alone."""
+    """The fields of `kind` out of `values`, each of its type; fields that `kind` does not know are left alone.
+
+    A field with a default may be missing: files from before it was there are read as ever.
+    """
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a JSON {type(values).__name__}, expected an object")
     known = {}
     for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is not dataclasses.MISSING:
+            continue
         if field.name not in values:
             raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
         value = values[field.name]

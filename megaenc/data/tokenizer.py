@@ -79,6 +79,31 @@ def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str])
     return encoder_of(tokenizer)(texts)
 
 
+def decode_in_runs(tokenizer: "PreTrainedTokenizerFast", ids: Sequence[int]) -> list[tuple[int, str]]:
+    """`ids` as runs of (how many, their text): the shortest that cut no character in two, for one may take several tokens.
+
+    The texts joined are the text of all ids. A character of which `ids` holds only a part is U+FFFD. For a pack's worth of ids:
+    the time grows with the square of their number.
+    """
+    decode, ids = tokenizer.backend_tokenizer.decode, [int(token) for token in ids]
+    whole = decode(ids, skip_special_tokens=False)
+    # A place is between two characters if what is decoded up to it stays as it is, whatever comes later.
+    cuts, shortest = [], len(whole)
+    for end in range(len(ids), 0, -1):
+        text = decode(ids[:end], skip_special_tokens=False)
+        if len(text) <= shortest and whole.startswith(text):
+            cuts.append((end, len(text)))
+            shortest = len(text)
+    runs, ended, written = [], 0, 0
+    for end, length in reversed(cuts):
+        if length > written or not runs:
+            runs.append((end - ended, whole[written:length]))
+        else:  # these tokens add no text
+            runs[-1] = (runs[-1][0] + end - ended, runs[-1][1])
+        ended, written = end, length
+    return runs
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokenizerFast":
     """Train a byte-level BPE of at most `vocab_size` ids; the same texts give the same tokenizer.
 

@@ -26,9 +26,9 @@ class FillMaskFlags:
     model: str
     """Hugging Face folder of a masked language model, as `megaenc convert to-hf` writes it."""
     input: tuple[str, ...]
-    """JSONL files of text that the model has not seen, plain or compressed with gzip or zstd."""
+    """Text that the model has not seen, from all that `megaenc preprocess` reads."""
     json_key: str = "text"
-    """Key of the text in each JSON object."""
+    """Key or column of the text."""
     mask: float = 0.4
     """Share of the tokens to hide, as mlm's option of that name."""
     tokens: int = 100_000
@@ -57,7 +57,11 @@ class Riddle:
 
 
 def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such."""
+    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such.
+
+    Where its predictions stand before their tokens (`prediction_shift` in config.json), its logits are moved to these tokens; a
+    token too near the start to be predicted gets equal logits.
+    """
     if not (Path(folder) / "config.json").is_file():
         raise InputError(f"--model {folder}: no config.json there, expected a folder that `megaenc convert to-hf` wrote")
     import torch
@@ -79,7 +83,15 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
         raise InputError(f"--model {folder}: {reason}; expected a masked language model") from None
     if report["missing_keys"]:
         raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
+    if shift := getattr(model.config, "prediction_shift", 0):
+        model.register_forward_hook(lambda module, inputs, output: _moved(output, shift))
     return model.eval().to(detect().device), tokenizer
+
+
+def _moved(output: Any, shift: int) -> Any:
+    output.logits = output.logits.roll(shift, dims=1)
+    output.logits[:, :shift] = 0
+    return output
 
 
 def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
@@ -209,16 +221,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--tokens: found {settings.tokens}, expected 1 or more")
     if settings.sentences < 0:
         raise InputError(f"--sentences: found {settings.sentences}, expected 0 or more")
-    from megaenc.data.readers import read_texts
+    from megaenc.data.inputs import InputFlags, find_inputs, read_texts
 
-    next(read_texts(settings.input, settings.json_key), None)  # a wrong input is said before anything is loaded
+    inputs = find_inputs(InputFlags(settings.input), [settings.json_key])
+    next(read_texts(inputs, settings.json_key), None)  # a wrong input is said before anything is loaded
     model, tokenizer = load(settings.model)
-    asked = riddles(tokenizer, read_texts(settings.input, settings.json_key), settings.sentences)
+    asked = riddles(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
     if asked:
         from rich.console import Console
 
         Console(file=sys.stdout).print(table(asked, guess(model, tokenizer, asked)))
-    found = score(model, tokenizer, read_texts(settings.input, settings.json_key), settings.mask, settings.tokens)
+    found = score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     say(
         f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "
         f"always the most frequent token: {100 * found.most_frequent:.1f} %"

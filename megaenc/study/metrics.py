@@ -10,21 +10,35 @@ from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
 Row = dict[str, Any]
 
 
-def read_steps(run: str | Path) -> list[Row]:
-    """The rows of metrics.jsonl, one a logged step; at least one. Raises InputError for what no run wrote."""
+def read_steps(run: str | Path, *more: str) -> list[Row]:
+    """The rows of metrics.jsonl, one a logged step; at least one, each with the fields `more` too.
+
+    Raises InputError for what no run wrote.
+    """
     path = Path(run) / METRICS
     if not path.is_file():
         raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
-    rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds"))
+    rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
     if not rows:
         raise InputError(f"{path}: holds no step yet, expected at least one")
     return rows
 
 
-def read_validations(run: str | Path) -> list[Row]:
-    """The rows of validation.jsonl, none where the run made none. Raises InputError for what no run wrote."""
+def read_validations(run: str | Path, *more: str) -> list[Row]:
+    """The rows of validation.jsonl, each with the fields `more` too, none where the run made none.
+
+    Raises InputError for what no run wrote.
+    """
     path = Path(run) / VALIDATION
-    return _rows(path, ("objectives",)) if path.is_file() else []
+    return _rows(path, ("objectives", *more)) if path.is_file() else []
+
+
+def read_held_out(run: str | Path, *more: str) -> list[Row]:
+    """The validations under at least one objective. Raises InputError where there is none."""
+    validated = [row for row in read_validations(run, *more) if row["objectives"]]
+    if not validated:
+        raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
+    return validated
 
 
 def read_facts(run: str | Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import clock, number, quiet, say
-from megaenc.errors import InputError, one_line_errors
-from megaenc.study.metrics import read_facts, read_steps, read_validations, training_seconds
+from megaenc.errors import one_line_errors
+from megaenc.study.metrics import read_facts, read_held_out, read_steps, training_seconds
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,7 @@ class Summary:
 def summarise(run: str | Path) -> Summary:
     """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
     steps, facts = read_steps(run), read_facts(run)
-    validated = [row for row in read_validations(run) if row["objectives"]]
-    if not validated:
-        raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
+    validated = read_held_out(run)
     first, last = validated[0], validated[-1]
     learnt = []
     for objective, after in last["objectives"].items():

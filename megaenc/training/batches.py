@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaenc.data.packs import ConcatPacks
+from megaenc.data.packs import Packs
 from megaenc.model.attention import Packing, to_device
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
@@ -24,7 +24,7 @@ class MicroBatch:
     labels: Tensor  # int64[N]
 
 
-def micro_batch(packs: ConcatPacks, samples: range, objective: Objective, seed: int, device: torch.device) -> MicroBatch:
+def micro_batch(packs: Packs, samples: range, objective: Objective, seed: int, device: torch.device) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
     edges, tokens, positions, predict_at, labels, prefixes = [0], [], [], [], [], []
     for sample in samples:

@@ -19,6 +19,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc.training.plan import make_plan
 
     plan = make_plan(settings)
+    if settings.output.dry_run:
+        from megaenc.training.dry_run import describe
+
+        describe(plan)
+        return
     from megaenc import backend
 
     device = backend.start(settings.layout, settings.seed)

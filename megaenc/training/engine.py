@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
-from megaenc.data.packs import ConcatPacks
+from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_encoder
 from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
@@ -103,7 +103,7 @@ class Engine:
         _, grad_norm, _ = self.optimizer.step()
         return result, float(grad_norm)
 
-    def evaluate(self, packs: ConcatPacks, batches: int, objective: Objective) -> BatchResult:
+    def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         self.model.eval()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
@@ -111,7 +111,7 @@ class Engine:
         self.model.train()
         return sum(results, BatchResult())
 
-    def _run(self, packs: ConcatPacks, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
+    def _run(self, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
         """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
         iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))

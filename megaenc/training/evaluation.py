@@ -7,18 +7,18 @@ import numpy as np
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
 from megaenc.training.engine import Engine
-from megaenc.training.plan import Plan
+from megaenc.training.plan import Plan, validated_objectives
 
 
 class Validation:
-    """Validates under every objective of the schedule, whatever the phase, so that curves can be laid over each other."""
+    """Validates under `validated_objectives`, whatever the phase, on packs and masks that follow from the data alone."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
         size = plan.settings.global_batch_size
-        packs = plan.validation.first_sample_of_epoch(1)  # no held-out token twice, unless one batch needs more than there are
+        packs = plan.validation.samples_before_repeat  # no held-out token twice, unless one batch needs more than there are
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
-        self.objectives = plan.schedule.objectives()
+        self.objectives = validated_objectives(plan.schedule, plan.vocabulary)
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, dict[str, Any]]:

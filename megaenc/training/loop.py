@@ -33,7 +33,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     settings, output = plan.settings, plan.settings.output
     checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
     done = (checkpoints.latest() if checkpoints else None) or 0
-    if done == settings.train_iters:
+    if done == settings.total_iters:
         say(f"{output.save} is complete: step {done} of {done}")
         return
     saved = checkpoints.state(done) if done else {}
@@ -49,8 +49,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     if validation and not done:
         _log(folder, VALIDATION, {"step": 0, **progress, "objectives": validation(engine)})
 
-    with ProgressLine(plan.schedule.text_at(done + 1), total=settings.train_iters) as line:
-        for step in range(done + 1, settings.train_iters + 1):
+    with ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
+        for step in range(done + 1, settings.total_iters + 1):
             clock = perf_counter()
             result, grad_norm = engine.update(step)
             seconds = perf_counter() - clock
@@ -59,7 +59,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
             row = _row(plan, step, result, grad_norm, progress, seconds, peak)
-            last = step == settings.train_iters
+            last = step == settings.total_iters
             if _due(step, settings.log_every) or last:
                 _log(folder, METRICS, row)
             line.update(step, description=row["objective"], **_shown(row))
@@ -73,7 +73,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
                 checkpoints.save(engine, step, progress)
             if leave and not last:
                 break
-    say(_conclusion(step, settings.train_iters, result, output.save))
+    say(_conclusion(step, settings.total_iters, result, output.save))
 
 
 def _due(step: int, interval: int | None) -> bool:
@@ -147,8 +147,19 @@ def _introduction(plan: Plan, backend: Backend, done: int) -> str:
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
         f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
-        f"  {phases}; {settings.global_batch_size} packs of {settings.data.seq_length} tokens a step; saved to {save}"
+        f"  {phases}; {settings.global_batch_size} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {_reading(plan)}"
     )
+
+
+def _reading(plan: Plan) -> str:
+    """How much of each corpus the whole run reads."""
+    rows = plan.data.reading(plan.first_sample(plan.settings.total_iters + 1))
+    parts = [
+        f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
+        for row in rows
+    ]
+    return "; ".join(parts)
 
 
 def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:

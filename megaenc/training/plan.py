@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from megaenc import __version__, flags
-from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packs import ConcatPacks
+from megaenc.data.packs import Packs
+from megaenc.data.run_data import RunData
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import Schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
 from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
@@ -25,11 +25,19 @@ class Plan:
     settings: PretrainSettings
     vocabulary: Vocabulary
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
-    corpus: Corpus
-    packs: ConcatPacks
-    validation: ConcatPacks | None  # None where it is turned off or the split leaves no text for it
+    data: RunData
     schedule: Schedule
     learning_rate: LearningRate
+
+    @property
+    def packs(self) -> Packs:
+        """What is trained on."""
+        return self.data.train
+
+    @property
+    def validation(self) -> Packs | None:
+        """What is held out; None where validation is turned off or the split leaves no text for it."""
+        return self.data.held_out if self.settings.eval_every else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,15 +54,16 @@ class Plan:
 
         Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same.
         """
-        free = {"config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
+        free = {"train_tokens", "config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
         values = {name: value for name, value in flags.flatten(self.settings).items() if name not in free}
         return values | {
+            "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
             "lr_warmup_iters": self.learning_rate.warmup,
             "lr_wsd_decay_iters": self.learning_rate.decay,
-            "data": self.corpus.fingerprint,
+            "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
         }
 
@@ -69,18 +78,30 @@ class Plan:
         }
 
 
+def validated_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
+    """By text: `clm` and `mlm` with their defaults, then the objectives of the schedule.
+
+    The first two are the same in every run, so that any two runs can be laid over each other; without a mask token there is no
+    `mlm`.
+    """
+    always: list[Objective] = [CausalLanguageModeling(vocabulary)]
+    if vocabulary.mask_id is not None:
+        always.append(MaskedLanguageModeling(vocabulary))
+    return {objective.describe(): objective for objective in always} | schedule.objectives()
+
+
 def make_plan(settings: PretrainSettings) -> Plan:
     """Open what `settings` name and check that it fits together. Raises InputError."""
     settings.check(world_size())
-    total, optimizer, data = settings.train_iters, settings.optimizer, settings.data
+    total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
     learning_rate = LearningRate(
         optimizer.lr,
         steps_of("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
         steps_of("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
         total,
     )
-    prefix, tokenizer_name = data.data_path, data.tokenizer
-    if not prefix:
+    data_path, tokenizer_name = data.data_path, data.tokenizer
+    if not data_path:
         if tokenizer_name:
             raise InputError(
                 "--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)"
@@ -88,19 +109,13 @@ def make_plan(settings: PretrainSettings) -> Plan:
         from megaenc.data.demo import ensure_demo
 
         demo = ensure_demo(Path("demo"))
-        prefix, tokenizer_name = str(demo.data_prefix), str(demo.tokenizer)
+        data_path, tokenizer_name = (str(demo.data_prefix),), str(demo.tokenizer)
     elif not tokenizer_name:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = vocabulary_of(tokenizer)
     schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
-    corpus = Corpus.open(prefix)
-    corpus.check_vocabulary(vocabulary)
-    train, validation, _ = split_documents(len(corpus), parse_split(data.split))
-    if not corpus.document_lengths[train].any():
-        raise InputError(f"--split {data.split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
-    packs = ConcatPacks(corpus, train, data.seq_length, settings.seed)
-    held_out = None
-    if settings.eval_every and corpus.document_lengths[validation].any():
-        held_out = ConcatPacks(corpus, validation, data.seq_length, seed=0)
-    return Plan(settings, vocabulary, tokenizer, corpus, packs, held_out, schedule, learning_rate)
+    run_data = RunData.open(
+        data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
+    )
+    return Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)

@@ -59,6 +59,7 @@ class RunFolder:
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
         if not (path / TOKENIZER).exists():
             with whole_folder(path / TOKENIZER) as temporary:

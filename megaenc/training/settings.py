@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megaenc import flags
 from megaenc.backend.device import detect
@@ -16,14 +17,18 @@ from megaenc.model.config import ModelConfig, preset
 class DataSettings:
     """Where the text is and how it is cut."""
 
-    data_path: str = ""
-    """prefix of a tokenised corpus (PREFIX.bin, .idx, .json); without it the demo corpus is used, and built when missing"""
+    data_path: tuple[str, ...] = ()
+    """prefix of a tokenised corpus (PREFIX.bin, .idx, .json), or a blend: 0.3 A 0.7 B by weights, A B by size; without it the
+    demo corpus is used, and built when missing"""
     tokenizer: str = ""
     """Hugging Face tokenizer the corpus was made with: a folder or a name"""
     split: str = "99,1,0"
     """shares of the documents for training, validation and test"""
     seq_length: int = 128
     """tokens of a pack: documents laid end to end, attention never crosses their edges"""
+    packing: Literal["concat", "random-length", "sentences"] = "concat"
+    """how packs are cut. concat: documents end to end, nothing wasted; random-length: the study's, two chunks of random length a
+    pack, which may span documents; sentences: every pack starts at a sentence (data made with --split-sentences)"""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,8 @@ class OutputSettings:
     """global batches of a validation, always the same packs and masks"""
     log_interval: int | None = None
     """steps between rows of metrics; 1 for up to 1,000 steps, 10 beyond"""
+    dry_run: bool = False
+    """say what the run would be (data, phases with their steps and tokens, learning rate) and stop"""
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,10 @@ class PretrainSettings:
     """YAML file of flags; the command line wins over it"""
     objective_schedule: str = "clm:0.25,mlm:0.75"
     """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
-    train_iters: int = 200
-    """steps (updates of the weights)"""
+    train_iters: int | None = None
+    """steps (updates of the weights); 200 unless these or the tokens are given"""
+    train_tokens: int | None = None
+    """tokens to read, instead of steps: as many steps as it takes to read them"""
     micro_batch_size: int = 8
     """packs that one process reads at once, in one row"""
     global_batch_size: int = 16
@@ -105,6 +114,10 @@ class PretrainSettings:
             for name in names:
                 if values[name] is not None and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        if self.train_iters is not None and self.train_tokens is not None:
+            raise InputError(
+                f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
+            )
         row = self.micro_batch_size * self.data.seq_length
         tensor = self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
@@ -124,17 +137,27 @@ class PretrainSettings:
         return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
 
     @property
+    def total_iters(self) -> int:
+        """Steps of the whole run."""
+        if self.train_tokens is not None:
+            return -(-self.train_tokens // (self.global_batch_size * self.data.seq_length))
+        return 200 if self.train_iters is None else self.train_iters
+
+    @property
     def log_every(self) -> int:
         """Steps between rows of metrics."""
-        return self.output.log_interval or (1 if self.train_iters <= 1000 else 10)
+        return self.output.log_interval or (1 if self.total_iters <= 1000 else 10)
 
     @property
     def eval_every(self) -> int:
         """Steps between validations; 0 for none."""
-        return max(1, self.train_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
+        return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
 
 
-_COUNTS = ("train_iters", "micro_batch_size", "global_batch_size", "seq_length", "eval_iters", "make_vocab_size_divisible_by")
+_COUNTS = (
+    *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
+    *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
+)
 _INTERVALS = ("save_interval", "exit_interval", "log_interval")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
@@ -145,7 +168,11 @@ _LIMITS = (
 )
 
 # Two ways to say one thing: a command line that uses one overrules the other in the YAML file.
-_PAIRS = (("lr_warmup_iters", "lr_warmup_fraction"), ("lr_wsd_decay_iters", "lr_wsd_decay_fraction"))
+_PAIRS = (
+    ("train_iters", "train_tokens"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_fraction"),
+)
 
 
 DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megaenc import randomness
-from megaenc.data.packs import ConcatPacks, Pack
+from megaenc.data.packs import ConcatPacks, Pack, RandomLengthPacks
 from megaenc.errors import InputError
 
 
@@ -135,3 +135,35 @@ def test_no_tokens():
 def test_positions():
     pack = Pack(0, 0, np.arange(7), np.array([0, 3, 4, 7], dtype=np.int32))
     assert pack.positions.tolist() == [0, 1, 2, 0, 0, 1, 2]
+
+
+# ---- random-length: the study's way
+
+
+def test_random_length_packs_are_the_same_tokens_in_two_chunks():
+    rng = np.random.default_rng(1)
+    source, documents = Numbered(rng.integers(0, 50, size=300)), np.arange(300)
+    whole, cut = ConcatPacks(source, documents, 64, seed=2), RandomLengthPacks(source, documents, 64, seed=2)
+    for sample in range(300):
+        there, here = whole[sample], cut[sample]
+        assert np.array_equal(here.tokens, there.tokens) and here.epoch == there.epoch
+        assert here.edges.dtype == np.int32 and len(here.edges) == 3 and (np.diff(here.edges) >= 12).all()
+    again = RandomLengthPacks(source, documents, 64, seed=2)
+    assert [again[sample].edges[1] for sample in (299, 0)] == [cut[sample].edges[1] for sample in (299, 0)]
+    other = RandomLengthPacks(source, documents, 64, seed=3)
+    assert [other[sample].edges[1] for sample in range(9)] != [cut[sample].edges[1] for sample in range(9)]
+
+
+def test_random_lengths_are_uniform():
+    packs = RandomLengthPacks(Numbered([1_000_000]), np.array([0]), 40, seed=0)  # cuts at 12 to 28: seventeen places
+    samples = 17_000
+    counts = np.bincount([packs[sample].edges[1] for sample in range(samples)], minlength=29)
+    assert counts[:12].sum() == 0 and counts.sum() == samples
+    expected = samples / 17
+    chi_square = ((counts[12:29] - expected) ** 2 / expected).sum()
+    assert chi_square < 45.9  # 16 degrees of freedom: exceeded by chance once in ten thousand
+
+
+def test_a_pack_too_short_for_two_chunks_is_refused():
+    with pytest.raises(InputError, match="found --seq-length 23, expected at least 24"):
+        RandomLengthPacks(Numbered([100]), np.array([0]), 23, seed=0)

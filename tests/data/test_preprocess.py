@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -5,15 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import chain
 
+import datasets
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from text_helpers import TEXTS, reference_ids, small_tokenizer, write_jsonl
+from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tokenizer, write_jsonl
 
-from megaenc.data import readers
+from megaenc.data import inputs, readers
+from megaenc.data.corpus import Corpus
+from megaenc.data.encoding import well_formed
 from megaenc.data.indexed import IndexedWriter, token_dtype
 from megaenc.data.preprocess import PreprocessFlags, main, preprocess
 from megaenc.data.sidecar import read_sidecar
@@ -36,10 +43,6 @@ def corpus(tmp_path):
 def flags(corpus, tokenizer_folder, name="out", **changes):
     settings = {"append_eod": True, "workers": 1, **changes}
     return PreprocessFlags((str(corpus),), str(corpus.parent / name), tokenizer_folder, **settings)
-
-
-def contents(prefix):
-    return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
@@ -74,10 +77,7 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
 
 def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folder, monkeypatch):
     write_jsonl(corpus, [f"{text} {number}" for number in range(40) for text in TEXTS])
-    small_blocks = readers.read_blocks
-    monkeypatch.setattr(
-        readers, "read_blocks", lambda paths: small_blocks(paths, 2000)
-    )  # many blocks, so that order could be lost
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 2000)  # many blocks, so that order could be lost
     compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
     compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
     compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
@@ -88,6 +88,165 @@ def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folde
     for path in compressed:
         (other,) = preprocess(flags(path, tokenizer_folder, path.name, workers=2))
         assert contents(one) == contents(other)
+
+
+SOURCES = {
+    "jsonl": lambda folder: [write_jsonl(folder / "a.jsonl", TEXTS)],
+    "gzip": lambda folder: [_packed(folder / "a.jsonl.gz", gzip.compress)],
+    "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstandard.compress)],
+    "parquet": lambda folder: [_parquet(folder / "a.parquet", TEXTS)],
+    "text folder": lambda folder: [_text_files(folder / "text", TEXTS)],
+    "mixed folder": lambda folder: [_mixed(folder / "mixed")],
+    "saved": lambda folder: [_saved(folder / "saved")],
+    "several": lambda folder: [_text_files(folder / "text", TEXTS[:2]), _parquet(folder / "b", TEXTS[2:])],
+    "hub": lambda folder: ["someone/small"],
+}
+
+
+def _packed(path, pack):
+    write_jsonl(path, TEXTS)
+    path.write_bytes(pack(path.read_bytes()))
+    return path
+
+
+def _parquet(path, texts, **options):
+    pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, **{"row_group_size": 2, **options})
+    return path
+
+
+def _text_files(folder, texts):
+    folder.mkdir()
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(text.encode())
+    return folder
+
+
+def _mixed(folder):
+    (folder / "b" / ".git").mkdir(parents=True)
+    (folder / "b" / ".git" / "config.txt").write_text("hidden")
+    write_jsonl(folder / "a.jsonl", TEXTS[:1])
+    (folder / "b" / "one.md.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
+    _parquet(folder / "b" / "two.parquet", TEXTS[2:4])
+    (folder / "c.text").write_bytes(TEXTS[4].encode())
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    return folder
+
+
+def _saved(folder):
+    datasets.Dataset.from_dict({"text": ["left out", *TEXTS]}).select(range(1, 6)).save_to_disk(folder, num_shards=2)
+    return folder
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The Hub has one data set, `someone/small`, of two files: everything but the name goes through the real load_dataset."""
+    (tmp_path / "hub").mkdir()
+    for number, texts in enumerate((TEXTS[:3], TEXTS[3:])):
+        _parquet(tmp_path / "hub" / f"train-0000{number}-of-00002.parquet", texts)
+    real = datasets.load_dataset
+
+    def load_dataset(name, config=None, **options):
+        assert name == "someone/small"
+        return real(str(tmp_path / "hub"), config, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def from_jsonl(tmp_path_factory, tokenizer_folder):
+    """What TEXTS become, read from JSONL by one worker."""
+    corpus = write_jsonl(tmp_path_factory.mktemp("jsonl") / "a.jsonl", TEXTS)
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    return contents(prefix)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, hub, kind):
+    given = tuple(map(str, SOURCES[kind](tmp_path)))
+    settings = PreprocessFlags(given, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
+    (prefix,) = preprocess(settings)
+    assert contents(prefix) == from_jsonl
+    (parted,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "parted"), partitions=3))
+    assert contents(parted) == from_jsonl
+    sources = read_sidecar(prefix).sources
+    assert [source["path"] for source in sources] == [name.split("/")[-1] if kind != "hub" else name for name in given]
+    assert sources == read_sidecar(parted).sources and str(tmp_path) not in json.dumps(sources)
+    if kind == "hub":
+        assert sources[0] == {"path": "someone/small", "bytes": None, "config": None, "split": "train"}
+
+
+HOSTILE = [
+    "<|mask|> The<|eos|> <|eos|><|mask|>",
+    "half a pair \ud800 and \udfff the other way, \ud83d",
+    "",
+    "NUL \x00\x01\x7f and line ends \r\n\r\u2028\x85\x0b\x0c",
+    "zero\u200bwidth \u200d\ufeff\u00ad 👩‍👩‍👧‍👦 \u0130 e\u0301",
+    " " * 5000 + "x" * 20000 + "\n" * 3000,
+    *TEXTS,
+]
+
+
+def test_hostile_texts_have_the_ids_of_the_hugging_face_tokenizer(tmp_path, tokenizer_folder):
+    corpus = write_jsonl(tmp_path / "hostile.jsonl", HOSTILE)
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, workers=2))
+    want = [[*reference_ids(small_tokenizer(), well_formed(text)), 0] for text in HOSTILE if text]
+    assert [document for (document,) in documents_of(prefix)] == want
+    assert read_sidecar(prefix).empty_documents == 1
+
+
+LONG = 50_000_000
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
+def test_a_document_of_50_mb_has_the_ids_of_the_hugging_face_tokenizer(tmp_path, tokenizer_folder, kind):
+    # A paragraph that ends in one line feed, before a letter, is encoded alike whatever surrounds it: what a paragraph gives the
+    # Hugging Face tokenizer, which would take a minute and gigabytes for the whole document, is then known for all of them.
+    paragraphs = [f"Paragraph {number}, <|mask|> and <|eos|>. {text.strip()}\n" for number, text in enumerate(TEXTS)]
+    known = [reference_ids(small_tokenizer(), paragraph) for paragraph in paragraphs]
+    assert reference_ids(small_tokenizer(), "".join(paragraphs * 2)) == list(chain(*known, *known))
+    order = np.random.default_rng(0).integers(len(paragraphs), size=LONG // (sum(map(len, paragraphs)) // len(paragraphs)))
+    text = "".join([paragraphs[at] for at in order.tolist()])
+    assert len(text.encode()) > LONG
+    path = tmp_path / {"jsonl": "long.jsonl", "text": "long.txt", "parquet": "long.parquet"}[kind]
+    {"jsonl": write_jsonl, "text": lambda path, texts: path.write_text(texts[0]), "parquet": _parquet}[kind](path, [text])
+    (prefix,) = preprocess(flags(path, tokenizer_folder, workers=1))
+    dataset = IndexedDataset(str(prefix))
+    known = [np.array(ids, np.uint16) for ids in known]
+    want = np.concatenate([known[at] for at in order.tolist()])
+    assert len(dataset) == 1
+    assert np.array_equal(dataset[0][:-1], want) and dataset[0][-1] == 0
+
+
+def test_sentences_are_the_sequences_of_a_document(tmp_path, tokenizer_folder, capsys):
+    texts = ["One dog. Two foxes!\n\nThree? Mr. Fox sleeps.  ", "", "No end", "\ud800 One. Two."]
+    corpus = write_jsonl(tmp_path / "a.jsonl", texts)
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder, split_sentences=True))
+    documents = documents_of(prefix)
+    spelled = [[small_tokenizer().decode(sequence) for sequence in document] for document in documents]
+    assert spelled == [
+        ["One dog.", " Two foxes!", "\n\nThree?", " Mr. Fox sleeps.  <|eos|>"],
+        ["No end<|eos|>"],
+        ["\ufffd One.", " Two.<|eos|>"],
+    ]
+    sidecar = read_sidecar(prefix)
+    assert (sidecar.documents, sidecar.sequences, sidecar.empty_documents) == (3, 7, 1)
+    assert sidecar.sentences["method"] == "punkt" and sidecar.sentences["language"] in ("learnt", "english")
+    assert "sentences: " in capsys.readouterr().out
+    corpus = Corpus.open(prefix)
+    assert corpus.tokens(0, 0, int(corpus.document_lengths[0])).tolist() == list(chain(*documents[0]))
+    (parted,) = preprocess(flags(tmp_path / "a.jsonl", tokenizer_folder, "parted", split_sentences=True, partitions=3))
+    assert contents(parted) == contents(prefix)
+
+
+def test_a_sidecar_from_before_sentences_is_read(corpus, tokenizer_folder):
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    path = prefix.with_name(prefix.name + ".json")
+    values = json.loads(path.read_text())
+    del values["sentences"]
+    path.write_text(json.dumps(values))
+    assert read_sidecar(prefix).sentences is None
+    assert Corpus.open(prefix).sidecar.sequences == len(TEXTS)
 
 
 def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
@@ -102,8 +261,8 @@ def test_each_key_makes_a_corpus(tmp_path, tokenizer_folder):
 def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
     assert (token_dtype(65_499), token_dtype(65_500)) == ("uint16", "int32")
     writer = IndexedWriter(tmp_path / "wide.bin", tmp_path / "wide.idx", "int32")
-    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32))
-    writer.add(np.array([128_255], np.int32), np.array([1], np.int32))
+    writer.add(np.array([70_000, 1, 2], np.int32), np.array([1, 2], np.int32), np.array([1, 1], np.int32))
+    writer.add(np.array([128_255], np.int32), np.array([1], np.int32), np.array([1], np.int32))
     writer.finish()
     dataset = IndexedDataset(str(tmp_path / "wide"))
     assert [dataset[at].tolist() for at in range(3)] == [[70_000], [1, 2], [128_255]]
@@ -117,6 +276,13 @@ def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
         ('{"text": "x"}\n{"text": \n', [], "corpus.jsonl:2: not JSON"),
         ('{"text": "x"}\n\n{"body": "y"}\n', [], "corpus.jsonl:3: no key `text`; found `body`"),
         ('{"text": "x"}\n', ["--workers", "0"], "--workers 0: expected at least 1"),
+        ('{"text": "x"}\n', ["--partitions", "0"], "--partitions 0: expected at least 1"),
+        ('{"body": "y"}\n{"text": "x"}\n', ["--partitions", "2"], "corpus.jsonl:1: no key `text`; found `body`"),
+        ('{"text": "x"}\n', ["--sample-by", "line"], "--sample-by line: none of --input is a text file"),
+        ('{"text": "x"}\n', ["--sample-by", "word"], "--sample-by"),
+        ('{"text": "x"}\n', ["--dataset-config", "a"], "--dataset-config a: none of --input is a data set"),
+        ('{"text": "x"}\n', ["--dataset-split", "test"], "--dataset-split test: none of --input is a data set"),
+        ('{"text": "x"}\n', ["--punkt-language", "german"], "--punkt-language german: expected --split-sentences"),
         ('{"text": "x"}\n', ["--json-keys", "a/b"], "--json-keys 'a/b'"),
         ('{"text": "x"}\n', ["--tokenizer", "./none"], "--tokenizer ./none: no such folder"),
         ('{"text": "x"}\n', ["--input", "./none.jsonl"], "none.jsonl: no such file"),
@@ -154,14 +320,15 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
-    blocks = list(readers.read_blocks([corpus], 50))
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 50)
+    blocks = list(readers.read_lines(str(corpus)))
 
-    def read_blocks(paths):
+    def read_blocks(found, spans):
         yield blocks[0]
         psutil.Process().children()[-1].kill()
         yield from blocks * 50
 
-    monkeypatch.setattr(readers, "read_blocks", read_blocks)
+    monkeypatch.setattr(inputs, "read_blocks", read_blocks)
     with pytest.raises(InputError, match=r"worker \d of 2 \(process \d+\) was killed by SIGKILL"):
         preprocess(flags(corpus, tokenizer_folder, workers=2))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
@@ -169,14 +336,14 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 
 SUICIDE = """
 import os, sys, psutil
-from megaenc.data import preprocess, readers
-def read_blocks(paths, real=readers.read_blocks):
-    for block in real(paths):
+from megaenc.data import inputs, preprocess
+def read_blocks(found, spans, real=inputs.read_blocks):
+    for block in real(found, spans):
         yield block
         print(*[child.pid for child in psutil.Process().children()], flush=True)
         os.kill(os.getpid(), int(sys.argv.pop()))
         yield block
-readers.read_blocks = read_blocks
+inputs.read_blocks = read_blocks
 preprocess.main(sys.argv[1:-1])
 """
 

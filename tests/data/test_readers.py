@@ -5,12 +5,13 @@ import pytest
 import zstandard
 from text_helpers import TEXTS, write_jsonl
 
-from megaenc.data.readers import Block, input_bytes, parse_block, read_blocks, read_texts
+from megaenc.data import readers
+from megaenc.data.readers import Lines, TextFiles, line_start, read_lines, read_text_lines
 from megaenc.errors import InputError
 
 
-def texts_of(*paths):
-    return list(read_texts(paths, "text"))
+def texts_of(path, *between):
+    return [text for block in read_lines(str(path), *between) for (text,) in block.documents(["text"], False).texts]
 
 
 def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
@@ -28,25 +29,86 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
         assert texts_of(tmp_path / name) == TEXTS, name
-        assert [block.position for block in read_blocks([tmp_path / name])][-1] == len(content)
-    assert texts_of(plain, tmp_path / "a.jsonl.gz") == TEXTS + TEXTS
+        assert [block.position for block in read_lines(str(tmp_path / name))][-1] == len(content)
 
 
 @pytest.mark.parametrize("size", [1, 40, 1000])
-def test_blocks_are_whole_lines_with_their_numbers(tmp_path, size):
+def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    blocks = list(read_blocks([path, path], block_bytes=size))
-    assert b"".join(block.data for block in blocks) == path.read_bytes() * 2
+    blocks = list(read_lines(str(path), before=7))
+    assert b"".join(block.data for block in blocks) == path.read_bytes()
     for block in blocks:
         first = json.loads(block.data.split(b"\n")[0])
         assert first["id"] == block.first_line - 1
-    assert blocks[-1].position == input_bytes([path, path])
+    assert blocks[-1].position == path.stat().st_size + 7
+
+
+@pytest.mark.parametrize("size", [1, 40, 1000])
+def test_a_file_can_be_read_in_parts_at_line_starts(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    end = path.stat().st_size
+    starts = [line_start(str(path), offset) for offset in range(end + 1)]
+    assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(path.read_bytes()) if byte == ord("\n")]]
+    assert all(start >= offset for offset, start in enumerate(starts))
+    for cut in sorted(set(starts)):
+        blocks = [*read_lines(str(path), 0, cut), *read_lines(str(path), cut, end)]
+        assert b"".join(block.data for block in blocks) == path.read_bytes()
+        assert texts_of(path, 0, cut) + texts_of(path, cut, end) == TEXTS
+
+
+def test_lines_keep_their_numbers_in_a_part(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with path.open("a") as stream:
+        stream.write("wrong\n")
+    start = line_start(str(path), path.stat().st_size // 2)
+    assert start > 0
+    with pytest.raises(InputError, match=rf"a\.jsonl:{len(TEXTS) + 1}: not JSON"):
+        texts_of(path, start, path.stat().st_size)
 
 
 def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n   \n{"text": "two"}')
     assert texts_of(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
+
+    def pieces(paragraphs):
+        blocks = read_text_lines(str(path), paragraphs=paragraphs)
+        return [text for block in blocks for (text,) in block.documents(["text"], False).texts]
+
+    assert pieces(paragraphs=True) == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
+    assert pieces(paragraphs=False) == ["One.", " Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
+
+
+@pytest.mark.parametrize("paragraphs", [True, False])
+def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"good\n\ncaf\xe9\n\ngood")
+    (block,) = read_text_lines(str(path), paragraphs=paragraphs)
+    with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
+        block.documents(["text"], False)
+    assert block.documents(["text"], True).texts == [("good",), ("good",)]
+    whole = TextFiles((str(path),), 0)
+    with pytest.raises(InputError, match=r"latin\.txt: not UTF-8 \(byte 0xe9 at position 10\)"):
+        whole.documents(["text"], False)
+    assert whole.documents(["text"], True).skipped == 1
+
+
+def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
+    texts = ["", "\r\n One\r\n\x00\x0c\n\n", "\n"]
+    paths = [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst")]
+    for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstandard.compress), strict=True):
+        path.write_bytes(pack(text.encode()))
+    found = TextFiles(tuple(map(str, paths)), 0).documents(["text", "other"], False)
+    assert found.texts == [(text, text) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -63,22 +125,20 @@ def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
     ],
 )
 def test_a_bad_line_is_named_or_counted(line, message):
-    block = Block("corpus.jsonl", 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
+    block = Lines("corpus.jsonl", 0, 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
     with pytest.raises(InputError) as error:
-        parse_block(block, ["text"])
+        block.documents(["text"], False)
     assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
-    documents = parse_block(block, ["text"], skip_bad_lines=True)
+    documents = block.documents(["text"], True)
     assert documents.texts == [("good",), ("good too",)]
     assert documents.skipped == 1
 
 
-def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "empty").touch()
-    for path, message in [("missing", "no such file"), ("empty", "is empty"), (".", "not a file")]:
-        with pytest.raises(InputError, match=message):
-            input_bytes([tmp_path / path])
+def test_damaged_compression_is_one_line(tmp_path):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
     for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstandard.compress(data))]:
         (tmp_path / name).write_bytes(content[:-20])
-        with pytest.raises(InputError, match="broken compressed data"):
+        with pytest.raises(InputError, match=r"broken compressed data after line \d+"):
             texts_of(tmp_path / name)
+        with pytest.raises(InputError, match="broken compressed data"):
+            TextFiles((str(tmp_path / name),), 0).documents(["text"], False)

@@ -4,11 +4,11 @@ import random
 import numpy as np
 import pytest
 from text_helpers import TEXTS, reference_ids, small_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megaenc.data.encoding import Encoder, well_formed
-from megaenc.data.tokenizer import encode_documents, encoder_of, load_tokenizer, train_tokenizer, vocabulary_of
+from megaenc.data.tokenizer import decode_in_runs, encode_documents, encoder_of, load_tokenizer, train_tokenizer, vocabulary_of
 from megaenc.data.tokenizer_command import main
 from megaenc.errors import InputError
 
@@ -22,7 +22,7 @@ HOSTILE = [
     "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
     "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
     "<|mask|> The<|eos|> <|eos|><|mask|>",
-    "<|mas<|mask|>k|> newword newwords",
+    "<|mas<|mask|>k|> newword newwords <|reserved|>x",
     "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
     " " * 5000 + "x" * 20000 + "\n" * 3000,
     "the lazy dog " * 20000,
@@ -39,6 +39,8 @@ def llama3_like():
     special = ["<|eos|>", "<|mask|>"]
     trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(TEXTS, trainer)
+    backend.add_special_tokens(["<|reserved|>"])  # outside the model's own vocabulary
+    backend.post_processor = processors.TemplateProcessing(single="<|eos|> $A", special_tokens=[("<|eos|>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
 
 
@@ -55,6 +57,16 @@ def with_added_word():
     tokenizer = train_tokenizer(TEXTS, 400)
     tokenizer.add_tokens(["newword", AddedToken("dog", single_word=True)])
     return tokenizer
+
+
+def byte_fallback():
+    backend = Tokenizer(models.BPE(byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")])
+    special = ["<|eos|>", "<|mask|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, limit_alphabet=60, show_progress=False)
+    backend.train_from_iterator([text for text in TEXTS if text.isascii()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
 
 
 @pytest.mark.parametrize(
@@ -97,6 +109,13 @@ def test_spelled_special_tokens_stay_text():
     (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
     assert not set(ids.tolist()) & set(vocabulary_of(tokenizer).special_ids)
     assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
+
+
+def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
+    encoder = Encoder(small_tokenizer().backend_tokenizer.to_str())
+    monkeypatch.setattr(encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way"))
+    (ids,) = encoder(["<|mask|> and <|eos|>"])
+    assert ids.tolist() == reference_ids(small_tokenizer(), "<|mask|> and <|eos|>")
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character():
@@ -191,3 +210,24 @@ def test_command_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys, change
     assert stop.value.code == 2
     assert message in errors and errors.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize("make", [small_tokenizer, llama3_like, wordpiece, byte_fallback])
+def test_runs_hold_every_token_once_and_no_half_character(make):
+    tokenizer = make()
+    for text in [*TEXTS, *HOSTILE[:-2], "日本語 a\ufffdb\ufffd\ufffd", "it 's 3 . 14 , n't"]:
+        ids = reference_ids(tokenizer, text)
+        whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        runs = decode_in_runs(tokenizer, ids)
+        assert sum(count for count, _ in runs) == len(ids)
+        assert "".join(piece for _, piece in runs) == whole
+        assert "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd") or make is wordpiece
+
+
+def test_runs_are_as_short_as_characters_allow():
+    tokenizer = small_tokenizer()  # é and ö are two tokens, one a byte
+    ids = reference_ids(tokenizer, "Zöé x")
+    assert decode_in_runs(tokenizer, ids) == [(1, "Z"), (2, "ö"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_runs(tokenizer, ids[:-3]) == [(1, "Z"), (2, "ö"), (1, "\ufffd")]
+    assert decode_in_runs(tokenizer, ids[2:]) == [(1, "\ufffd"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_runs(tokenizer, []) == []

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from run_folders import write_run
+from run_folders import write_rows, write_run
 
 from megaenc.study import plot
 from megaenc.study.metrics import read_steps, read_validations
@@ -38,9 +38,45 @@ def test_lines_are_the_losses_and_validations(picture):
     np.testing.assert_allclose(picture.axes[1].get_lines()[0].get_ydata(), 5e-4)
 
 
+@pytest.mark.parametrize(
+    ("against", "label", "ends"),
+    [
+        ("tokens", "tokens", (10_000, 40_000)),
+        ("predicted_tokens", "predicted tokens", (10_000, 19_000)),
+        ("flops", "FLOPs of the matrix products, forward and backward", (10**16, 4 * 10**16)),
+    ],
+)
+def test_a_run_against_what_it_cost(tmp_path, against, label, ends):
+    run = write_run(tmp_path / "run")
+    loss, rate = plot.figure(read_steps(run), read_validations(run), "a run", against).axes
+    spans = [(patch.get_x(), patch.get_x() + patch.get_width()) for patch in loss.patches]
+    assert spans == [(0, ends[0]), ends]
+    raw_mlm = loss.get_lines()[2]
+    np.testing.assert_allclose(raw_mlm.get_xdata(), np.linspace(ends[0], ends[1], 31)[1:])
+    np.testing.assert_allclose(raw_mlm.get_ydata(), 9 - 0.1 * np.arange(11, 41))
+    held_out = {line.get_label(): line for line in loss.get_lines()}["held out, clm"]
+    np.testing.assert_allclose(held_out.get_xdata(), [0, ends[0], *np.linspace(ends[0], ends[1], 4)[1:]])
+    assert rate.get_xlabel() == label and rate.get_xlim() == (0, ends[1])
+    np.testing.assert_allclose(rate.get_lines()[0].get_xdata()[[0, -1]], [ends[0] / 10, ends[1]])
+
+
+def test_a_run_without_the_field_is_one_line(tmp_path, refusal):
+    run = write_run(tmp_path / "run")
+    rows = [{name: value for name, value in row.items() if name != "flops"} for row in read_validations(run)]
+    write_rows(run / "validation.jsonl", rows)
+    line = refusal(plot.main, [run, "--against", "flops", "--output", tmp_path / "loss.png"])
+    assert "validation.jsonl:1: no field `flops`" in line
+    line = refusal(plot.main, [run, "--against", "weeks", "--output", tmp_path / "loss.png"])
+    assert "--against" in line and "predicted_tokens" in line
+
+
+def test_no_run_is_one_line(refusal):
+    assert "RUN: missing" in refusal(plot.main, [])
+
+
 def test_smoothing_damps_noise_and_does_not_look_across_phases():
     steps = np.arange(1, 201)
-    noisy = plot.Phase("mlm", 1, 200, steps, 5 + 0.5 * (-1.0) ** steps)
+    noisy = plot.Phase("mlm", 0, 200, steps, 5 + 0.5 * (-1.0) ** steps)
     assert np.abs(noisy.smoothed[5:] - 5).max() < 0.09
     rows = [
         {"step": step, "objective": "clm" if step <= 50 else "mlm", "phase": int(step > 50), "loss": 1.0 if step <= 50 else 3.0}
@@ -52,7 +88,7 @@ def test_smoothing_damps_noise_and_does_not_look_across_phases():
 def test_a_step_without_a_target_leaves_no_point():
     rows = [{"step": step, "objective": "mlm", "phase": 0, "loss": loss} for step, loss in enumerate([3.0, None, 2.0], start=1)]
     [phase] = plot.phases_of(rows)
-    assert phase.steps.tolist() == [1, 3] and (phase.first, phase.last) == (1, 3)
+    assert phase.x.tolist() == [1, 3] and (phase.start, phase.end) == (0, 3)
 
 
 def rows_of(objectives, steps_a_phase):

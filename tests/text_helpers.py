@@ -2,6 +2,7 @@
 
 import functools
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from megaenc.data.tokenizer import train_tokenizer
@@ -30,3 +31,17 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
 def reference_ids(tokenizer, text: str) -> list[int]:
     """What transformers itself makes of plain text."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
+def documents_of(prefix: Path) -> list[list[list[int]]]:
+    """What megatron-core reads: for each document its sequences, for each sequence its token ids."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    edges = dataset.document_indices.tolist()
+    return [[dataset[at].tolist() for at in range(*pair)] for pair in pairwise(edges)]
+
+
+def contents(prefix: Path) -> list[bytes]:
+    """The bytes of the .bin and of the .idx."""
+    return [prefix.with_name(prefix.name + suffix).read_bytes() for suffix in (".bin", ".idx")]

@@ -1,0 +1,46 @@
+# shellcheck shell=sh
+# Settings for ROCm and RCCL, to be sourced: . docker/rocm_env.sh
+# A variable that is set already wins; one that is set to nothing (NAME=) is taken out, so that the library's own default holds.
+# They are those of AMD's public launchers of Megatron; none could be measured here.
+
+megaenc_default() {
+  megaenc_found=
+  eval "megaenc_found=\${$1-unset}"
+  case $megaenc_found in
+    unset) export "$1=$2" ;;
+    "") unset "$1" ;;
+    *) export "${1?}" ;;
+  esac
+}
+
+# Scratch memory stays with its queue: taking it back under load has ended runs with HSA_STATUS_ERROR_OUT_OF_RESOURCES.
+megaenc_default HSA_NO_SCRATCH_RECLAIM 1
+# The same for the newer, asynchronous way of taking it back (gfx942 and later).
+megaenc_default HSA_ENABLE_SCRATCH_ASYNC_RECLAIM 0
+# Copies go over the DMA engines and leave the compute units to the kernels.
+megaenc_default HSA_ENABLE_SDMA 1
+# A hardware queue for computing and one for communication; more of them contend.
+megaenc_default GPU_MAX_HW_QUEUES 2
+# Kernels start in the order they were launched in, on which megatron-core's overlap with communication counts.
+megaenc_default CUDA_DEVICE_MAX_CONNECTIONS 1
+
+# Collectives run on streams of high priority, so that they overlap with computing instead of waiting for it.
+megaenc_default TORCH_NCCL_HIGH_PRIORITY 1
+# No check of the arguments at every collective.
+megaenc_default NCCL_CHECKS_DISABLE 1
+# RoCE v2: the address by IPv4. Take it out on a native InfiniBand or another network: NCCL_IB_GID_INDEX=
+megaenc_default NCCL_IB_GID_INDEX 3
+# A ring stays on the network cards of one rail.
+megaenc_default NCCL_CROSS_NIC 0
+# No detour over a neighbour's network card, which costs memory on the neighbour.
+megaenc_default NCCL_PXN_DISABLE 1
+# Larger pieces between the stages of a pipeline on different nodes.
+megaenc_default NCCL_P2P_NET_CHUNKSIZE 524288
+# RCCL's own algorithms rather than MSCCL's: steadier.
+megaenc_default RCCL_MSCCL_ENABLE 0
+
+# Nothing of NVTE_*: those are Transformer Engine's, which is not installed, and megatron-core refuses to start where they
+# contradict the kind of attention that was asked for.
+
+unset -f megaenc_default
+unset megaenc_found

@@ -1,0 +1,279 @@
+#!/usr/bin/env python3
+"""Build and run a Dockerfile of this folder where no Docker engine can be: in a root directory, by chroot. Needs root.
+
+    debootstrap --variant=minbase bookworm /tmp/image     # what debian:bookworm-slim is made of
+    python docker/run_in_chroot.py build docker/Dockerfile.cpu --root /tmp/image
+    python docker/run_in_chroot.py run --root /tmp/image -- megaenc --version
+
+The root stands in for the image that FROM names, and is changed. What is known of the language of Dockerfiles is what these
+files use; anything else is refused. There are no layers: a build that failed starts again from a fresh root. What this machine
+alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+# Everything is mounted in a namespace of its own, which takes the mounts along when the command ends. /dev/shm has the 64 MB
+# that Docker gives without --ipc or --shm-size.
+_ENTER = """
+set -e
+root=$1 user=$2; shift 2
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+mount --rbind /dev "$root/dev"
+mount -t tmpfs -o size=64m tmpfs "$root/dev/shm"
+while [ "$1" != -- ]; do mount -o bind,ro "$1" "$root$2"; shift 2; done
+shift
+exec chroot --userspec="$user" --groups= "$root" /usr/bin/env -i "$@"
+"""
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+# Docker lends a container these files of the host.
+_HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
+
+
+class Refusal(Exception):
+    """One line for the user."""
+
+
+@dataclass
+class Image:
+    """What a Dockerfile says of a container, besides its files."""
+
+    env: dict[str, str] = field(default_factory=lambda: {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"})
+    folder: str = "/"
+    user: str = "0"
+    entrypoint: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+
+
+def instructions(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, instruction, rest) of a Dockerfile; lines that a backslash continues are one, comments are gone."""
+    begun, parts = 0, []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        begun = begun if parts else number
+        parts.append(line.strip().removesuffix("\\"))
+        if not line.rstrip().endswith("\\"):
+            name, _, rest = "".join(parts).strip().partition(" ")
+            yield begun, name.upper(), rest.strip()
+            parts = []
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """`$NAME` and `${NAME}` replaced; an unknown one is empty, as in Docker."""
+    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], ""), text)
+
+
+def ignore_rules(context: Path) -> list[tuple[bool, re.Pattern]]:
+    """(whether it takes back in, pattern of paths) for each line of the context's .dockerignore."""
+    path = context / ".dockerignore"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rules = []
+    for line in (line.strip() for line in lines):
+        if line and not line.startswith("#"):
+            parts = re.split(r"(\*\*/|\*\*|\*|\?)", line.removeprefix("!").strip("/"))
+            known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+            rules.append(
+                (line.startswith("!"), re.compile("".join(known.get(part, re.escape(part)) for part in parts) + "(?:/.*)?"))
+            )
+    return rules
+
+
+def travels(path: str, rules: Sequence[tuple[bool, re.Pattern]]) -> bool:
+    """Whether the file, named relative to the context, is sent to the build: the last line that speaks of it decides."""
+    return next((kept for kept, pattern in reversed(rules) if pattern.fullmatch(path)), True)
+
+
+def sent_files(context: Path) -> list[str]:
+    """All files of the context that .dockerignore lets travel, relative to it."""
+    rules = ignore_rules(context)
+    found = []
+    for folder, folders, files in os.walk(context):
+        folders[:] = [name for name in folders if name != ".git"]  # a large folder that no image here wants
+        paths = (os.path.relpath(os.path.join(folder, name), context) for name in files)
+        found += [path for path in paths if travels(path, rules)]
+    return sorted(found)
+
+
+def copies(sources: Sequence[str], destination: str, files: Sequence[str]) -> list[tuple[str, str]]:
+    """What `COPY sources destination` copies, as (file of the context, path in the image). Refuses a missing source."""
+    result = []
+    for source in (os.path.normpath(source) for source in sources):
+        into_folder = destination.endswith("/") or len(sources) > 1 or destination in (".", "..")
+        if source in files:
+            result.append((source, os.path.join(destination, os.path.basename(source)) if into_folder else destination))
+            continue
+        inside = [path for path in files if source == "." or path.startswith(source + "/")]
+        if not inside:
+            raise Refusal(f"COPY {source}: no such file among those that .dockerignore lets travel")
+        result += [(path, os.path.join(destination, os.path.relpath(path, source))) for path in inside]
+    return result
+
+
+def ids(root: Path, user: str) -> str:
+    """uid:gid of a user by name or number; a number that the root's passwd does not know has group 0, as in Docker."""
+    if re.fullmatch(r"\d+:\d+", user):
+        return user
+    passwd = root / "etc/passwd"
+    for name, _, uid, gid, *_ in (line.split(":") for line in (passwd.read_text() if passwd.exists() else "").splitlines()):
+        if user in (name, uid):
+            return f"{uid}:{gid}"
+    if user.isdigit():
+        return f"{user}:0"
+    raise Refusal(f"{passwd} has no user {user}")
+
+
+def mount_points(root: Path, binds: Sequence[tuple[str, str]]) -> list[Path]:
+    """Make in the root what the files are bound over; returns what was not there, in the order of making."""
+    made = []
+    for here, inside in binds:
+        point = root / inside.lstrip("/")
+        missing = [folder for folder in reversed(point.parents) if not folder.exists()]
+        for folder in missing:
+            folder.mkdir()
+        if not point.exists():
+            missing.append(point)
+            point.mkdir() if Path(here).is_dir() else point.touch()
+        made += missing
+    return made
+
+
+def run_inside(root: Path, image: Image, env: Mapping[str, str], command: Sequence[str], lent: Sequence[tuple[str, str]]) -> int:
+    """Run `command` with `env` and nothing of this process's environment, as the image's user in its folder; its exit status.
+
+    `lent` are paths as (here, in the root), mounted read-only.
+    """
+    user = ids(root, image.user)
+    env = {"HOME": "/root", **env} if user.startswith("0:") else env
+    binds = [(path, path) for path in _HOST_FILES] + list(lent)
+    inside = [
+        *(f"{name}={value}" for name, value in env.items()),
+        "/bin/sh",
+        "-c",
+        'cd "$0" && exec "$@"',
+        image.folder,
+        *command,
+    ]
+    enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", _ENTER, "sh", str(root), user]
+    made = mount_points(root, binds)
+    try:
+        return subprocess.run([*enter, *(path for bind in binds for path in bind), "--", *inside], check=False).returncode
+    finally:
+        for path in reversed(made):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+def build(
+    dockerfile: Path, context: Path, root: Path, asked: Mapping[str, str], lent_files, lent_env: Mapping[str, str]
+) -> Image:
+    """Carry out the Dockerfile in the root. `asked` are build arguments. Raises Refusal, which names the line."""
+    image, arguments, unused = Image(), {}, dict(asked)
+    for line, name, rest in instructions(dockerfile.read_text()):
+        started = time.monotonic()
+        print(f"{dockerfile}:{line}: {name} {rest}", flush=True)
+        known = {**arguments, **image.env}
+        try:
+            match name:
+                case "FROM":
+                    print(f"    {root} stands in for {expand(rest, known)}")
+                    arguments = {}
+                case "ARG":
+                    key, _, value = rest.partition("=")
+                    arguments[key] = unused.pop(key, expand(value, known))
+                case "ENV":
+                    image.env |= {key: value for key, _, value in (w.partition("=") for w in shlex.split(expand(rest, known)))}
+                case "RUN":
+                    if rest.startswith(("[", "-", "<")):
+                        raise Refusal("only RUN with a command for the shell is known")
+                    status = run_inside(root, image, {**lent_env, **known}, ["/bin/sh", "-c", rest], lent_files)
+                    if status:
+                        raise Refusal(f"RUN ended with status {status}")
+                case "COPY":
+                    *sources, destination = expand(rest, known).split()
+                    if not sources or rest.startswith(("-", "[")):
+                        raise Refusal("only COPY SOURCE ... DESTINATION is known")
+                    for source, target in copies(sources, destination, sent_files(context)):
+                        path = root / os.path.join(image.folder, target).lstrip("/")
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copy(context / source, path)
+                case "WORKDIR":
+                    image.folder = os.path.join(image.folder, expand(rest, known))
+                    (root / image.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+                case "USER":
+                    image.user = expand(rest, known)
+                case "ENTRYPOINT" | "CMD":
+                    if not rest.startswith("["):
+                        raise Refusal(f"only {name} as a list is known")
+                    setattr(image, "entrypoint" if name == "ENTRYPOINT" else "command", json.loads(rest))
+                case _:
+                    raise Refusal(f"{name} is not known here")
+        except Refusal as refusal:
+            raise Refusal(f"{dockerfile}:{line}: {refusal}") from None
+        if name == "RUN":
+            print(f"    {time.monotonic() - started:.0f} s", flush=True)
+    if unused:
+        raise Refusal(f"--build-arg {next(iter(unused))}: {dockerfile} has no such argument")
+    return image
+
+
+def pairs(given: Sequence[str], separator: str, flag: str) -> list[tuple[str, str]]:
+    """Each A{separator}B as (A, B)."""
+    for text in given:
+        if separator not in text:
+            raise Refusal(f"{flag} {text}: expected A{separator}B")
+    return [(key, value) for key, _, value in (text.partition(separator) for text in given)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    builds = verbs.add_parser("build", help="carry out a Dockerfile in a root")
+    builds.add_argument("dockerfile", type=Path)
+    builds.add_argument("--context", type=Path, default=Path(), help="what COPY copies from (default: here)")
+    builds.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    runs = verbs.add_parser("run", help="run a command in a root that was built")
+    runs.add_argument("--user", help="instead of the image's, as docker run -u")
+    runs.add_argument("command", nargs="*", help="instead of the image's CMD")
+    for verb in (builds, runs):
+        verb.add_argument("--root", type=Path, required=True, help="the root directory; ROOT.json beside it says how to run it")
+        verb.add_argument("--bind", action="append", default=[], metavar="HERE:INSIDE", help="lend a file or folder, read-only")
+        verb.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="lend a variable; it is not kept")
+    asked = parser.parse_args()
+    try:
+        if os.geteuid() != 0:
+            raise Refusal("mount and chroot need root")
+        root = asked.root.resolve()
+        lent_files, lent_env = pairs(asked.bind, ":", "--bind"), dict(pairs(asked.env, "=", "--env"))
+        state = root.with_name(root.name + ".json")
+        if not (root / "bin/sh").exists():
+            raise Refusal(f"{root} is no root directory with a shell: debootstrap --variant=minbase bookworm {root}")
+        if asked.verb == "build":
+            arguments = dict(pairs(asked.build_arg, "=", "--build-arg"))
+            image = build(asked.dockerfile, asked.context, root, arguments, lent_files, lent_env)
+            state.write_text(json.dumps(asdict(image), indent=1) + "\n")
+            size = subprocess.run(["du", "-sm", str(root)], capture_output=True, text=True, check=True).stdout.split()[0]
+            print(f"{root}: {size} MB")
+            return 0
+        if not state.exists():
+            raise Refusal(f"{state} is missing: build first")
+        image = Image(**json.loads(state.read_text()))
+        image.user = asked.user or image.user
+        return run_inside(root, image, {**image.env, **lent_env}, image.entrypoint + (asked.command or image.command), lent_files)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

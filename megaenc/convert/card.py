@@ -1,0 +1,82 @@
+"""The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
+
+from dataclasses import dataclass
+
+from megaenc.objectives import Attention, Objective, Schedule
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an export comes from."""
+
+    schedule_text: str
+    """As it was given."""
+    schedule: Schedule
+    step: int
+    total_iters: int
+    tokens_per_step: int
+
+    @property
+    def last_objectives(self) -> tuple[Objective, ...]:
+        """What the last updates before the checkpoint may have trained, the most frequent first; step 0 has none behind it and
+        is taken for the start of the first phase."""
+        phase = self.schedule.at(max(self.step, 1))
+        return tuple(choice.end for choice in sorted(phase.choices, key=lambda choice: -choice.weight))
+
+    def read_as(self, attention: Attention) -> Objective:
+        """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""
+        last = self.last_objectives
+        return next((objective for objective in last if objective.attention == attention), last[0])
+
+
+def card(name: str, provenance: Provenance, attention: Attention) -> str:
+    """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
+    objective = provenance.read_as(attention)
+    tokens = provenance.step * provenance.tokens_per_step
+    causal = attention == Attention.CAUSAL
+    rows = "\n".join(
+        f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
+    )
+    return f"""---
+library_name: transformers
+pipeline_tag: {"text-generation" if causal else "fill-mask"}
+tags: [megaenc]
+---
+
+# {name}
+
+A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
+this is step {provenance.step:,}, after {tokens:,} tokens. Attention in this export: {attention}.
+
+## Where predictions stand
+
+| last trained | under attention | the output at position i predicts |
+|---|---|---|
+{rows}
+
+{_how_to_read(objective, attention)}
+"""
+
+
+def _moved(shift: int) -> str:
+    return f"i + {shift}" if shift else "i"
+
+
+def _how_to_read(objective: Objective, attention: Attention) -> str:
+    shift, name = objective.shift, objective.describe()
+    parts = []
+    if attention == Attention.CAUSAL and shift == 1:
+        parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
+    elif shift:
+        parts.append(
+            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** `{name}` predicts a token from the output "
+            f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
+            '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
+            "`megaenc fill-mask` moves the logits by itself."
+        )
+    else:
+        parts.append(f"`{name}` predicts a token where it stands: the output at position i is for token i.")
+    if objective.attention != attention:
+        parts.append(f"It was trained under {objective.attention} attention, and this export reads its text under {attention}.")
+    parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
+    return "\n".join(parts)

@@ -1,0 +1,161 @@
+"""The work folder of `--partitions`: parts of a corpus, each written whole, so that work goes on where it was stopped."""
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaenc.console import ProgressLine
+from megaenc.data.indexed import IndexedWriter
+from megaenc.errors import InputError
+from megaenc.files import make_parent, whole_files, write_whole
+
+_PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
+_OURS = re.compile(r"plan\.json|lock|merged|part-\d{5}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
+
+
+def is_merged(folder: Path) -> bool:
+    """Whether the parts in `folder` were joined but perhaps not all renamed: what bears the output's names then is their work."""
+    return (folder / _MERGED).exists()
+
+
+class Parts:
+    """`count` parts, numbered from 0, each a corpus a key: part-00001-KEY.bin and .idx, and part-00001.json, written last."""
+
+    def __init__(self, folder: Path, keys: Sequence[str], dtype: str, count: int) -> None:
+        self.folder, self.count = folder, count
+        self._keys, self._dtype = keys, dtype
+
+    def missing(self) -> list[int]:
+        """The parts that are not there, or not as their notes tell."""
+        return [number for number in range(self.count) if self._note(number) is None]
+
+    def write(self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]]) -> None:
+        """Write part `number`: `fill` gives its documents to a writer a key and returns the counts to be noted."""
+        bins, indices = self._files(number)
+        with whole_files(*bins, *indices, self._note_path(number)) as temporary, contextlib.ExitStack() as stack:
+            *files, note = temporary
+            writers = []
+            for here, there in zip(files[: len(bins)], files[len(bins) :], strict=True):
+                writers.append(IndexedWriter(here, there, self._dtype))
+                stack.callback(writers[-1].close)
+            counts = fill(writers)
+            hashes = [writer.finish() for writer in writers]
+            sizes = [path.stat().st_size for path in files]
+            note.write_text(json.dumps({"counts": counts, "sha256": hashes, "bytes": sizes}) + "\n")
+
+    def merge(self, writers: Sequence[IndexedWriter]) -> list[dict[str, int]]:
+        """Append all parts in order, a writer a key; return their counts. Raises InputError for a part that has been changed."""
+        notes = [self._note(number) for number in range(self.count)]
+        total = sum(sum(note["bytes"]) for note in notes)
+        done = 0
+        with ProgressLine("joining the parts", total) as progress:
+            for number, note in enumerate(notes):
+                for *files, writer, hashes in zip(*self._files(number), writers, note["sha256"], strict=True):
+                    try:
+                        writer.extend(*files, hashes)
+                    except InputError as error:
+                        again = f"remove {self._note_path(number)} and start the same command again"
+                        raise InputError(f"{error}; {again}") from None
+                done += sum(note["bytes"])
+                progress.update(done)
+        return [note["counts"] for note in notes]
+
+    def merged(self) -> None:
+        """Note that the parts are joined and about to be renamed."""
+        write_whole(self.folder / _MERGED, "")
+
+    def _files(self, number: int) -> tuple[list[Path], list[Path]]:
+        stems = [f"part-{number + 1:05}-{key}" for key in self._keys]
+        return [self.folder / f"{stem}.bin" for stem in stems], [self.folder / f"{stem}.idx" for stem in stems]
+
+    def _note_path(self, number: int) -> Path:
+        return self.folder / f"part-{number + 1:05}.json"
+
+    def _note(self, number: int) -> dict[str, Any] | None:
+        bins, indices = self._files(number)
+        try:
+            note = json.loads(self._note_path(number).read_text())
+            return note if [path.stat().st_size for path in (*bins, *indices)] == note["bytes"] else None
+        except (OSError, ValueError):
+            return None
+
+
+@contextlib.contextmanager
+def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
+    """Have `folder` to oneself; it is removed when the block ends well, or holds no part.
+
+    `plan` is what the parts depend on, a field a flag. Raises InputError when another process works in the folder, or when it
+    holds parts of another plan or something else.
+    """
+    foreign = sorted(name for name in os.listdir(folder) if not _OURS.fullmatch(name)) if folder.is_dir() else []
+    if foreign:
+        raise InputError(
+            f"{folder}: holds `{foreign[0]}`, expected nothing but parts of a corpus; choose another --output-prefix"
+        )
+    lock = _lock(folder)
+    try:
+        for path in folder.glob(".*.tmp"):  # of an attempt that was killed
+            path.unlink()
+        _check_plan(folder, plan)
+        try:
+            yield
+        except BaseException:
+            if not any(folder.glob("part-*.json")):
+                _remove(folder)
+            raise
+        _remove(folder)
+    finally:
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    while True:
+        make_parent(folder / _LOCK, "--output-prefix")
+        try:
+            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        except FileNotFoundError:  # another process has just removed its folder
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.stat(folder / _LOCK).st_ino == os.fstat(lock).st_ino:
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise InputError(f"{folder}: another process is at work there; expected to have this folder to oneself") from None
+        except FileNotFoundError:
+            pass
+        except OSError as error:  # a file system that knows no locks
+            os.close(lock)
+            raise InputError(f"{folder}: cannot be locked: {error.strerror}") from None
+        os.close(lock)
+
+
+def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
+    path = folder / _PLAN
+    if any(folder.glob("part-*.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            raise InputError(f"{path}: cannot be read, expected what the parts beside it are made of; remove {folder}") from None
+        for field, value in plan.items():
+            was, now = json.dumps(found.get(field)), json.dumps(value)
+            if was != now:
+                raise InputError(
+                    f"{path}: field `{field}`: found {was[:80]}, expected {now[:80]}; "
+                    f"give the first command's flags to go on with its parts, or remove {folder}"
+                )
+    write_whole(path, json.dumps(plan, indent=2) + "\n")
+
+
+def _remove(folder: Path) -> None:
+    """Under another name first, so that no half of it can be mistaken for the whole."""
+    rubbish = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    os.rename(folder, rubbish)
+    shutil.rmtree(rubbish)

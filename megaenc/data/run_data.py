@@ -1,0 +1,97 @@
+"""The data of a run: corpora split into documents to train on and documents held out, and the packs of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megaenc.data.blend import BlendedPacks, parse_data_path
+from megaenc.data.corpus import Corpus, parse_split, split_documents
+from megaenc.data.packs import ConcatPacks, CorpusPacks, Packs, RandomLengthPacks
+from megaenc.data.sentence_packs import SentencePacks
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+
+PACKINGS: dict[str, type[CorpusPacks]] = {
+    "concat": ConcatPacks,
+    "random-length": RandomLengthPacks,
+    "sentences": SentencePacks,
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What some stretch of a run reads of one corpus."""
+
+    prefix: str
+    share: float
+    """Of the packs, as the weights say."""
+    packs: int
+    epochs: float
+    """How often the corpus is gone through."""
+    dropped: float
+    """Share of the tokens that the way of packing leaves out."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """`train` and `held_out` blend the corpora by the same weights; `held_out` is None where the split leaves nothing for it.
+
+    corpora, train_parts and shares (which add up to 1) go together.
+    """
+
+    corpora: tuple[Corpus, ...]
+    train_parts: tuple[CorpusPacks, ...]
+    shares: tuple[Fraction, ...]
+    train: Packs
+    held_out: Packs | None
+
+    @classmethod
+    def open(
+        cls, data_path: Sequence[str], vocabulary: Vocabulary, *, split: str, packing: str, seq_length: int, seed: int
+    ) -> "RunData":
+        """Open `A`, `0.3 A 0.7 B` or `A B` (weighted by their tokens) and cut them into packs of `seq_length` tokens.
+
+        Held-out packs are always `concat` in one order: runs that differ in packing or seed are measured on the same text.
+        Raises InputError for a corpus that cannot be used.
+        """
+        pairs = parse_data_path(data_path)
+        fractions, packs_of = parse_split(split), PACKINGS[packing]
+        corpora, trains, tests = [], [], {}
+        for _, prefix in pairs:
+            corpus = Corpus.open(prefix)
+            corpus.check_vocabulary(vocabulary)
+            train, held_out, _ = split_documents(len(corpus), fractions)
+            if not corpus.document_lengths[train].any():
+                raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
+            corpora.append(corpus)
+            trains.append(packs_of(corpus, train, seq_length, seed))
+            if corpus.document_lengths[held_out].any():
+                tests[len(corpora) - 1] = ConcatPacks(corpus, held_out, seq_length, 0)
+        given = [weight for weight, _ in pairs]
+        weights = [Fraction(part.tokens_per_epoch) for part in trains] if None in given else given
+        return cls(
+            tuple(corpora),
+            tuple(trains),
+            tuple(weight / sum(weights) for weight in weights),
+            _blended(trains, weights),
+            _blended(list(tests.values()), [weights[number] for number in tests]) if tests else None,
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for the same corpora in the same proportions, wherever they are."""
+        if len(self.corpora) == 1:
+            return self.corpora[0].fingerprint
+        return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
+
+    def reading(self, samples: int) -> list[Reading]:
+        """What the first `samples` samples read of each corpus."""
+        rows = []
+        for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_parts, self.shares, strict=True)):
+            packs = self.train.samples_of(number, samples) if isinstance(self.train, BlendedPacks) else samples
+            rows.append(Reading(corpus.prefix, float(share), packs, part.epochs_after(packs), part.dropped))
+        return rows
+
+
+def _blended(parts: list[CorpusPacks], weights: list[Fraction]) -> Packs:
+    return BlendedPacks(parts, weights) if len(parts) > 1 else parts[0]

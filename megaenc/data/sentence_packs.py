@@ -1,0 +1,96 @@
+"""Packs that each start at a sentence, from a corpus whose documents were cut into sentences."""
+
+from bisect import bisect_right
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+
+from megaenc.data.packs import CorpusPacks
+from megaenc.data.stream import Documents
+from megaenc.errors import InputError
+
+
+class Sentences(Documents, Protocol):
+    """Documents made of sequences; a Corpus is one."""
+
+    sequence_lengths: np.ndarray
+    """int32[S] in tokens."""
+    first_sequences: np.ndarray
+    """int64[D + 1]: document d is sequences first_sequences[d] up to first_sequences[d + 1]."""
+
+
+class SentencePacks(CorpusPacks):
+    """Every pack starts at a sentence. What the pack's end leaves of a sentence is dropped, and the next pack starts after it.
+
+    Within a pack attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one.
+    """
+
+    def __init__(self, corpus: Sentences, documents: np.ndarray, seq_length: int, seed: int):
+        """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
+        if len(corpus.sequence_lengths) == len(corpus.document_lengths):
+            raise InputError(
+                f"--packing sentences: {getattr(corpus, 'prefix', 'the corpus')} holds whole documents, expected one that was "
+                "preprocessed with --split-sentences"
+            )
+        super().__init__(corpus, documents, seq_length, seed)
+        # Where an epoch's packs begin follows from where those of the one before ended, so they are walked in order:
+        # [e] is the number of packs before epoch e, and the tokens of it that a pack of an earlier epoch has read.
+        self._first_samples, self._taken = [0], [0]
+        self._starts = lru_cache(maxsize=2)(self._make_starts)
+
+    def epoch_of_sample(self, sample: int) -> int:
+        """See CorpusPacks."""
+        if sample < 0:
+            raise IndexError(f"samples are numbered from 0, found {sample}")
+        while self._first_samples[-1] <= sample:
+            self._walk(len(self._first_samples) - 1)
+        return bisect_right(self._first_samples, sample) - 1
+
+    def first_sample_of_epoch(self, epoch: int) -> int:
+        """See CorpusPacks."""
+        while len(self._first_samples) <= epoch:
+            self._walk(len(self._first_samples) - 1)
+        return self._first_samples[epoch]
+
+    def start_of_pack(self, pack: int) -> int:
+        """See CorpusPacks."""
+        epoch = self.epoch_of_sample(pack)
+        return epoch * self.tokens_per_epoch + int(self._starts(epoch)[pack - self._first_samples[epoch]])
+
+    @property
+    def dropped(self) -> float:
+        """The share of the first epoch's tokens that is in no pack: the rest of the sentences in which packs end."""
+        packs = self.first_sample_of_epoch(1)
+        return 1 - packs * self.seq_length / self.start_of_pack(packs)
+
+    def _walk(self, epoch: int) -> None:
+        """Learn how many packs start in `epoch`, the last known one, and how much of the next they read."""
+        starts = self._starts(epoch)
+        # Where the packs so far end, from the start of the next epoch: negative where only the rest of a sentence is left.
+        end = int(starts[-1]) + self.seq_length if len(starts) else self._taken[epoch]
+        self._first_samples.append(self._first_samples[epoch] + len(starts))
+        self._taken.append(max(0, end - self.tokens_per_epoch))
+
+    def _make_starts(self, epoch: int) -> np.ndarray:
+        """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""
+        sentences = self._sentence_starts(epoch)
+        following = np.searchsorted(sentences, sentences + self.seq_length)  # the first sentence a pack from here leaves whole
+        place = int(np.searchsorted(sentences, self._taken[epoch]))
+        places = []
+        while place < len(sentences):
+            places.append(place)
+            place = int(following[place])
+        return sentences[places]
+
+    def _sentence_starts(self, epoch: int) -> np.ndarray:
+        """int64[sentences]: where the sentences lie in `epoch`, in tokens from its start."""
+        order, _ = self.stream.epoch_order(epoch)
+        documents = self.stream.documents[order]
+        corpus = self.stream.corpus
+        firsts, counts = corpus.first_sequences[documents], np.diff(corpus.first_sequences)[documents]
+        # All sequences of the first document, then those of the second, ...
+        sequences = np.arange(counts.sum()) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+        lengths = corpus.sequence_lengths[sequences].astype(np.int64)
+        lengths = lengths[lengths > 0]
+        return np.cumsum(lengths) - lengths

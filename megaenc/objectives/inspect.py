@@ -1,0 +1,168 @@
+"""Look at a corpus: its figures, how long its documents are, and one pack decoded as an objective sees it."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import number, quiet
+from megaenc.data.corpus import Corpus, parse_split, split_documents
+from megaenc.data.packs import CorpusPacks
+from megaenc.data.run_data import PACKINGS
+from megaenc.data.statistics import Lengths, lengths_of
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError, one_line_errors
+from megaenc.objectives.base import Objective
+from megaenc.objectives.grammar import FLAG
+from megaenc.objectives.schedule import Schedule
+
+_BAR = 20  # columns of the longest bar
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+@dataclass(frozen=True)
+class InspectFlags:
+    """What `megaenc data inspect` takes; split, seed and what cuts packs as for pretraining, whose packs these are."""
+
+    prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
+    """Corpus: the path of its .bin, .idx and .json without the extension."""
+    tokenizer: str = ""
+    """Tokenizer that the corpus was made with, a folder or a name; without it no pack is decoded."""
+    objective: str = "mlm"
+    """Objective under which the pack is shown, as a schedule spells it: clm, mlm(mask=0.3)."""
+    pack: int = 0
+    """Number of the pack that is decoded, in the order in which a run reads them."""
+    seq_length: int = 128
+    """Tokens of a pack."""
+    packing: Literal["concat", "random-length", "sentences"] = "concat"
+    """How packs are cut."""
+    seed: int = 1
+    """Order of the packs, and what is hidden in them."""
+    split: str = "99,1,0"
+    """Shares of the documents for training, validation and test; packs hold the first."""
+
+
+def make_packs(corpus: Corpus, settings: InspectFlags) -> CorpusPacks:
+    """The packs that a run with these settings trains on. Raises InputError where the split leaves no text."""
+    training, _, _ = split_documents(len(corpus), parse_split(settings.split))
+    return PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
+
+
+def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
+    """One objective as a schedule spells it, `mlm(mask=0.3)`, without a share. Raises InputError."""
+    if re.search(r"[:,]", re.sub(r"\([^()]*\)", "", text)):
+        raise InputError(f"--objective {text}: found phases or a share, expected one objective alone, such as mlm(mask=0.3)")
+    try:
+        choices = Schedule.build(text, 1, vocabulary).phases[0].choices
+    except InputError as error:
+        raise InputError(str(error).replace(FLAG, "--objective", 1)) from None
+    if len(choices) > 1 or choices[0].start != choices[0].end:
+        raise InputError(f"--objective {text}: found several objectives in one, expected one alone, such as mlm(mask=0.3)")
+    return choices[0].start
+
+
+def inspect(settings: InspectFlags) -> list[Any]:
+    """What rich prints about a corpus. Raises InputError for flags, corpus or tokenizer that cannot be used."""
+    for name, least in (("pack", 0), ("seq_length", 1), ("seed", 0)):
+        if getattr(settings, name) < least:
+            raise InputError(f"--{name.replace('_', '-')}: found {getattr(settings, name)}, expected {least} or more")
+    corpus = Corpus.open(settings.prefix)
+    packs, lengths = make_packs(corpus, settings), lengths_of(corpus.document_lengths)
+    decoded = _decoded(corpus, packs, settings) if settings.tokenizer else [_HOW_TO_DECODE]
+    return [settings.prefix, _figures(corpus, packs, lengths, settings), "", _histogram(lengths), "", *decoded]
+
+
+_HOW_TO_DECODE = "Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."
+
+
+def _decoded(corpus: Corpus, packs: CorpusPacks, settings: InspectFlags) -> list[Any]:
+    # Here and not at the top: transformers takes seconds, and the figures need none of it.
+    from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+    from megaenc.objectives.decoded import decode, renderables
+
+    tokenizer = load_tokenizer(settings.tokenizer)
+    vocabulary = vocabulary_of(tokenizer)
+    objective = read_objective(settings.objective, vocabulary)
+    corpus.check_vocabulary(vocabulary)
+    return renderables(decode(packs[settings.pack], objective, settings.seed, tokenizer))
+
+
+def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: InspectFlags) -> Any:
+    """rich's Table of a corpus in figures."""
+    from rich.table import Table
+
+    sidecar, tokens = corpus.sidecar, int(corpus.document_lengths.sum())
+    unknown = f"unknown: there is no {Path(corpus.prefix).name}.json"
+    sizes = {extension: Path(corpus.prefix + extension).stat().st_size for extension in (".bin", ".idx")}
+    rows = {"documents": f"{len(corpus):,}"}
+    if corpus.sequences != len(corpus):
+        rows["sequences"] = f"{corpus.sequences:,}"
+    rows |= {
+        "tokens": f"{tokens:,}",
+        "dtype": corpus.dtype,
+        "tokenizer": unknown,
+        "end of document": unknown,
+        "size on disk": " + ".join(f"{_size(size)} {extension}" for extension, size in sizes.items()),
+        f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
+        f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
+        "tokens a document": f"mean {number(lengths.mean)}, median {number(lengths.median)}, "
+        f"p5 {number(lengths.p5)}, p95 {number(lengths.p95)}, "
+        f"longest {lengths.longest:,} (document {lengths.longest_document}), {lengths.empty:,} empty",
+    }
+    if sidecar:
+        made_with = sidecar.tokenizer
+        rows["tokenizer"] = f"{made_with.name} ({made_with.fingerprint[:12]}), {sidecar.vocab_size:,} ids"
+        rows["end of document"] = f"id {sidecar.eod}, appended to each" if sidecar.append_eod else "none appended"
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(f"  {name}", value)
+    return table
+
+
+def _histogram(lengths: Lengths) -> Any:
+    """rich's Table of the bins of `lengths`: documents as bars, their share of the tokens beside them."""
+    from rich.table import Table
+
+    documents, tokens = (sum(getattr(each, name) for each in lengths.bins) for name in ("documents", "tokens"))
+    most = max(each.documents for each in lengths.bins)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name, how in (("  tokens", "right"), ("documents", "right"), ("", "right"), ("", "left"), ("of tokens", "right")):
+        table.add_column(name, justify=how, no_wrap=True)
+    for each in lengths.bins:
+        span = f"{each.low:,}" if each.low >= each.high else f"{each.low:,} - {each.high:,}"
+        table.add_row(
+            f"  {span}",
+            f"{each.documents:,}",
+            f"{100 * each.documents / documents:.1f} %",
+            bar(each.documents / most),
+            f"{100 * each.tokens / tokens:.1f} %",
+        )
+    return table
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count:,} bytes"
+
+
+def bar(share: float, width: int = _BAR) -> str:
+    """`share` of `width` columns as a bar, to an eighth of a column, blank up to the width; what is not nothing is seen."""
+    eighths = max(round(share * width * 8), int(share > 0))
+    return ("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()).ljust(width)
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc data inspect`."""
+    quiet()
+    settings = flags.parse(InspectFlags, argv, prog="megaenc data inspect", description=__doc__)
+    shown = inspect(settings)
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    for part in shown:
+        console.print(part)

@@ -1,0 +1,50 @@
+"""What the pictures have in common: colours, what a loss is drawn against, and plain axes."""
+
+import math
+from typing import Any, Literal
+
+Against = Literal["step", "tokens", "predicted_tokens", "flops"]
+"""A field of every row of metrics.jsonl and validation.jsonl: how far the run had come."""
+
+AXIS_LABELS: dict[Against, str] = {
+    "step": "step",
+    "tokens": "tokens",
+    "predicted_tokens": "predicted tokens",
+    "flops": "FLOPs of the matrix products, forward and backward",
+}
+GREY = "#555555"
+LEGEND = {"fontsize": 9, "edgecolor": "none", "framealpha": 0.8}
+
+# Okabe and Ito's colours for every kind of colour vision; a name keeps its own throughout a picture.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the two part after the sixth name
+
+
+def styles(names: list[str]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each name, in the order in which they come up."""
+    unique = list(dict.fromkeys(names))
+    return {name: (_COLOURS[at % len(_COLOURS)], _MARKERS[at % len(_MARKERS)]) for at, name in enumerate(unique)}
+
+
+def plain_counts(axis: Any) -> None:
+    """Write the ticks of an axis of counts as 1.5M."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda count, _: short(count)))
+
+
+def clean(*panels: Any) -> None:
+    """Leave of each panel's frame the left and lower side, with thin lines across at the ticks of the left."""
+    for panel in panels:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+
+
+def short(count: float) -> str:
+    """1500000 as 1.5M."""
+    if count <= 0:
+        return "0"
+    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+    power = min(int(math.log10(count)) // 3, len(units) - 1)
+    return f"{count / 1000**power:g}{units[power]}"

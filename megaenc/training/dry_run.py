@@ -1,0 +1,108 @@
+"""What a run would be, from its plan alone: nothing is trained, written or waited for."""
+
+import sys
+from collections import defaultdict
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megaenc.objectives import Phase
+from megaenc.randomness import SampleRandomness
+from megaenc.ranks import rank, world_size
+from megaenc.training.plan import Plan, validated_objectives
+
+_SHOWN_PHASES = 12
+_LOOKED_AT = 64  # packs from which the share of predicted tokens is estimated
+
+
+def describe(plan: Plan) -> None:
+    """Print model, layout, data, phases with their steps and tokens, and learning rate; from rank 0 only."""
+    if rank():
+        return
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    settings = plan.settings
+    total, step_tokens = settings.total_iters, settings.global_batch_size * settings.data.seq_length
+    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
+    console.print(f"{settings.model}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, {_layout(plan)}")
+    console.print(
+        f"{total:,} steps of {settings.global_batch_size} packs of {settings.data.seq_length} tokens "
+        f"({settings.data.packing}): {total * step_tokens:,} tokens"
+    )
+    console.print(_data(plan))
+    console.print(_phases(plan, step_tokens))
+    console.print(_objectives(plan, step_tokens))
+    rate = plan.learning_rate
+    console.print(
+        f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
+        f"validation: {_validation(plan)}"
+    )
+
+
+def _layout(plan: Plan) -> str:
+    layout, processes = plan.settings.layout, world_size()
+    return (
+        f"{processes} process{'es' if processes > 1 else ''}: TP {layout.tensor_model_parallel_size}, "
+        f"PP {layout.pipeline_model_parallel_size}, DP {plan.settings.data_parallel_size(processes)}"
+    )
+
+
+def _validation(plan: Plan) -> str:
+    if not plan.validation:
+        return "none"
+    return f"every {plan.settings.eval_every:,} steps under {', '.join(validated_objectives(plan.schedule, plan.vocabulary))}"
+
+
+def _data(plan: Plan) -> Table:
+    table = _table("corpus", "share", "packs", "epochs", "left out")
+    for row in plan.data.reading(plan.first_sample(plan.settings.total_iters + 1)):
+        table.add_row(row.prefix, f"{100 * row.share:.2f} %", f"{row.packs:,}", f"{row.epochs:.2f}", f"{100 * row.dropped:.1f} %")
+    return table
+
+
+def _phases(plan: Plan, step_tokens: int) -> Table:
+    table = _table("phase", "steps", "tokens", "tokens so far")
+    phases = plan.schedule.phases
+    for phase in phases[:_SHOWN_PHASES]:
+        steps = _steps(phase)
+        table.add_row(phase.text, f"{steps[0]:,} to {steps[-1]:,}", *(f"{n * step_tokens:,}" for n in (len(steps), steps[-1])))
+    if len(phases) > _SHOWN_PHASES:
+        table.add_row(f"... {len(phases) - _SHOWN_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
+    return table
+
+
+def _objectives(plan: Plan, step_tokens: int) -> Table:
+    """What each objective gets in all: phases may come back, and a mixture draws anew each step."""
+    steps_of: dict[str, list[int]] = defaultdict(list)
+    for phase in plan.schedule.phases:
+        for step in _steps(phase):
+            steps_of[plan.schedule.text_at(step)].append(step)
+    table = _table("objective", "steps", "tokens", "predicted, about")
+    for text, steps in steps_of.items():
+        tokens = len(steps) * step_tokens
+        share = _predicted_share(plan, steps)
+        table.add_row(text, f"{len(steps):,}", f"{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
+    return table
+
+
+def _predicted_share(plan: Plan, steps: list[int]) -> float:
+    """Predicted tokens a token: `steps` are looked at evenly, for an objective may change over them."""
+    predicted = 0
+    for sample, place in enumerate(np.linspace(0, len(steps) - 1, _LOOKED_AT).astype(int)):
+        pack = plan.packs[sample]
+        randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
+        predicted += len(plan.schedule.objective(steps[place]).targets(pack, randomness).labels)
+    return predicted / (_LOOKED_AT * plan.settings.data.seq_length)
+
+
+def _steps(phase: Phase) -> range:
+    return range(phase.first_step, phase.last_step + 1)
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, overflow="fold")
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table

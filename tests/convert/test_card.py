@@ -1,0 +1,103 @@
+"""The card of an export says where predictions stand, by the objective that was trained last."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import runs
+import torch
+
+from megaenc.convert.card import Provenance, card
+from megaenc.convert.to_hf import to_hf
+from megaenc.data import preprocess, tokenizer_command
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.finetune import fill_mask
+from megaenc.objectives import Attention, Schedule
+
+VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
+
+
+def provenance(schedule, step=100):
+    return Provenance(schedule, Schedule.build(schedule, 100, VOCABULARY), step, 100, tokens_per_step=2048)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "attention", "objective", "shift"),
+    [
+        ("mlm", 100, "bidirectional", "mlm", 0),
+        ("clm:0.25,mlm:0.75", 100, "bidirectional", "mlm", 0),
+        ("clm:0.25,mlm:0.75", 25, "causal", "clm", 1),
+        ("clm:0.25,mlm:0.75", 25, "bidirectional", "clm", 1),
+        ("clm:0.5,mntp:0.5", 100, "bidirectional", "mntp", 1),
+        ("clm:0.5,mntp:0.5", 0, "bidirectional", "clm", 1),
+        ("prefix_lm", 100, "causal", "prefix_lm", 1),
+        ("mix(clm:0.6,mlm:0.3,mntp:0.1):1.0", 100, "bidirectional", "mlm", 0),
+        ("mix(clm:0.6,mlm:0.1,mntp:0.3):1.0", 100, "bidirectional", "mntp", 1),
+        ("mix(clm:0.4,mlm:0.6):1.0", 100, "causal", "clm", 1),
+    ],
+)
+def test_an_export_is_read_by_the_last_objective_of_its_attention(schedule, step, attention, objective, shift):
+    found = provenance(schedule, step).read_as(Attention(attention))
+    assert (found.name, found.shift) == (objective, shift)
+    assert f"prediction_shift: {shift}" in card("x", provenance(schedule, step), Attention(attention))
+
+
+def test_a_moved_prediction_is_said_in_plain_words():
+    text = card("hf", provenance("clm:0.25,mntp(mask=0.2):0.75"), Attention.BIDIRECTIONAL)
+    assert "| `mntp(mask=0.2)` | bidirectional | token i + 1 |" in text
+    assert "**Predictions are moved by 1 position.**" in text and "read the logits at position i - 1" in text
+    assert "step 100, after 204,800 tokens" in text
+    plain = card("hf", provenance("mlm"), Attention.BIDIRECTIONAL)
+    assert "moved" not in plain and "the output at position i is for token i" in plain
+
+
+def test_reading_under_another_attention_than_trained_is_said():
+    assert "It was trained under causal attention" in card("hf", provenance("clm"), Attention.BIDIRECTIONAL)
+    assert "It was trained under" not in card("hf", provenance("mlm"), Attention.BIDIRECTIONAL)
+
+
+def test_an_export_of_mntp_guesses_hidden_tokens_where_its_card_says(tmp_path):
+    """Trained on mntp over words in a circle: moved by its shift the export guesses well, read in place it does not."""
+    circle = [
+        "the",
+        "old",
+        "man",
+        "sat",
+        "near",
+        "a",
+        "green",
+        "tree",
+        "while",
+        "seven",
+        "small",
+        "birds",
+        "sang",
+        "over",
+        "his",
+        "head",
+    ] * 20
+    texts = [" ".join(circle[start : start + 60 + start]) for start in range(150)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    corpus = ["--input", str(tmp_path / "text.jsonl")]
+    tokenizer_command.main([*corpus, "--vocab-size", "400", "--output", str(tmp_path / "tokenizer")])
+    tokenizer = ["--tokenizer", str(tmp_path / "tokenizer")]
+    preprocess.main([*corpus, "--output-prefix", str(tmp_path / "c"), *tokenizer, "--append-eod"])
+    data = ["--data-path", str(tmp_path / "c_text_document"), *tokenizer]
+    schedule = ["--objective-schedule", "mntp(mask=0.3)", "--train-iters", "40", "--lr", "1e-2", "--no-bf16"]
+    runs.script(runs.PRETRAIN, [*data, *runs.SHORT_RUN, *schedule, "--save", str(tmp_path / "run")])
+    to_hf(tmp_path / "run", tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["prediction_shift"] == 1
+    assert "Predictions are moved by 1 position" in (tmp_path / "hf" / "README.md").read_text()
+
+    model, loaded = fill_mask.load(tmp_path / "hf")
+    moved = fill_mask.score(model, loaded, iter(texts), 0.3, 10_000)
+    model._forward_hooks.clear()
+    in_place = fill_mask.score(model, loaded, iter(texts), 0.3, 10_000)
+    assert moved.accuracy > 5 * moved.most_frequent
+    assert in_place.accuracy < 0.5 * moved.accuracy
+
+
+def test_logits_are_moved_to_the_tokens_they_are_for():
+    logits = torch.arange(6.0).reshape(1, 3, 2) + 1
+    output = fill_mask._moved(SimpleNamespace(logits=logits.clone()), 1)
+    assert output.logits.tolist() == [[[0, 0], [1, 2], [3, 4]]]

@@ -1,0 +1,154 @@
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megaenc.data import readers, tables
+from megaenc.errors import InputError
+
+TEXTS = [f"document {number} " * (1 + number % 7) for number in range(100)]
+
+
+def written(path, columns, **options):
+    pq.write_table(pa.table(columns), path, **options)
+    return str(path)
+
+
+def parquet_blocks(path, keys=("text",), start=0, stop=None):
+    footer = tables.parquet_metadata(path, keys)
+    return list(tables.parquet_blocks(path, footer, keys, start, footer.num_row_groups if stop is None else stop, 0))
+
+
+def texts_of(blocks, keys=("text",)):
+    return [texts for block in blocks for texts in block.documents(keys, False).texts]
+
+
+@pytest.mark.parametrize("row_group_size", [1, 7, 1000])
+@pytest.mark.parametrize("piece_bytes", [100, 1 << 24])
+def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(tmp_path, monkeypatch, row_group_size, piece_bytes):
+    monkeypatch.setattr(tables, "PIECE_BYTES", piece_bytes)
+    path = written(tmp_path / "a.parquet", {"text": TEXTS, "n": range(100)}, row_group_size=row_group_size)
+    blocks = parquet_blocks(path)
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    assert [block.first_row for block in blocks] == [1, *[block.first_row + block.stop - block.start for block in blocks[:-1]]]
+    assert blocks[-1].position == (tmp_path / "a.parquet").stat().st_size
+    if piece_bytes == 100 and row_group_size == 1000:
+        assert len(blocks) > 10
+
+
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_worker_that_gets_every_third_block_finds_its_rows(tmp_path, monkeypatch, worker):
+    monkeypatch.setattr(tables, "PIECE_BYTES", 100)
+    path = written(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=40)
+    mine = parquet_blocks(path)[worker::3]
+    for block in [*mine, *mine]:  # the second time it has to begin again
+        assert texts_of([block]) == [(text,) for text in TEXTS[block.first_row - 1 :][: block.stop - block.start]]
+
+
+def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 16)
+    path = written(tmp_path / "a.parquet", {"text": [f"{number:01000}" for number in range(20_000)]})
+    blocks = parquet_blocks(path)
+    assert len(blocks) > 50
+    texts_of(blocks[:1])
+    before, most = pa.total_allocated_bytes(), 0
+    for block in blocks[1:]:
+        texts_of([block])
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert most < 4 << 20
+
+
+def test_columns_of_several_types_of_text_and_several_keys(tmp_path):
+    columns = {
+        "text": pa.array(TEXTS, pa.large_string()),
+        "title": pa.array(["a", "b"] * 50).dictionary_encode(),
+        "a.b": pa.array(TEXTS, pa.string_view()),
+    }
+    path = written(tmp_path / "a.parquet", columns)
+    keys = ("title", "text", "a.b")
+    assert texts_of(parquet_blocks(path, keys), keys) == list(zip(["a", "b"] * 50, TEXTS, TEXTS, strict=True))
+
+
+def test_a_cell_without_text_is_named_by_its_row_or_counted(tmp_path):
+    path = written(tmp_path / "a.parquet", {"text": ["good", "good", None, "good"]}, row_group_size=2)
+    blocks = parquet_blocks(path)
+    with pytest.raises(InputError, match=r"a\.parquet: row 3: key `text`: found null, expected text"):
+        texts_of(blocks)
+    found = [block.documents(["text"], True) for block in blocks]
+    assert [text for documents in found for text in documents.texts] == [("good",)] * 3
+    assert sum(documents.skipped for documents in found) == 1
+
+
+def test_a_cell_that_is_not_utf8_is_named(tmp_path):
+    wrong = pa.array([b"good", b"caf\xe9"]).cast(pa.binary()).view(pa.string())
+    path = written(tmp_path / "a.parquet", {"text": wrong})
+    with pytest.raises(InputError, match=r"a\.parquet: row 2: key `text`: found b'caf\\xe9', expected text"):
+        texts_of(parquet_blocks(path))
+
+
+def test_a_file_damaged_in_the_middle_is_one_line(tmp_path):
+    path = written(tmp_path / "a.parquet", {"text": TEXTS}, compression="gzip")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[40:200] = bytes(160)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(InputError, match=r"a\.parquet: row \d+: cannot be read as Parquet \("):
+        texts_of(parquet_blocks(path))
+
+
+def test_saved_rows_come_in_blocks_of_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
+    datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(100))}).save_to_disk(tmp_path / "saved", num_shards=2)
+    first, second = tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
+    blocks = [*tables.arrow_blocks(first, ["text"], 0, 50, 0), *tables.arrow_blocks(second, ["text"], 0, 50, 0)]
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    sizes = [sum(len(text) for (text,) in block.documents(["text"], False).texts) for block in blocks]
+    assert max(sizes) <= 300 and len(blocks) > 5
+    assert texts_of(tables.arrow_blocks(second, ["text"], 20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
+
+
+def test_a_saved_cell_without_text_is_named(tmp_path):
+    datasets.Dataset.from_dict({"text": ["good", None]}).save_to_disk(tmp_path / "saved")
+    (file,) = tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
+    with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: row 2: key `text`: found null, expected text"):
+        texts_of(tables.arrow_blocks(file, ["text"], 0, 2, 0))
+    with pytest.raises(InputError, match="saved: no column `body`; found `text`"):
+        tables.saved_files(str(tmp_path / "saved"), "train", ["body"])
+
+
+def streamed(tmp_path, monkeypatch, *tables_of_a_file):
+    (tmp_path / "hub").mkdir()
+    for number, columns in enumerate(tables_of_a_file):
+        written(tmp_path / "hub" / f"train-{number}.parquet", columns)
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    return tables.load_stream("owner/name", None, "train", ["text"])
+
+
+def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
+    data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
+    blocks = list(tables.stream_blocks("owner/name", data, ["text"], 0, 2, 0))
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    assert len(blocks) > 5 and set(blocks[0].rows[0]) == {"text"}
+    parts = [texts_of(tables.stream_blocks("owner/name", data, ["text"], at, at + 1, 0)) for at in range(2)]
+    assert list(map(len, parts)) == [60, 40] and [*parts[0], *parts[1]] == [(text,) for text in TEXTS]
+
+
+def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch):
+    data = streamed(tmp_path, monkeypatch, {"text": ["good", None]})
+    (block,) = tables.stream_blocks("owner/name", data, ["text"], 0, 1, 0)
+    with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
+        block.documents(["text"], False)
+    assert block.documents(["text"], True).skipped == 1
+    with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
+        tables.load_stream("owner/name", None, "train", ["body"])
+
+
+def test_a_stream_that_breaks_off_is_one_line(tmp_path, monkeypatch):
+    data = streamed(tmp_path, monkeypatch, {"text": TEXTS}, {"text": TEXTS})
+    (tmp_path / "hub" / "train-1.parquet").unlink()
+    with pytest.raises(InputError, match=r"owner/name: no more rows after 100: ") as error:
+        list(tables.stream_blocks("owner/name", data, ["text"], 0, 2, 0))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,280 @@
+"""The installation and the container images, as far as they can be checked without a network and without a Docker engine."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+SCRIPTS = [ROOT / "install.sh", ROOT / ".ci/run", *sorted((ROOT / "docker").glob("*.sh"))]
+each_dockerfile = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+
+
+def load_interpreter():
+    spec = importlib.util.spec_from_file_location("run_in_chroot", ROOT / "docker/run_in_chroot.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+interpreter = load_interpreter()
+
+
+def install(**variables: str) -> subprocess.CompletedProcess:
+    """Run install.sh from elsewhere, with nothing set that it reads but `variables`."""
+    names = ("PYTHON", "PYTHONPATH", "VENV", "EXTRAS", "TORCH_INDEX", "PIP_BREAK_SYSTEM_PACKAGES")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run([ROOT / "install.sh"], cwd="/", env={**env, **variables}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A virtual environment whose pip writes down what it is asked, with the packages of an image for ROCm."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "pip").mkdir()
+    (packages / "pip/__main__.py").write_text(
+        "import json, sys\n"
+        "if '--version' not in sys.argv:\n"
+        "    constraints = open(sys.argv[sys.argv.index('--constraint') + 1]).read()\n"
+        f"    print(json.dumps([sys.argv[1:], constraints]), file=open({str(tmp_path / 'asked')!r}, 'a'))\n"
+    )
+    for name, version in (("torch", "2.12.0+rocm7.2.4"), ("triton", "3.7.0"), ("apex", "1.0+rocm7.2.4"), ("numpy", "1.26.4")):
+        info = packages / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+def asked_of_pip(environment: Path) -> list[tuple[list[str], list[str]]]:
+    """(arguments, lines of the constraints) of each call."""
+    calls = (json.loads(line) for line in (environment.parent / "asked").read_text().splitlines())
+    return [(arguments[arguments.index("--constraint") + 2 :], constraints.splitlines()) for arguments, constraints in calls]
+
+
+# ---- install.sh ------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_variable():
+    shown = subprocess.run([ROOT / "install.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  ([A-Z_]+) ", shown, re.MULTILINE) == ["PYTHON", "VENV", "TORCH_INDEX", "EXTRAS"]
+
+
+def test_into_a_virtual_environment_with_the_pinned_versions(environment):
+    ran = install(VENV=str(environment), TORCH_INDEX="https://example.org/whl/cpu")
+    assert ran.returncode == 0, ran.stderr
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    torch, package = asked_of_pip(environment)
+    assert torch == (["--index-url", "https://example.org/whl/cpu", "torch"], pinned)
+    assert package == (["--editable", ".[dev]"], pinned)
+
+
+def test_a_torch_that_came_with_the_image_is_kept(environment):
+    ran = install(PYTHON=str(environment / "bin/python"), VENV="", EXTRAS="")
+    assert ran.returncode == 0, ran.stderr
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    expected = ["apex==1.0+rocm7.2.4", "torch==2.12.0+rocm7.2.4", "triton==3.7.0"]
+    expected += [line for line in pinned if not line.startswith("torch==")]
+    assert asked_of_pip(environment) == [(["torch"], expected), (["--editable", "."], expected)]
+
+
+def test_a_python_without_torch_gets_the_pinned_one(environment):
+    for info in environment.glob("lib/python*/site-packages/*.dist-info"):
+        shutil.rmtree(info)
+    assert install(PYTHON=str(environment / "bin/python"), VENV="").returncode == 0
+    assert asked_of_pip(environment)[0][1] == (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def refusal(**variables: str) -> str:
+    ran = install(**variables)
+    assert ran.returncode == 2 and not ran.stdout, (ran.returncode, ran.stdout)
+    (line,) = ran.stderr.splitlines()
+    return line
+
+
+def test_refusals_are_one_line(tmp_path):
+    assert refusal(PYTHON="no-such-python") == "error: PYTHON=no-such-python does not run"
+    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith("error: EXTRAS: devv is not among cuda, rocm")
+
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ntest -z "$2"\n')  # says no to the first real question, which is its age
+    old.chmod(0o755)
+    assert refusal(PYTHON=str(old)) == f"error: PYTHON={old} is older than 3.11; name another, as in PYTHON=python3.12"
+
+    (tmp_path / "ensurepip.py").write_text("raise ImportError")  # as where Debian's python3-venv is missing
+    without_venv = refusal(PYTHON=sys.executable, PYTHONPATH=str(tmp_path), VENV=str(tmp_path / "venv"))
+    assert "has no venv module" in without_venv and "python3-venv" in without_venv
+    assert not (tmp_path / "venv").exists()
+
+    venv.create(tmp_path / "bare", with_pip=False)
+    assert refusal(VENV=str(tmp_path / "bare")) == f"error: {tmp_path / 'bare'}/bin/python has no pip"
+
+
+def test_a_python_of_the_distribution_is_left_alone(tmp_path):
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    (tmp_path / "sysconfig.py").write_text(f"def get_path(name):\n    return {str(tmp_path)!r}\n")
+    line = refusal(PYTHON=os.path.realpath(sys.executable), PYTHONPATH=str(tmp_path), VENV="")
+    assert "belongs to the distribution" in line and "VENV=DIR" in line
+
+
+def test_an_argument_is_refused():
+    ran = subprocess.run([ROOT / "install.sh", "--venv"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines() == ["error: --venv is not known; settings are variables: ./install.sh --help"]
+
+
+def test_the_oldest_python_is_the_same_everywhere():
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()
+
+
+def test_one_script_installs():
+    recipe = re.search(r"^\$\(INSTALLED\): (.*)\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "install.sh" in recipe[1].split() and recipe[2].endswith("./install.sh")
+    assert "`./install.sh`" in (ROOT / "README.md").read_text()
+    for path in (ROOT / "Makefile", ROOT / "README.md", ROOT / "docs/containers.md", *DOCKERFILES):
+        assert not re.search(r"pip3? install", path.read_text()), path
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------------
+
+
+def steps(dockerfile: Path) -> list[tuple[str, str]]:
+    return [(name, rest) for _, name, rest in interpreter.instructions(dockerfile.read_text())]
+
+
+@each_dockerfile
+def test_every_copied_file_is_there_and_travels(dockerfile):
+    sent = interpreter.sent_files(ROOT)
+    copied = [rest.split() for name, rest in steps(dockerfile) if name == "COPY"]
+    assert copied
+    targets = {target for *sources, target in copied for _, target in interpreter.copies(sources, target, sent)}
+    needed = ("./install.sh", "./pyproject.toml", "./constraints.txt", "megaenc/__init__.py", "./examples/pretrain_encoder.py")
+    assert targets.issuperset(needed), sorted(targets)
+
+
+def test_nothing_else_travels():
+    sent = interpreter.sent_files(ROOT)
+    tops = {path.split("/")[0] for path in sent}
+    assert not tops & {".git", ".venv", "demo", "tests", ".ci"} and not any("__pycache__" in path for path in sent)
+    assert "megaenc/cli.py" in sent and "docker/rocm_env.sh" in sent
+
+
+@each_dockerfile
+def test_the_base_is_an_argument_with_a_pinned_default(dockerfile):
+    (first, base), (second, used) = steps(dockerfile)[:2]
+    assert (first, second, used) == ("ARG", "FROM", "${BASE}")
+    assert re.fullmatch(r"BASE=[a-z/]+:\S*\d+\.\d+\S*", base), base
+
+
+@each_dockerfile
+def test_the_script_installs_and_a_user_without_rights_works(dockerfile):
+    assert sum("./install.sh" in rest for name, rest in steps(dockerfile) if name == "RUN") == 1
+    assert [rest for name, rest in steps(dockerfile) if name == "USER"] == ["10001"]
+    assert [rest for name, rest in steps(dockerfile) if name == "WORKDIR"][-1] == "/work"
+
+
+def rocm_environment(**variables: str) -> dict[str, str]:
+    """What a command sees that the entry point of the ROCm image starts."""
+    (entry,) = (json.loads(rest) for name, rest in steps(ROOT / "docker/Dockerfile.rocm") if name == "ENTRYPOINT")
+    command = [part.replace("/opt/megaenc", str(ROOT)) for part in entry] + ["env", "-0"]
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    return dict(line.split("=", 1) for line in ran.stdout.split("\0") if line)
+
+
+def test_the_settings_of_rocm_can_be_overridden_and_taken_out():
+    settings = rocm_environment()
+    assert settings["HSA_NO_SCRATCH_RECLAIM"] == "1" and settings["NCCL_P2P_NET_CHUNKSIZE"] == "524288"
+    assert not [name for name in settings if name.startswith(("NVTE", "megaenc"))]
+    changed = rocm_environment(GPU_MAX_HW_QUEUES="4", NCCL_IB_GID_INDEX="")
+    assert changed.pop("GPU_MAX_HW_QUEUES") == "4"
+    assert settings.keys() - changed.keys() == {"NCCL_IB_GID_INDEX", "GPU_MAX_HW_QUEUES"}
+
+
+def test_each_setting_of_rocm_has_its_reason():
+    lines = (ROOT / "docker/rocm_env.sh").read_text().splitlines()
+    set_at = [number for number, line in enumerate(lines) if line.startswith("megaenc_default ")]
+    assert len(set_at) >= 12
+    assert all(lines[number - 1].startswith("# ") for number in set_at)
+
+
+def test_lint_sees_every_script_and_dockerfile():
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    for path in (*SCRIPTS, *DOCKERFILES):
+        assert str(path.relative_to(ROOT)) in recipe.split(), path
+
+
+# ---- the interpreter -------------------------------------------------------------------------------------------------------
+
+
+def test_instructions_and_lines():
+    text = "# a\nARG A=1\nRUN one \\\n # between\n && two\n\ncopy a b\n"
+    assert list(interpreter.instructions(text)) == [(2, "ARG", "A=1"), (3, "RUN", "one && two"), (7, "COPY", "a b")]
+
+
+def test_the_last_line_of_dockerignore_that_matches_decides(tmp_path):
+    (tmp_path / ".dockerignore").write_text("# c\n*\n!kept\n!deep/inside.txt\n**/cache\n*.log\n")
+    rules = interpreter.ignore_rules(tmp_path)
+    assert [path for path in ("kept/a", "other", "deep/inside.txt", "deep/b", "kept/cache/x", "kept/a.log", "a.log", "cache")
+            if interpreter.travels(path, rules)] == ["kept/a", "deep/inside.txt", "kept/a.log"]  # fmt: skip
+
+
+def built(tmp_path, text: str, **arguments: str):
+    (tmp_path / "Dockerfile").write_text(text)
+    (tmp_path / "root").mkdir()
+    return interpreter.build(tmp_path / "Dockerfile", tmp_path / "context", tmp_path / "root", arguments, [], {})
+
+
+def test_steps_without_commands(tmp_path):
+    (tmp_path / "context/package").mkdir(parents=True)
+    (tmp_path / "context/package/a.py").write_text("a")
+    (tmp_path / "context/read.me").write_text("r")
+    text = """
+        ARG BASE=x:1
+        FROM ${BASE}
+        ARG FOLDER=src
+        WORKDIR /opt/$FOLDER
+        COPY read.me package/a.py ./
+        COPY . .
+        ENV PATH=/venv/bin:$PATH NOTE="two words"
+        USER 7
+        ENTRYPOINT ["sh"]
+        CMD ["-c", "true"]
+    """
+    image = built(tmp_path, text, FOLDER="lib")
+    files = sorted(str(path.relative_to(tmp_path / "root")) for path in (tmp_path / "root").rglob("*") if path.is_file())
+    assert files == ["opt/lib/a.py", "opt/lib/package/a.py", "opt/lib/read.me"]
+    assert image.env["PATH"].startswith("/venv/bin:/usr/") and image.env["NOTE"] == "two words"
+    assert (image.folder, image.user, image.entrypoint, image.command) == ("/opt/lib", "7", ["sh"], ["-c", "true"])
+    assert interpreter.ids(tmp_path / "root", image.user) == "7:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("HEALTHCHECK NONE", ":1: HEALTHCHECK is not known here"),
+        ("COPY a b", ":1: COPY a: no such file among those that .dockerignore lets travel"),
+        ("COPY --from=x a b", ":1: only COPY SOURCE ... DESTINATION is known"),
+        ('FROM x\nRUN ["a"]', ":2: only RUN with a command for the shell is known"),
+        ("CMD megaenc", ":1: only CMD as a list is known"),
+    ],
+)
+def test_what_the_interpreter_does_not_know_is_refused_with_its_line(tmp_path, text, expected):
+    with pytest.raises(interpreter.Refusal) as refused:
+        built(tmp_path, text)
+    assert str(refused.value) == f"{tmp_path}/Dockerfile{expected}"
+
+
+def test_a_build_argument_that_is_unknown_is_refused(tmp_path):
+    with pytest.raises(interpreter.Refusal, match=r"--build-arg X: .* has no such argument"):
+        built(tmp_path, "ARG Y=1", X="2")

@@ -1,0 +1,176 @@
+"""What `megaenc data inspect` says of a corpus, against figures worked out by hand and the pack that a run reads."""
+
+import io
+import re
+import sys
+
+import numpy as np
+import pytest
+from text_helpers import reference_ids, small_tokenizer, write_jsonl
+
+from megaenc.data import preprocess
+from megaenc.data.corpus import Corpus, split_documents
+from megaenc.data.packs import ConcatPacks
+from megaenc.data.tokenizer import vocabulary_of
+from megaenc.objectives import MaskedLanguageModeling, inspect
+from megaenc.randomness import SampleRandomness
+
+# With the end of document 4, 2, 7 and 3 tokens: sixteen together.
+DOCUMENTS = ["dog fox dog", "dog", "fox fox fox dog dog fox", "dog dog"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A corpus in which a word is a token, and its tokenizer: (prefix, folder of the tokenizer)."""
+    folder = tmp_path_factory.mktemp("inspected")
+    tokenizer = small_tokenizer()
+    tokenizer.save_pretrained(folder / "tokenizer")
+    lengths = [len(reference_ids(tokenizer, " " + text)) for text in DOCUMENTS]
+    assert lengths == [3, 1, 6, 2]
+    text = write_jsonl(folder / "text.jsonl", [" " + text for text in DOCUMENTS])
+    flags = ["--input", text, "--output-prefix", folder / "words", "--tokenizer", folder / "tokenizer", "--append-eod"]
+    preprocess.main([str(flag) for flag in flags])
+    return str(folder / "words_text_document"), str(folder / "tokenizer")
+
+
+def shown(capsys, *flags) -> str:
+    inspect.main([str(flag) for flag in flags])
+    captured = capsys.readouterr()
+    assert not captured.err
+    return captured.out
+
+
+def figures(text: str) -> dict[str, str]:
+    """The named lines at the top; a line that goes on below is joined."""
+    found, name = {}, ""
+    for line in text.split("\n\n")[0].splitlines()[1:]:
+        name = line[:20].strip() or name
+        found[name] = f"{found.get(name, '')} {line[20:].strip()}".strip()
+    return found
+
+
+def test_figures_worked_out_by_hand(corpus, capsys):
+    out = shown(capsys, corpus[0], "--seq-length", 5, "--split", "1,0,0")
+    fingerprint = vocabulary_of(small_tokenizer()).fingerprint[:12]
+    assert out.splitlines()[0].endswith("words_text_document")
+    assert figures(out) == {
+        "documents": "4",
+        "tokens": "16",
+        "dtype": "uint16",
+        "tokenizer": f"tokenizer ({fingerprint}), {len(small_tokenizer())} ids",
+        "end of document": "id 0, appended to each",
+        "size on disk": "32 bytes .bin + 122 bytes .idx",  # 34 for the header, 4 + 8 + 8 a document, 8 for the end
+        "packs of 5": "4 an epoch (concat, training documents of --split 1,0,0)",  # they start at tokens 0, 5, 10 and 15
+        # In order 2 3 4 7: three twentieths of the way from 2 to 3, and as far from 7 to 4.
+        "tokens a document": "mean 4, median 3.5, p5 2.15, p95 6.55, longest 7 (document 2), 0 empty",
+    }
+    rows = [re.split(r"\s{2,}", line.strip()) for line in out.split("\n\n")[1].splitlines()]
+    assert rows == [
+        ["tokens", "documents", "of tokens"],
+        ["2 - 3", "2", "50.0 %", "█" * 20, "31.2 %"],
+        ["4 - 7", "2", "50.0 %", "█" * 20, "68.8 %"],
+    ]
+    assert " ".join(out.split("\n\n")[2].split()) == (
+        "Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."
+    )
+
+
+def test_the_split_of_the_run_decides_what_is_packed(corpus, capsys):
+    training, _, _ = split_documents(4, (50, 50, 0))
+    tokens = sum([4, 2, 7, 3][document] for document in training)
+    out = shown(capsys, corpus[0], "--seq-length", 2, "--split", "50,50,0")
+    assert figures(out)["packs of 2"].startswith(f"{-(-tokens // 2)} an epoch")
+
+
+def test_packs_are_cut_in_the_way_of_the_run(corpus, capsys):
+    out = shown(capsys, corpus[0], "--tokenizer", corpus[1], "--seq-length", 24, "--packing", "random-length", "--split", "1,0,0")
+    assert figures(out)["packs of 24"] == "1 an epoch (random-length, training documents of --split 1,0,0)"
+    assert "24 tokens of 2 documents" in out  # two chunks
+
+
+@pytest.mark.parametrize(("pack", "seed"), [(0, 1), (3, 1), (3, 4), (7, 1)])
+def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
+    """Word for word: hidden ones in brackets, a rule at each edge. Pack 7 belongs to the second epoch."""
+    prefix, folder = corpus
+    flags = ["--tokenizer", folder, "--seq-length", 5, "--split", "1,0,0", "--pack", pack, "--seed", seed]
+    out = shown(capsys, prefix, *flags, "--objective", "mlm(mask=0.5)")
+    read = ConcatPacks(Corpus.open(prefix), np.arange(4), 5, seed)[pack]
+    tokenizer = small_tokenizer()
+    objective = MaskedLanguageModeling(vocabulary_of(tokenizer), mask=0.5)
+    targets = objective.targets(read, SampleRandomness(seed, read.sample, read.epoch))
+    assert len(targets.predict_at) > 0
+    expected = []
+    for start, stop in zip(read.edges[:-1], read.edges[1:], strict=True):
+        expected.append(f"tokens {start} to {stop - 1}")
+        for at in range(start, stop):
+            word = tokenizer.decode([int(read.tokens[at])]).strip()
+            expected.append(f"[{word}]" if at in targets.predict_at else word)
+    body = out[out.index("document 1 of the pack") : out.index("legend ─")]
+    found = re.findall(r"tokens \d+ to \d+|\[\w+\]|<\|eos\|>|dog|fox", body)
+    assert found == expected
+    assert f"pack {pack} (epoch {read.epoch}): 5 tokens of {len(read.edges) - 1} document" in out
+    assert f"{len(targets.predict_at)} tokens predicted" in out
+
+
+def test_without_a_sidecar_and_with_cut_documents(tmp_path, capsys):
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    from torch import tensor
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    for document in ([[5, 6], [7]], [], [[8], [9, 10]]):
+        for sequence in document:
+            builder.add_item(tensor(sequence))
+        builder.end_document()
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    found = figures(shown(capsys, tmp_path / "theirs", "--split", "1,0,0"))
+    assert (found["documents"], found["sequences"], found["tokens"], found["dtype"]) == ("3", "4", "6", "int32")
+    assert found["tokenizer"] == found["end of document"] == "unknown: there is no theirs.json"
+    assert found["tokens a document"] == "mean 2, median 3, p5 0.3, p95 3, longest 3 (document 0), 1 empty"
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm", " mlm ( mask = 0.3 ) ", "mlm(mask=0.15,random=0.1,keep=0.1)"])
+def test_objectives_are_spelled_as_in_a_schedule(corpus, capsys, objective):
+    out = shown(capsys, corpus[0], "--tokenizer", corpus[1], "--objective", objective)
+    assert f"\n{objective.split('(')[0].strip()}" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--objective", "mml"], "--objective: at character 1 of 'mml': unknown objective `mml`"),
+        (["--objective", "mlm(mask=2)"], "--objective: at character 10"),
+        (["--objective", "clm:0.25,mlm:0.75"], "--objective clm:0.25,mlm:0.75: found phases or a share, expected one objective"),
+        (["--objective", "mlm:0.5"], "found phases or a share"),
+        (["--pack", "-1"], "--pack: found -1, expected 0 or more"),
+        (["--seq-length", "0"], "--seq-length: found 0, expected 1 or more"),
+        (["--split", "0,1,0"], "found no tokens in 0 documents"),
+    ],
+)
+def test_what_cannot_be_is_one_line(corpus, refusal, flags, words):
+    assert words in refusal(inspect.main, [corpus[0], "--tokenizer", corpus[1], *flags])
+
+
+def test_another_tokenizer_is_one_line(corpus, small_corpus, refusal):
+    line = refusal(inspect.main, [corpus[0], "--tokenizer", small_corpus.tokenizer])
+    assert "made with another tokenizer" in line
+
+
+def test_a_file_gets_no_colour_and_80_columns_and_a_terminal_colour(corpus, capsys, monkeypatch):
+    flags = [corpus[0], "--tokenizer", corpus[1]]
+    plain = shown(capsys, *flags)
+    assert "\x1b" not in plain and max(map(len, plain.splitlines()[1:])) <= 80
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    inspect.main(flags)
+    assert "\x1b[1;30;43m[dog]" in terminal.getvalue()
+    unstyled = re.sub(r"\x1b\[[0-9;]*m", "", terminal.getvalue())
+    assert unstyled.split() == plain.split()  # colour adds nothing that the text does not say
+
+
+@pytest.mark.parametrize(("share", "drawn"), [(0, ""), (1, "████"), (0.5, "██"), (0.53, "██▏"), (1e-9, "▏")])
+def test_bars(share, drawn):
+    assert inspect.bar(share, 4) == drawn.ljust(4)

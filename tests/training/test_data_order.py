@@ -1,0 +1,90 @@
+"""What is read, and in which order: decided by data, seed and packing; not by length of the run, batch size or layout."""
+
+import numpy as np
+import pytest
+import runs
+
+from megaenc.data import preprocess
+from megaenc.training.batches import Share
+from megaenc.training.command import main
+from megaenc.training.plan import make_plan
+from megaenc.training.settings import read_settings
+
+
+@pytest.fixture(scope="module")
+def blend(small_corpus, tmp_path_factory) -> list[str]:
+    """Flags: three packs in ten from a second corpus with the same tokenizer."""
+    folder = tmp_path_factory.mktemp("second")
+    text = runs.write_text(folder / "text.jsonl", documents=60, seed=1)
+    preprocess.main(
+        ["--input", str(text), "--output-prefix", str(folder / "b"), "--tokenizer", str(small_corpus.tokenizer), "--append-eod"]
+    )
+    data_path = ["--data-path", "0.7", str(small_corpus.prefix), "0.3", str(folder / "b_text_document")]
+    return [*data_path, "--tokenizer", str(small_corpus.tokenizer), "--split", "90,10,0"]
+
+
+def plan_of(*flags):
+    return make_plan(read_settings([*map(str, flags)], "test"))
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length"])
+def test_order_knows_nothing_of_length_and_batch(packing, blend):
+    common = [*blend, "--model", "tiny", "--seq-length", "64", "--packing", packing, "--seed", "3"]
+    short = plan_of(*common, "--train-iters", "10", "--global-batch-size", "8", "--micro-batch-size", "2")
+    long = plan_of(*common, "--train-iters", "4000", "--global-batch-size", "48", "--objective-schedule", "mlm")
+    for sample in range(0, 600, 7):
+        here, there = short.packs[sample], long.packs[sample]
+        assert np.array_equal(here.tokens, there.tokens) and np.array_equal(here.edges, there.edges)
+        assert (here.sample, here.epoch) == (there.sample, there.epoch)
+    assert [short.first_sample(step) for step in (1, 2, 7)] == [0, 8, 48] and long.first_sample(2) == 48
+
+
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 1), (1, 8), (4, 2), (2, 4)])
+def test_every_layout_reads_the_samples_of_a_step_once(micro, ranks):
+    shares = [Share(8, micro, rank, ranks) for rank in range(ranks)]
+    read = [sample for share in shares for samples in share.samples(40) for sample in samples]
+    assert sorted(read) == list(range(40, 48))
+
+
+def test_a_blend_in_random_lengths_trains_alike_in_every_layout(blend, tmp_path):
+    flags = [*blend, *runs.SHORT_RUN, "--train-iters", "10", "--packing", "random-length", "--no-bf16"]
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "one")])
+    layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, [*flags, *layout, "--save", str(tmp_path / "four")], processes=4)
+    runs.assert_same_curve(tmp_path / "four", tmp_path / "one", tolerance=1e-4)
+
+
+def test_another_blend_is_another_run(blend, small_corpus, tmp_path, refusal):
+    flags = [
+        *blend,
+        *runs.SHORT_RUN,
+        "--train-iters",
+        "2",
+        "--lr-warmup-iters",
+        "1",
+        "--lr-wsd-decay-iters",
+        "1",
+        "--save",
+        tmp_path,
+    ]
+    runs.script(runs.PRETRAIN, [str(flag) for flag in [*flags, "--exit-interval", "1"]])
+    other = [*flags, "--data-path", "0.5", blend[2], "0.5", blend[4]]
+    assert "holds a different run: data is 7/10" in refusal(main, other)
+    assert "holds a different run: packing is concat there, random-length here" in refusal(
+        main, [*flags, "--packing", "random-length"]
+    )
+
+
+def test_a_budget_of_tokens_is_as_many_steps_as_it_takes():
+    sizes = ["--global-batch-size", "4", "--seq-length", "100", "--micro-batch-size", "4"]
+    for tokens, steps in ((1, 1), (400, 1), (401, 2), (40_000, 100)):
+        assert read_settings([*sizes, "--train-tokens", str(tokens)], "test").total_iters == steps
+    assert read_settings(sizes, "test").total_iters == 200
+
+
+def test_tokens_on_the_command_line_overrule_steps_in_yaml(tmp_path, small_corpus, refusal):
+    (tmp_path / "run.yaml").write_text("train_iters: 9\nseq_length: 64\n")
+    settings = read_settings(["--config", str(tmp_path / "run.yaml"), "--train-tokens", "2048"], "test")
+    assert (settings.train_iters, settings.total_iters) == (None, 2)
+    both = [*small_corpus.flags, "--train-tokens", "5", "--train-iters", "6"]
+    assert "--train-tokens: found 5 beside --train-iters 6, expected one of them" in refusal(main, both)

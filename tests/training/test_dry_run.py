@@ -1,0 +1,87 @@
+"""`--dry-run`: the phases with their steps and tokens, the data, and nothing written."""
+
+import pytest
+import runs
+
+from megaenc.training.command import main
+
+# 200 steps of 8 packs of 64 tokens.
+RUN = [*runs.SHORT_RUN, "--train-iters", "200", "--lr-warmup-iters", "10", "--lr-wsd-decay-iters", "20"]
+
+
+@pytest.fixture
+def printed(small_corpus, capsys, tmp_path):
+    """What a dry run prints, as lists of words; it must leave the run folder alone."""
+
+    def dry_run(*flags):
+        main([*small_corpus.flags, *RUN, "--dry-run", "--save", str(tmp_path / "run"), *flags])
+        assert not (tmp_path / "run").exists()
+        return [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    return dry_run
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rows"),
+    [
+        (
+            "clm:0.25,mlm:0.75",
+            [["clm", "1", "to", "50", "25,600", "25,600"], ["mlm", "51", "to", "200", "76,800", "102,400"]],
+        ),
+        ("mlm(mask=0.4->0.15):1.0", [["mlm(mask=0.4->0.15)", "1", "to", "200", "102,400", "102,400"]]),
+        (
+            "2x(clm:0.1,mlm:0.4)",
+            [
+                ["clm", "1", "to", "20", "10,240", "10,240"],
+                ["mlm", "21", "to", "100", "40,960", "51,200"],
+                ["clm", "101", "to", "120", "10,240", "61,440"],
+                ["mlm", "121", "to", "200", "40,960", "102,400"],
+            ],
+        ),
+        (
+            "clm:50,mix(clm:0.2,mlm:0.8):150",
+            [["clm", "1", "to", "50", "25,600", "25,600"], ["mix(clm:1,mlm:4)", "51", "to", "200", "76,800", "102,400"]],
+        ),
+    ],
+)
+def test_phases_with_their_steps_and_tokens(schedule, rows, printed):
+    lines = printed("--objective-schedule", schedule)
+    first = lines.index(["phase", "steps", "tokens", "tokens", "so", "far"]) + 2
+    assert lines[first : first + len(rows)] == rows
+    assert lines[first + len(rows)] == ["objective", "steps", "tokens", "predicted,", "about"]
+
+
+def test_totals_of_each_objective_and_its_predictions(printed):
+    lines = printed("--objective-schedule", "clm:100,mlm(mask=0.4->0.2):100")
+    first = lines.index(["objective", "steps", "tokens", "predicted,", "about"]) + 2
+    clm, mlm = lines[first : first + 2]
+    assert clm[:3] == ["clm", "100", "51,200"] and mlm[:3] == ["mlm(mask=0.4->0.2)", "100", "51,200"]
+    assert float(clm[4].strip("(%)")) == pytest.approx(98, abs=1.5)
+    assert float(mlm[4].strip("(%)")) == pytest.approx(30, abs=3)
+
+
+def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
+    from megaenc.training.plan import make_plan
+    from megaenc.training.settings import read_settings
+
+    schedule = "mix(clm:0.3,mlm:0.7):1.0"
+    lines = printed("--objective-schedule", schedule)
+    plan = make_plan(read_settings([*small_corpus.flags, *RUN, "--objective-schedule", schedule], "test"))
+    drawn = [plan.schedule.text_at(step) for step in range(1, 201)]
+    assert {line[0]: int(line[1]) for line in lines if line[0] in ("clm", "mlm")} == {
+        text: drawn.count(text) for text in ("clm", "mlm")
+    }
+
+
+def test_thousands_of_phases_are_not_all_printed(printed):
+    lines = printed("--objective-schedule", "100x(clm:1,mlm:1)")
+    assert ["...", "188", "more", "phases", "to", "200"] in lines and len(lines) < 40
+
+
+def test_corpora_and_how_often_they_are_read(small_corpus, capsys):
+    sizes = ["--seq-length", "64", "--global-batch-size", "8", "--train-tokens", "102400"]
+    main([*small_corpus.flags, *sizes, "--dry-run"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == ["200", "steps", "of", "8", "packs", "of", "64", "tokens", "(concat):", "102,400", "tokens"]
+    row = next(line for line in lines if line and line[0] == str(small_corpus.prefix))
+    assert row[1:4] == ["100.00", "%", "1,600"] and float(row[4]) == pytest.approx(102_400 / 21_000, rel=0.05)
