@@ -105,10 +105,10 @@ def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
     for row in rows[:1000]:
         row["phase"] = -1
     alone, clm, mlm = plot.phases_of(rows)
-    assert (alone.objective, alone.first, alone.last, alone.share) == ("mntp", 1, 1000, 1)
-    assert [(one.objective, one.first, one.last, one.share) for one in (clm, mlm)] == [
-        ("clm", 1001, 5000, 0.25),
-        ("mlm", 1001, 5000, 0.75),
+    assert (alone.objective, alone.start, alone.end, alone.share) == ("mntp", 0, 1000, 1)
+    assert [(one.objective, one.start, one.end, one.share) for one in (clm, mlm)] == [
+        ("clm", 1000, 5000, 0.25),
+        ("mlm", 1000, 5000, 0.75),
     ]
     assert set(clm.smoothed) == {2.0} and set(mlm.smoothed) == {3.0}
     shades = plot.figure(rows, [], "many phases").axes[0].patches
@@ -119,16 +119,16 @@ def test_thousands_of_phases_are_one_stretch_with_a_curve_for_each_objective():
 
 def test_a_mixture_has_a_curve_for_each_objective():
     clm, mlm = plot.phases_of(rows_of(["clm", "mlm"] * 50, 100))
-    assert clm.steps.tolist() == list(range(1, 101, 2)) and mlm.steps.tolist() == list(range(2, 101, 2))
-    assert (clm.first, clm.last, clm.share) == (mlm.first, mlm.last, mlm.share) == (1, 100, 0.5)
+    assert clm.x.tolist() == list(range(1, 101, 2)) and mlm.x.tolist() == list(range(2, 101, 2))
+    assert (clm.start, clm.end, clm.share) == (mlm.start, mlm.end, mlm.share) == (0, 100, 0.5)
 
 
 def test_long_phases_beside_short_ones_stay_by_themselves():
     rows = rows_of(["clm"] * 50 + ["mlm"] * 50, 50) + [
         row | {"step": row["step"] + 100, "phase": row["phase"] + 2} for row in rows_of(["clm", "mlm"] * 50, 1)
     ]
-    found = [(phase.objective, phase.first, phase.last) for phase in plot.phases_of(rows)]
-    assert found == [("clm", 1, 50), ("mlm", 51, 100), ("clm", 101, 200), ("mlm", 101, 200)]
+    found = [(phase.objective, phase.start, phase.end) for phase in plot.phases_of(rows)]
+    assert found == [("clm", 0, 50), ("mlm", 50, 100), ("clm", 100, 200), ("mlm", 100, 200)]
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml")])
