@@ -24,7 +24,7 @@ def write_whole_corpus(prefix: Path, documents: list[list[int]], dtype: str = "u
     """A corpus of our own writer with its sidecar; end-of-document tokens are those in `documents`."""
     writer = IndexedWriter(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), dtype)
     lengths = np.array([len(tokens) for tokens in documents], dtype=np.int32)
-    writer.add(np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths)
+    writer.add(np.concatenate([np.array(tokens, dtype=np.uint32) for tokens in documents]), lengths, np.ones_like(lengths))
     sha256 = writer.finish()
     sidecar = {
         "format": 1,
