@@ -18,10 +18,21 @@ class Provenance:
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
-        """What the last updates before the checkpoint may have trained, the most frequent first; step 0 has none behind it and
-        is taken for the start of the first phase."""
-        phase = self.schedule.at(max(self.step, 1))
-        return tuple(choice.end for choice in sorted(phase.choices, key=lambda choice: -choice.weight))
+        """What the last updates before the checkpoint were for, the most frequent first: those of a twentieth of the run's steps.
+
+        Each as it was last trained. Step 0 has none behind it and is taken for the first one.
+        """
+        last = max(self.step, 1)
+        first = max(1, last - self.total_iters // 20 + 1)
+        steps: dict[str, float] = {}
+        objectives: dict[str, Objective] = {}
+        for phase in self.schedule.phases:
+            here, there = max(phase.first_step, first), min(phase.last_step, last)
+            for choice, share in zip(phase.choices, phase.shares, strict=True):
+                if here <= there:
+                    steps[choice.text] = steps.get(choice.text, 0) + share * (there - here + 1)
+                    objectives[choice.text] = phase.objective(choice, there)
+        return tuple(objectives[text] for text in sorted(steps, key=lambda text: -steps[text]))
 
     def read_as(self, attention: Attention) -> Objective:
         """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""

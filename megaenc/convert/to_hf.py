@@ -34,12 +34,21 @@ class SavedRun:
     dtype: torch.dtype
     settings: PretrainSettings
 
-    def provenance(self, vocabulary: Vocabulary, step: int) -> Provenance:
+    def schedule(self, vocabulary: Vocabulary) -> Schedule:
+        """What the run trained. Raises InputError where one of its objectives is not installed here."""
+        try:
+            return Schedule.build(self.settings.objective_schedule, self.settings.total_iters, vocabulary, self.settings.seed)
+        except InputError as error:
+            raise InputError(
+                f"--load {self.folder}: its card cannot be written, for its schedule cannot be read here ({error}); install the "
+                "package that offers the objective"
+            ) from None
+
+    def provenance(self, schedule: Schedule, step: int) -> Provenance:
         """What the checkpoint of `step` was trained on."""
         settings = self.settings
-        text, total = settings.objective_schedule, settings.total_iters
-        schedule = Schedule.build(text, total, vocabulary, settings.seed)
-        return Provenance(text, schedule, step, total, settings.global_batch_size * settings.data.seq_length)
+        tokens_per_step = settings.global_batch_size * settings.data.seq_length
+        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens_per_step)
 
 
 def open_run(folder: Path) -> SavedRun:
@@ -118,9 +127,9 @@ def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int
 
     tokenizer = load_tokenizer(run.folder / TOKENIZER)
     tokenizer.model_max_length = run.seq_length
-    vocabulary, attention = vocabulary_of(tokenizer), ATTENTION[architecture]
+    schedule, attention = run.schedule(vocabulary_of(tokenizer)), ATTENTION[architecture]
     found, state = load_weights(run, step)
-    provenance = run.provenance(vocabulary, found)
+    provenance = run.provenance(schedule, found)
     config = hf_config(run, architecture, tokenizer)
     config.prediction_shift = provenance.read_as(attention).shift
     kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]

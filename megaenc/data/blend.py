@@ -1,5 +1,6 @@
 """Blends: packs of several corpora in fixed proportions, which hold for every stretch of a run and not only on average."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -25,7 +26,7 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     for number, (weight, prefix) in enumerate(pairs):
         if weight is not None and weight <= 0:
             raise InputError(f"--data-path {' '.join(words)}: found weight {words[2 * number]}, expected more than 0")
-        if prefix in [earlier for _, earlier in pairs[:number]]:
+        if os.path.realpath(prefix) in [os.path.realpath(earlier) for _, earlier in pairs[:number]]:
             raise InputError(f"--data-path {' '.join(words)}: {prefix} is there twice, expected each corpus once")
     return pairs
 
@@ -40,7 +41,7 @@ def _weight(word: str) -> Fraction | None:
 def whole_shares(weights: Sequence[Fraction]) -> list[int]:
     """How many of some number of samples (at most PERIOD) each corpus gives: exact where the weights allow it.
 
-    Raises InputError for a weight that is less than one part in PERIOD.
+    Raises InputError, with the number of the corpus, for a weight that rounds to no part in PERIOD.
     """
     shares = [Fraction(weight) / sum(weights) for weight in weights]
     period = lcm(*(share.denominator for share in shares))
@@ -51,8 +52,11 @@ def whole_shares(weights: Sequence[Fraction]) -> list[int]:
     for at in by_remainder[: PERIOD - sum(counts)]:
         counts[at] += 1
     if 0 in counts:
-        share = float(shares[counts.index(0)])
-        raise InputError(f"--data-path: found a share of {share:.1e} of the packs, expected at least {1 / PERIOD:.1e}")
+        number = counts.index(0)
+        raise InputError(
+            f"--data-path: corpus {number + 1} of {len(shares)} would give one pack in {float(1 / shares[number]):,.0f}, "
+            f"expected at least one in {PERIOD:,}; give it a greater weight (0.3 A 0.7 B) or leave it out"
+        )
     return counts
 
 

@@ -28,7 +28,9 @@ class SentencePacks(CorpusPacks):
 
     def __init__(self, corpus: Sentences, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
-        if len(corpus.sequence_lengths) == len(corpus.document_lengths):
+        # A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
+        sidecar = getattr(corpus, "sidecar", None)
+        if not (sidecar and sidecar.sentences) and len(corpus.sequence_lengths) == len(corpus.document_lengths):
             raise InputError(
                 f"--packing sentences: {getattr(corpus, 'prefix', 'the corpus')} holds whole documents, expected one that was "
                 "preprocessed with --split-sentences"

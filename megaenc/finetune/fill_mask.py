@@ -97,8 +97,8 @@ def _moved(output: Any, shift: int) -> Any:
 def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
     """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
 
-    Documents end with the end-of-sequence token and are cut at the model's length; no window holds parts of two. The masks are
-    the same each time. Raises InputError where nothing can be hidden.
+    Documents end with the end-of-sequence token and are cut at the model's length; no window holds parts of two, and the first
+    token of each is not scored. The masks are the same each time. Raises InputError where nothing can be hidden.
     """
     import torch
 
@@ -129,8 +129,10 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
             inputs = [torch.from_numpy(array).to(model.device) for array in (tokens, seen)]
             guesses = model(input_ids=inputs[0], attention_mask=inputs[1]).logits.argmax(-1).cpu().numpy()
         for row, target in enumerate(batch):
-            correct += int((guesses[row, target.predict_at] == target.labels).sum())
-            labels += np.bincount(target.labels, minlength=vocabulary.size)
+            # What a window begins with is not asked for: where predictions stand before their tokens it has none.
+            asked = target.predict_at > 0
+            correct += int((guesses[row, target.predict_at[asked]] == target.labels[asked]).sum())
+            labels += np.bincount(target.labels[asked], minlength=vocabulary.size)
     predicted = int(labels.sum())
     if not predicted:
         raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")

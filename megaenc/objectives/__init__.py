@@ -2,6 +2,7 @@
 
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.clm import CausalLanguageModeling
+from megaenc.objectives.contract import check_targets
 from megaenc.objectives.grammar import parse_schedule
 from megaenc.objectives.masking import Masking
 from megaenc.objectives.mlm import MaskedLanguageModeling
@@ -23,6 +24,7 @@ __all__ = [
     "PrefixLanguageModeling",
     "Schedule",
     "Targets",
+    "check_targets",
     "find",
     "known",
     "option",

@@ -126,7 +126,10 @@ class Objective(ABC):
     def _read(cls, field: dataclasses.Field, text: str) -> Any:
         kind = type(field.default)
         try:
-            return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            if kind in (int, float) and "_" in text:  # Python reads 0_1 as 01
+                raise ValueError
+            value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+            return value + 0 if kind is float else value  # -0 is 0, so that equal options are spelled alike
         except (KeyError, ValueError):
             raise OptionError(cls.name, field.name, f"found `{text}`, expected {_expected(field)}") from None
 

@@ -9,6 +9,7 @@ from megaenc.errors import InputError
 
 FLAG = "--objective-schedule"
 MIXTURE = "mix"
+_LONGEST = 64  # characters of a name or a number
 DEEPEST = 20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
@@ -118,6 +119,8 @@ class _Parser:
         if not repeat:
             return self.phase(alone)
         count, opening = Piece(repeat[1], repeat.start()), Piece("(", repeat.end() - 1)
+        if len(count.text) > _LONGEST:
+            raise self.error(count, f"{len(count.text)} digits, expected at most {_LONGEST}")
         if not int(count.text):
             raise self.error(count, "zero repetitions, expected more than zero; leave them out")
         if depth == DEEPEST:
@@ -208,7 +211,10 @@ class _Parser:
         if not found:
             raise self.wrong(what)
         self.at = found.end()
-        return Piece(found.group(), found.start())
+        piece = Piece(found.group(), found.start())
+        if len(piece.text) > _LONGEST:
+            raise self.error(piece, f"{len(piece.text)} characters, expected at most {_LONGEST}")
+        return piece
 
     def take(self, sign: str) -> Piece | None:
         """The next piece if it is this sign."""

@@ -62,7 +62,8 @@ def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
     except InputError as error:
         raise InputError(str(error).replace(FLAG, "--objective", 1)) from None
     if len(choices) > 1 or choices[0].start != choices[0].end:
-        raise InputError(f"--objective {text}: found several objectives in one, expected one alone, such as mlm(mask=0.3)")
+        found = "a mixture" if len(choices) > 1 else "an option that changes"
+        raise InputError(f"--objective {text}: found {found}, expected one objective as it is, such as mlm(mask=0.3)")
     return choices[0].start
 
 

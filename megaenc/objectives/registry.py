@@ -4,8 +4,10 @@ A package offers one through an entry point in the group `megaenc.objectives`: i
 """
 
 import difflib
+import hashlib
+import inspect
 from importlib.metadata import EntryPoint, entry_points
-from inspect import isabstract
+from pathlib import Path
 from typing import TypeVar
 
 from megaenc.errors import InputError
@@ -75,13 +77,32 @@ def _complaint(objective: type) -> str:
     """What keeps a class from being an objective; empty where nothing does."""
     if not (isinstance(objective, type) and issubclass(objective, Objective)):
         return "is no subclass of megaenc.objectives.Objective"
-    if isabstract(objective):
+    if inspect.isabstract(objective):
         return "has no method `targets`"
     if not isinstance(getattr(objective, "name", None), str) or not isinstance(getattr(objective, "attention", None), Attention):
         return "lacks a `name` or an `attention` of type megaenc.objectives.Attention"
     if objective.name == MIXTURE:
         return f"is called `{MIXTURE}`, which is a mixture in a schedule"
+    if type(objective.shift) is not int or objective.shift < 0:
+        return f"has shift {objective.shift!r}, expected how far before its token a prediction stands: 0 or more"
+    if "__dataclass_fields__" not in vars(objective):
+        return "is no dataclass, expected @dataclass(frozen=True) above it"
+    for field in objective.options():
+        if "low" not in field.metadata:
+            return f"has a field `{field.name}` that is not declared with megaenc.objectives.option"
+        if hasattr(Objective, field.name):
+            return f"has an option `{field.name}`, which is the name of something else that every objective has"
     return ""
+
+
+def origin(objective: type[Objective]) -> str | None:
+    """For an objective of another package: the package, its version and a hash of the module; None for those of this one."""
+    offer = next((point for point in entry_points(group=GROUP, name=objective.name) if point.value == _place(objective)), None)
+    if offer is None:
+        return None
+    package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
+    source = Path(inspect.getfile(objective)).read_bytes()
+    return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
 
 
 def _place(objective: type[Objective]) -> str:

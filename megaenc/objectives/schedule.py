@@ -38,7 +38,7 @@ from megaenc.objectives.grammar import (
     error_at,
     parse_schedule,
 )
-from megaenc.objectives.registry import find
+from megaenc.objectives.registry import find, origin
 
 # Beyond so many phases a run's identity holds their digest: it is compared and printed as one line.
 _SPELLED_OUT = 16
@@ -72,6 +72,15 @@ class Phase:
     def text(self) -> str:
         """As a schedule spells it, `mix(clm:3,mlm:7)`: weights as the smallest whole numbers, no option that has its default."""
         return _spell(self.choices)
+
+    def __len__(self) -> int:
+        """Steps."""
+        return self.last_step - self.first_step + 1
+
+    def objective(self, choice: Choice, step: int) -> Objective:
+        """One of `choices` as update `step` would train it: with the options that its place in the phase gives."""
+        length = self.last_step - self.first_step
+        return choice.start.towards(choice.end, (step - self.first_step) / length) if length else choice.start
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -124,9 +133,7 @@ class Schedule:
 
     def objective(self, step: int) -> Objective:
         """What update `step` trains: the mixture's draw, with the options that its place in the phase gives."""
-        phase, choice = self.at(step), self._drawn(step)
-        length = phase.last_step - phase.first_step
-        return choice.start.towards(choice.end, (step - phase.first_step) / length) if length else choice.start
+        return self.at(step).objective(self._drawn(step), step)
 
     def text_at(self, step: int) -> str:
         """The objective of update `step` as written, `mlm(mask=0.4->0.15)`: the same at every step of a phase that draws it."""
@@ -134,9 +141,20 @@ class Schedule:
 
     def objectives(self) -> dict[str, Objective]:
         """Every objective of the schedule by its text, in the order in which they come up; options that change at their end."""
+        return {choice.end.describe(): choice.end for choice in self._choices()}
+
+    def starts(self) -> dict[str, Objective]:
+        """As `objectives`, options that change at their start."""
+        return {choice.start.describe(): choice.start for choice in self._choices()}
+
+    def packages(self) -> dict[str, str]:
+        """Of each objective that another package offers, by its name, which package, version and source that is."""
+        origins = {choice.start.name: origin(type(choice.start)) for choice in self._choices()}
+        return {name: found for name, found in origins.items() if found}
+
+    def _choices(self) -> list[Choice]:
         distinct = {id(phase.choices): phase.choices for phase in self.phases}
-        ends = [choice.end for choices in distinct.values() for choice in choices]
-        return {objective.describe(): objective for objective in ends}
+        return [choice for choices in distinct.values() for choice in choices]
 
     @property
     def canonical(self) -> str:
@@ -174,7 +192,7 @@ def _check_count(text: str, items: tuple[ParsedItem, ...], train_iters: int) -> 
         if isinstance(item, ParsedRepetition):
             count = item.count * _check_count(text, item.items, train_iters)
             if count > train_iters:
-                complaint = f"makes {count} phases of {train_iters} steps (--train-iters), expected at least a step for each"
+                complaint = f"makes {count} phases of {train_iters} steps, expected at least a step for each"
                 raise error_at(text, item.count_text, complaint)
             total += count
         else:
@@ -206,7 +224,7 @@ def _ends(text: str, written: list[ParsedPhase], train_iters: int) -> list[int]:
     if totals[-1] != expected:
         # Where the sum first goes too far; where it never does, the last phase is the one to look at.
         culprit = next((phase for phase, total in zip(written, totals, strict=True) if total > expected), written[-1])
-        kind, wanted = ("shares", "1") if shares else ("steps", f"{train_iters} (--train-iters)")
+        kind, wanted = ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
         hint = (
             "; `1` is one step, write 1.0 for the whole run" if [phase.amount for phase in written] == [1] and not shares else ""
         )

@@ -19,6 +19,7 @@ from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_held_out, read_steps, read_validations
 
 _FORMATS = (".png", ".pdf", ".svg")
+_LETTER = 0.0125  # of a label, in widths of the panel
 
 
 @dataclass(frozen=True)
@@ -107,13 +108,15 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
 
     picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
     loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    labelled: set[str] = set()
     for phase, (bottom, top) in zip(phases, _bands(phases), strict=True):
         colour, _ = style[phase.objective]
         for panel in (loss, rate):
             panel.axvspan(phase.start, phase.end, bottom, top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
-        loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8)
-        if phase.end - phase.start >= last / 50:  # a label on a sliver would cover its neighbours'
+        loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
+        if (phase.end - phase.start) / last >= _LETTER * len(phase.objective):  # else it would cover its neighbours'
+            labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
             loss.text((phase.start + phase.end) / 2, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
     for objective, (x, losses) in validations.items():
@@ -134,6 +137,9 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
     handles, _ = loss.get_legend_handles_labels()
     handles.insert(0, Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"))
     handles.insert(1, Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"))
+    for objective in dict.fromkeys(phase.objective for phase in phases):
+        if objective not in labelled:
+            handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
     loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     loss.set_ylabel("loss (nats a predicted token)")
     loss.set_xlim(0, last)
@@ -172,8 +178,10 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
         picture = figure(read_steps(runs[0], against), read_validations(runs[0], against), str(runs[0]), against)
         shown = f"the loss of {runs[0]}"
     else:
-        curves = {name: curves_of(read_held_out(run, against), against) for name, run in named(runs).items()}
-        picture, shown = comparison(curves, against)
+        held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
+        picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)
+        if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
+            shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
     make_parent(output, "--output")
     with whole_files(output) as [temporary]:
         picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))

@@ -85,9 +85,9 @@ def table(summary: Summary) -> Any:
     from rich.table import Table
 
     shown = Table(box=box.SIMPLE_HEAD)
-    shown.add_column("held-out text", no_wrap=True)
+    shown.add_column("held-out text", overflow="fold")
     for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
-        shown.add_column(name, justify="right")
+        shown.add_column(name, justify="right", no_wrap=True)
     for one in summary.learnt:
         shown.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
         shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarise(settings.run)
     from rich.console import Console
 
-    Console(file=sys.stdout).print(table(summary))
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table(summary))
     speed = summary.tokens / summary.seconds
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     say(

@@ -3,7 +3,6 @@
 import sys
 from collections import defaultdict
 
-import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -89,10 +88,10 @@ def _objectives(plan: Plan, step_tokens: int) -> Table:
 def _predicted_share(plan: Plan, steps: list[int]) -> float:
     """Predicted tokens a token: `steps` are looked at evenly, for an objective may change over them."""
     predicted = 0
-    for sample, place in enumerate(np.linspace(0, len(steps) - 1, _LOOKED_AT).astype(int)):
+    for sample in range(_LOOKED_AT):
         pack = plan.packs[sample]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        predicted += len(plan.schedule.objective(steps[place]).targets(pack, randomness).labels)
+        predicted += len(plan.schedule.objective(steps[sample * len(steps) // _LOOKED_AT]).targets(pack, randomness).labels)
     return predicted / (_LOOKED_AT * plan.settings.data.seq_length)
 
 

@@ -1,5 +1,7 @@
 """Held-out loss and accuracy, on packs and masks that never change."""
 
+import hashlib
+import json
 from typing import Any
 
 import numpy as np
@@ -18,16 +20,22 @@ class Validation:
         size = plan.settings.global_batch_size
         packs = plan.validation.samples_before_repeat  # no held-out token twice, unless one batch needs more than there are
         self.batches = max(1, min(plan.settings.output.eval_iters, packs // size))
+        # What tells whether two runs were asked about the same text.
+        asked = [plan.data.fingerprint, plan.settings.data.split, plan.settings.data.seq_length, self.batches * size]
+        self.held_out = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:12]
         self.objectives = validated_objectives(plan.schedule, plan.vocabulary)
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
 
-    def __call__(self, engine: Engine) -> dict[str, dict[str, Any]]:
-        """By objective: loss, accuracy, and most_frequent, the accuracy of always guessing the labels' most frequent token."""
+    def __call__(self, engine: Engine) -> dict[str, Any]:
+        """`held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
+
+        The last is the accuracy of always guessing the token that is most frequent among the labels.
+        """
         found = {}
         for text, objective in self.objectives.items():
             result = engine.evaluate(self.plan.validation, self.batches, objective)
             found[text] = {"loss": result.loss, "accuracy": result.accuracy, "most_frequent": self.most_frequent[text]}
-        return found
+        return {"held_out": self.held_out, "objectives": found}
 
     def _most_frequent(self, objective: Objective) -> float | None:
         counts = np.zeros(self.plan.vocabulary.size, dtype=np.int64)

@@ -22,7 +22,7 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.warmup + self.decay > self.total:
             raise InputError(
-                f"warm-up of {self.warmup} and decay of {self.decay} steps do not fit in --train-iters {self.total}: "
+                f"warm-up of {self.warmup} and decay of {self.decay} steps do not fit in the {self.total} steps of the run: "
                 "lower --lr-warmup-iters or --lr-wsd-decay-iters (or the fractions)"
             )
 

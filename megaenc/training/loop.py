@@ -47,7 +47,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     if folder:
         folder.cut(done or -1)
     if validation and not done:
-        _log(folder, VALIDATION, {"step": 0, **progress, "objectives": validation(engine)})
+        _log(folder, VALIDATION, {"step": 0, **progress, **validation(engine)})
 
     with ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
         for step in range(done + 1, settings.total_iters + 1):
@@ -60,11 +60,11 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
             progress["flops"] += result.flops
             row = _row(plan, step, result, grad_norm, progress, seconds, peak)
             last = step == settings.total_iters
-            if _due(step, settings.log_every) or last:
+            if _due(step, plan.log_every) or last:
                 _log(folder, METRICS, row)
             line.update(step, description=row["objective"], **_shown(row))
             if validation and (_due(step, settings.eval_every) or last):
-                _log(folder, VALIDATION, {"step": step, **progress, "objectives": validation(engine)})
+                _log(folder, VALIDATION, {"step": step, **progress, **validation(engine)})
 
             leave = _due(step, output.exit_interval)
             if checkpoints and (last or leave or _due(step, output.save_interval)):

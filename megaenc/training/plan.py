@@ -13,7 +13,7 @@ from megaenc.data.run_data import Reading, RunData
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, check_targets
 from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
@@ -50,6 +50,12 @@ class Plan:
         return (step - 1) * self.settings.global_batch_size
 
     @property
+    def log_every(self) -> int:
+        """Steps between rows of metrics: by default 10 in a run of more than 1,000, unless phases change faster than that."""
+        given, shortest = self.settings.output.log_interval, min(len(phase) for phase in self.schedule.phases)
+        return given or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
+
+    @property
     def reading(self) -> list[Reading]:
         """What the whole run reads of each corpus."""
         return self.data.reading(self.first_sample(self.settings.total_iters + 1))
@@ -61,12 +67,13 @@ class Plan:
         Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same.
         """
         free = {"train_tokens", "config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
-        free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output))
+        free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
         values = {name: value for name, value in flags.flatten(self.settings).items() if name not in free}
         return values | {
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,
+            "objective_packages": self.schedule.packages(),
             "lr_warmup_iters": self.learning_rate.warmup,
             "lr_wsd_decay_iters": self.learning_rate.decay,
             "data": self.data.fingerprint,
@@ -109,6 +116,8 @@ def make_plan(settings: PretrainSettings) -> Plan:
     )
     data_path, tokenizer_name = data.data_path, data.tokenizer
     if not data_path:
+        if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
+            raise InputError("--dry-run: demo/ holds no corpus yet; give --data-path, or let a run without --dry-run make it")
         if tokenizer_name:
             raise InputError(
                 "--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)"
@@ -125,4 +134,8 @@ def make_plan(settings: PretrainSettings) -> Plan:
     run_data = RunData.open(
         data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
     )
-    return Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)
+    plan = Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)
+    for objective in (*schedule.starts().values(), *validated_objectives(schedule, vocabulary).values()):
+        for sample in range(2):
+            check_targets(objective, run_data.train[sample], settings.seed)
+    return plan

@@ -72,7 +72,7 @@ class OutputSettings:
     eval_iters: int = 4
     """global batches of a validation, always the same packs and masks"""
     log_interval: int | None = None
-    """steps between rows of metrics; 1 for up to 1,000 steps, 10 beyond"""
+    """steps between rows of metrics; 1 for up to 1,000 steps or where phases are shorter than 10 steps, else 10"""
     dry_run: bool = False
     """say what the run would be (data, phases with their steps and tokens, learning rate) and stop"""
 
@@ -144,11 +144,6 @@ class PretrainSettings:
         return 200 if self.train_iters is None else self.train_iters
 
     @property
-    def log_every(self) -> int:
-        """Steps between rows of metrics."""
-        return self.output.log_interval or (1 if self.total_iters <= 1000 else 10)
-
-    @property
     def eval_every(self) -> int:
         """Steps between validations; 0 for none."""
         return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
@@ -206,8 +201,7 @@ def _value_of(argv: Sequence[str], flag: str) -> str | None:
     """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
     found = None
     for word, following in zip(argv, [*argv[1:], None], strict=False):
-        if word == flag:
-            found = following
-        elif word.startswith(flag + "="):
-            found = word.removeprefix(flag + "=")
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:  # either spelling is a flag
+            found = value if equals else following
     return found

@@ -42,6 +42,17 @@ def test_an_export_is_read_by_the_last_objective_of_its_attention(schedule, step
     assert f"prediction_shift: {shift}" in card("x", provenance(schedule, step), Attention(attention))
 
 
+def test_an_alternation_is_judged_by_more_than_its_last_phase():
+    found = provenance("10x(mlm:9,clm:1)")  # a twentieth of the run, five steps: four of MLM and the last one of CLM
+    assert [objective.name for objective in found.last_objectives] == ["mlm", "clm"]
+    assert found.read_as(Attention.BIDIRECTIONAL).name == "mlm"
+
+
+def test_inside_a_ramp_the_card_names_what_was_trained_last():
+    text = card("x", provenance("mlm(mask=0.4->0.2):1.0", step=50), Attention.BIDIRECTIONAL)
+    assert f"`mlm(mask={0.4 - 0.2 * 49 / 99})`" in text
+
+
 def test_a_moved_prediction_is_said_in_plain_words():
     text = card("hf", provenance("clm:0.25,mntp(mask=0.2):0.75"), Attention.BIDIRECTIONAL)
     assert "| `mntp(mask=0.2)` | bidirectional | token i + 1 |" in text

@@ -1,5 +1,7 @@
 """Packs that start at sentences, against a walk over the stream, sentence by sentence."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -84,6 +86,12 @@ def test_what_is_dropped_is_reported():
     assert packs.dropped == pytest.approx(1 - len(used) / total, abs=64 / total)
     assert 0.02 < packs.dropped < 0.15
     assert ConcatPacks(Sentences(documents), np.arange(200), 64, seed=1).dropped == 0
+
+
+def test_documents_of_one_sentence_each_are_sentences_if_their_sidecar_says_so():
+    titles = Sentences([[5], [9], [4]])
+    titles.sidecar = SimpleNamespace(sentences={"method": "punkt"})
+    assert len(SentencePacks(titles, np.arange(3), 8, seed=0)[0].tokens) == 8
 
 
 def test_whole_documents_are_refused():

@@ -92,3 +92,10 @@ def test_the_command_writes_a_picture(runs, tmp_path, capsys):
     plot.main([*map(str, runs), "--output", str(tmp_path / "runs.png"), "--against", "flops"])
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == f"{tmp_path / 'runs.png'}: the held-out losses of 2 runs under clm, mlm(mask=0.3)\n"
+
+
+def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
+    path = runs[0] / "validation.jsonl"
+    write_rows(path, [{**row, "held_out": "another"} for row in read_validations(runs[0])])
+    assert "NOT on the same held-out text" in plot.plot(runs, tmp_path / "x.png")
+    assert "NOT on the same" not in plot.plot(runs[1:], tmp_path / "y.png")

@@ -175,3 +175,26 @@ def test_what_no_run_wrote_is_one_line(tmp_path, refusal, text, words):
 def test_a_format_that_is_none_is_one_line(tmp_path, refusal):
     line = refusal(plot.main, [write_run(tmp_path / "run"), "--output", tmp_path / "loss.gif"])
     assert "expected .png, .pdf, .svg" in line
+
+
+def test_a_label_that_does_not_fit_is_in_the_legend():
+    rows = [
+        {"step": step, "tokens": step, "objective": text, "phase": phase, "loss": 5.0, "learning_rate": 1e-3}
+        for step, text, phase in [
+            (step, "clm" if step <= 90 else "mlm(mask=0.4->0.15)", int(step > 90)) for step in range(1, 101)
+        ]
+    ]
+    loss = plot.figure(rows, [], "run").axes[0]
+    assert [text.get_text() for text in loss.texts] == ["clm"]
+    assert "mlm(mask=0.4->0.15)" in [text.get_text() for text in loss.get_legend().get_texts()]
+
+
+def test_a_phase_of_one_row_is_a_point():
+    rows = [
+        {"step": step, "tokens": step, "objective": text, "phase": phase, "loss": 5.0, "learning_rate": 1e-3}
+        for step, text, phase in [(1, "clm", 0), (2, "mlm", 1), (3, "mlm", 1)]
+    ]
+    first = next(
+        line for line in plot.figure(rows, [], "run").axes[0].lines if len(line.get_xdata()) == 1 and line.get_alpha() is None
+    )
+    assert first.get_marker() == "."

@@ -52,3 +52,14 @@ def test_a_folder_without_facts_is_one_line(tmp_path, refusal):
     run = write_run(tmp_path / "run")
     (run / "run.json").write_text("{}")
     assert "run.json" in refusal(summary.main, [run])
+
+
+def test_long_names_leave_the_numbers_whole(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    rows = read_validations(run)
+    for row in rows:
+        row["objectives"] = {"mlm(mask=0.15,random=0.1,keep=0.1,span=3)" * 3: row["objectives"]["mlm(mask=0.3)"]}
+    write_rows(run / "validation.jsonl", rows)
+    summary.main([str(run)])
+    out = capsys.readouterr().out
+    assert "32.0 %" in out and "9.000" in out and "5.400" in out and "6.4 x" in out and "…" not in out

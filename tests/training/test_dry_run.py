@@ -60,6 +60,18 @@ def test_totals_of_each_objective_and_its_predictions(printed):
     assert float(mlm[4].strip("(%)")) == pytest.approx(30, abs=3)
 
 
+def test_every_step_of_a_short_ramp_counts_alike(printed):
+    lines = printed("--objective-schedule", "mlm(mask=0.8->0.2):2,clm:198")
+    share = next(line for line in lines if line[0] == "mlm(mask=0.8->0.2)" and line[1] == "2")[4]
+    assert float(share.strip("(%)")) == pytest.approx(50, abs=4)
+
+
+def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
+    monkeypatch.chdir(tmp_path)
+    assert "demo/ holds no corpus yet" in refusal(main, ["--dry-run"])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
     from megaenc.training.plan import make_plan
     from megaenc.training.settings import read_settings

@@ -5,7 +5,8 @@ import runs
 
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
-from megaenc.training.plan import validated_objectives
+from megaenc.training.plan import make_plan, validated_objectives
+from megaenc.training.settings import read_settings
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -29,6 +30,14 @@ def test_without_a_mask_token_there_is_no_mlm():
     assert list(validated_objectives(Schedule.build("clm", 100, maskless), maskless)) == ["clm"]
 
 
+@pytest.mark.parametrize(
+    ("change", "rows"), [([], 10), (["--objective-schedule", "600x(clm:1,mlm:1)"], 1), (["--log-interval", "7"], 7)]
+)
+def test_rows_of_metrics_show_every_phase(change, rows, small_corpus):
+    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "1200", *change], "test"))
+    assert plan.log_every == rows
+
+
 def test_runs_that_share_nothing_but_the_data_are_asked_the_same(small_corpus, tmp_path):
     """Objective, packing, length and layout differ; before the first step the model, and so its answers, are the same."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
@@ -45,5 +54,6 @@ def test_runs_that_share_nothing_but_the_data_are_asked_the_same(small_corpus, t
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
         assert here["most_frequent"] == there["most_frequent"]
         assert after[0]["objectives"][objective]["loss"] != after[1]["objectives"][objective]["loss"]
+    assert len({row["held_out"] for row in (*before, *after)}) == 1  # the same text, and it says so
     for row in (*before, *after):
         assert row.keys() >= {"step", "tokens", "predicted_tokens", "flops"}  # what curves can be laid over each other by

@@ -17,7 +17,7 @@ def test_no_warm_up_and_all_decay():
 
 
 def test_parts_that_overlap_are_refused():
-    with pytest.raises(InputError, match="warm-up of 8 and decay of 5 steps do not fit in --train-iters 12"):
+    with pytest.raises(InputError, match="warm-up of 8 and decay of 5 steps do not fit in the 12 steps of the run"):
         LearningRate(peak=1.0, warmup=8, decay=5, total=12)
 
 
