@@ -23,7 +23,7 @@ class Provenance:
         Each as it was last trained. Step 0 has none behind it and is taken for the first one.
         """
         last = max(self.step, 1)
-        first = max(1, last - self.total_iters // 20 + 1)
+        first = max(1, last + 1 - max(1, self.total_iters // 20))
         steps: dict[str, float] = {}
         objectives: dict[str, Objective] = {}
         for phase in self.schedule.phases:

@@ -7,6 +7,7 @@ import sys
 import pytest
 import runs
 
+from megaenc.convert.command import main as convert
 from megaenc.training.command import main
 
 # Steps 1..27: each objective alone, options that change, a mixture, an alternation, and one from another package.
@@ -115,3 +116,18 @@ def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, t
     assert first["objective"] == second["objective"] == "word_order(share=0.3->0.9)"
     assert 0 < 2 * first["predicted_tokens"] < second["predicted_tokens"] - first["predicted_tokens"]
     assert first["loss"] > 0
+
+    export = ["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
+    line = refusal(convert, export)
+    assert "unknown objective `word_order`" in line and "install the package that offers the objective" in line
+    runs.run([sys.executable, "-m", "megaenc", "convert", *export], packages=plugin)
+    assert "`word_order(share=0.9)`" in (tmp_path / "hf" / "README.md").read_text()
+
+    source = plugin / "word_order.py"
+    original = source.read_text()
+    source.write_text(original.replace("word order: tokens", "other draws"))
+    try:
+        changed = runs.run([sys.executable, "-m", "megaenc", "pretrain", *flags], packages=plugin, expect=2)
+    finally:
+        source.write_text(original)
+    assert "objective_packages is {'word_order': 'megaenc-word-order 0.1" in changed.stderr
