@@ -13,6 +13,16 @@ from megaenc.errors import InputError
 
 BLOCK_BYTES = 1 << 20
 
+# What is often taken for text, by its first bytes.
+_FOREIGN = {
+    b"\xfd7zXZ\x00": "xz-compressed data",
+    b"BZh": "bzip2-compressed data",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"\x04\x22\x4d\x18": "lz4-compressed data",
+}
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -174,17 +184,26 @@ def _read(path: str, start: int, stop: int | None, paragraphs: bool) -> Iterator
             stream.seek(start)
         left = None if stop is None else stop - start
         try:
-            while data := stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
+            while left is None or left > 0:
+                data = stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left))
+                if not data and left is None:
+                    break
                 if not data.endswith(b"\n"):
                     data += stream.readline()
                 if paragraphs:
                     data += _rest_of_paragraph(stream)
                 if left is not None:
                     left -= len(data)
+                    if left < 0 or not data:  # `stop` was the file's end or the start of a line
+                        found = "the end of the file before" if left > 0 else "a line that goes on after"
+                        raise InputError(
+                            f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
+                        )
                 yield first_line, data, raw.tell() if left is None else stop - left
                 first_line += data.count(b"\n")
         except BROKEN as error:
-            raise InputError(f"{path}: broken compressed data after line {first_line - 1}: {error}") from None
+            where = f" after line {first_line - 1}" if first_line > 1 else ""
+            raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
 
 
 def _rest_of_paragraph(stream: BinaryIO) -> bytes:
@@ -223,7 +242,9 @@ def _decoded(data: bytes, encoding: str = "utf-8-sig") -> str:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
+        kind = next((kind for start, kind in _FOREIGN.items() if data.startswith(start)), None)
+        found = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
+        raise InputError(f"{found}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _excerpt(line: bytes) -> str:
