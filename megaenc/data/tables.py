@@ -85,6 +85,8 @@ def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     for key in keys:
         if key not in schema.names:
             raise InputError(f"{name}: no column `{key}`; found {listed(schema.names)}")
+        if schema.names.count(key) > 1:
+            raise InputError(f"{name}: found {schema.names.count(key)} columns `{key}`, expected one")
         kind = schema.field(key).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
@@ -162,6 +164,8 @@ def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[str]:
         if split not in data:
             raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
         data = data[split]
+    elif split != "train":
+        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
     check_columns(folder, data.features.arrow_schema, keys)
     return [file["filename"] for file in data.cache_files]
 
