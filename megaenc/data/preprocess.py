@@ -173,8 +173,8 @@ def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
         say(f"sentences: Punkt's model of {punkt.language}, as installed")
         return punkt
     blocks = inputs.read_blocks(found)
-    documents = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in blocks)
-    punkt = learnt_punkt(text for block in documents for texts in block.texts for text in texts)
+    pieces = (piece for block in blocks for piece in block.pieces(settings.json_keys, settings.skip_bad_lines))
+    punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     say(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
         f"the input, {len(punkt.abbreviations):,} abbreviations"

@@ -6,7 +6,7 @@ Reading is cheap and done by one process; a block is then parsed wherever there 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from megaenc.data.compression import BROKEN, opened
 from megaenc.errors import InputError
@@ -36,7 +36,7 @@ class Documents:
     """Bytes that were parsed, decompressed."""
 
 
-class Block(Protocol):
+class Block:
     """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
 
     position: int
@@ -44,10 +44,15 @@ class Block(Protocol):
 
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
+        raise NotImplementedError
+
+    def pieces(self, keys: Sequence[str], skip_bad: bool) -> Iterator[Documents]:
+        """As `documents`, in several pieces where the block may hold more text than its size on disk tells."""
+        yield self.documents(keys, skip_bad)
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Block):
     """Whole lines of one JSONL file."""
 
     path: str
@@ -75,7 +80,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class TextLines:
+class TextLines(Block):
     """Whole lines or paragraphs of one text file, each a document."""
 
     path: str
@@ -109,7 +114,7 @@ class TextLines:
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(Block):
     """Some text files, each a document; opened where they are parsed."""
 
     paths: tuple[str, ...]
