@@ -123,6 +123,7 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
     started = time.monotonic()
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
+    tell_left_behind(prefixes, folder)
     noted = noted_outputs(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
     refuse_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
     for name in ("workers", "partitions"):
@@ -130,7 +131,6 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
             raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
     if settings.punkt_language != "english" and not settings.split_sentences:
         raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
-    tell_left_behind(prefixes, folder)
     found = inputs.find_inputs(settings, settings.json_keys)
     for remark in found.remarks:
         say(remark)
