@@ -50,12 +50,13 @@ $(DEMO)/corpus.jsonl: | $(INSTALLED)
 $(DEMO)/tokenizer/tokenizer.json: | $(DEMO)/corpus.jsonl
 	megaenc tokenizer --input $(DEMO)/corpus.jsonl --vocab-size 8192 --output $(DEMO)/tokenizer
 
-$(DEMO)/corpus_text_document.json: | $(DEMO)/tokenizer/tokenizer.json
+# The .idx is the last of the three files to get its name.
+$(DEMO)/corpus_text_document.idx: | $(DEMO)/tokenizer/tokenizer.json
 	python tools/preprocess_data.py --input $(DEMO)/corpus.jsonl --output-prefix $(DEMO)/corpus \
 	  --tokenizer $(DEMO)/tokenizer --append-eod
 
 # Always asked: a run that is whole says so, one that was cut off goes on.
-$(TRAINED): force | $(DEMO)/corpus_text_document.json
+$(TRAINED): force | $(DEMO)/corpus_text_document.idx
 	OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/pretrain_encoder.py --config configs/pretrain/tiny.yaml \
 	  --data-path $(DEMO)/corpus_text_document --tokenizer $(DEMO)/tokenizer \
 	  --objective-schedule clm:0.25,mlm:0.75 --tensor-model-parallel-size 2 --save $(DEMO)/run

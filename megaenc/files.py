@@ -3,11 +3,12 @@
 import contextlib
 import errno
 import os
+import re
 import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megaenc.errors import InputError
@@ -15,9 +16,13 @@ from megaenc.errors import InputError
 
 def refuse_existing(path: Path, flag: str) -> None:
     """Raise InputError when `path` is a file or a folder with something in it; `flag` names where the path came from."""
-    if path.is_dir() and not any(path.iterdir()):
-        return
-    if path.exists() or path.is_symlink():
+    try:
+        if path.is_dir() and not any(path.iterdir()):
+            return
+        exists = path.exists() or path.is_symlink()
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
+    if exists:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
 
 
@@ -30,13 +35,14 @@ def make_parent(path: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
-def whole_files(*paths: Path) -> Iterator[list[Path]]:
+def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> Iterator[list[Path]]:
     """Give a temporary name beside each of `paths`; when the block ends well, rename them in the order given, else remove them.
 
-    The names are unique to the attempt. The last path is the one whose presence says that all are whole.
+    The names are unique to the attempt. The last path is the one whose presence says that all are whole. `last_look` is called
+    when all is on the disk, right before the first is renamed: what it raises leaves nothing. Raises InputError where the folder
+    cannot be written to.
     """
-    attempt = f"{os.getpid()}-{secrets.token_hex(4)}"
-    temporary = [path.with_name(f".{path.name}.{attempt}.tmp") for path in paths]
+    temporary = [_temporary(path) for path in paths]
     renamed: list[Path] = []
     try:
         with _one_line_when_full(paths[0].parent):
@@ -44,22 +50,46 @@ def whole_files(*paths: Path) -> Iterator[list[Path]]:
             for path in temporary:
                 with open(path, "rb+") as stream:
                     os.fsync(stream.fileno())
-        for here, there in zip(temporary, paths, strict=True):
-            renamed.append(there)
-            os.replace(here, there)
+            if last_look is not None:
+                last_look()
+            for here, there in zip(temporary, paths, strict=True):
+                renamed.append(there)
+                os.replace(here, there)
         renamed.clear()
     finally:
         for path in (*temporary, *renamed):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(
+                OSError
+            ):  # where nothing can be written nothing can be removed: the first error is to be told
+                path.unlink()
+
+
+def left_behind(*paths: Path) -> list[Path]:
+    """The temporary files and folders of `paths`, all of one folder, that attempts at work or killed have put beside them."""
+    names = "|".join(re.escape(path.name) for path in paths)
+    temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
+    try:
+        return sorted(path for path in paths[0].parent.iterdir() if temporary.fullmatch(path.name))
+    except OSError:
+        return []
+
+
+def longest_name(*paths: Path) -> str:
+    """The longest name in bytes, be it a temporary one, that writing one of `paths` takes."""
+    return max((_temporary(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder beside `path`; when the block ends well, rename it to `path` (absent or empty), else remove it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    temporary.mkdir()
+    temporary = _temporary(path)
     try:
         with _one_line_when_full(path.parent):
+            temporary.mkdir()
             yield temporary
         os.rename(temporary, path)
     finally:

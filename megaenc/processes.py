@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import Queue
+from types import GeneratorType
 from typing import Any, Self
 
 import megaenc
@@ -82,12 +83,13 @@ class Workers:
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield `work(item)` for each item, in order; at most two items a worker are under way. To be taken to its end.
 
-        An exception of `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
+        Where `work` is a generator, what it yields is yielded one by one; it goes on only as that is taken. An exception of
+        `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
         """
         pending: deque[int] = deque()
         for number, item in enumerate(items):
             if len(pending) == 2 * self._count:
-                yield self._receive(pending.popleft())
+                yield from self._receive(pending.popleft())
             worker = number % self._count
             try:
                 self._connections[worker].send(item)
@@ -95,18 +97,22 @@ class Workers:
                 raise self._death(worker) from None
             pending.append(worker)
         while pending:
-            yield self._receive(pending.popleft())
+            yield from self._receive(pending.popleft())
 
-    def _receive(self, worker: int) -> Any:
-        try:
-            result, error, trace = self._connections[worker].recv()
-        except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
-            raise self._death(worker) from None
-        if error is not None:
-            if not isinstance(error, InputError):
-                error.add_note(f"in worker {worker + 1}:\n{trace}")
-            raise error
-        return result
+    def _receive(self, worker: int) -> Iterator[Any]:
+        """What the worker makes of its next item."""
+        while True:
+            try:
+                last, result, error, trace = self._connections[worker].recv()
+            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
+                raise self._death(worker) from None
+            if error is not None:
+                if not isinstance(error, InputError):
+                    error.add_note(f"in worker {worker + 1}:\n{trace}")
+                raise error
+            yield from result
+            if last:
+                return
 
     def _death(self, worker: int) -> InputError:
         code = self._processes[worker].wait()
@@ -140,10 +146,18 @@ def _serve(connection: Connection) -> None:
     items: Queue = Queue()
     threading.Thread(target=_take, args=(connection, items), daemon=True).start()
     while (item := items.get()) is not None:
+        # An answer: whether it is the last for the item, the results in it, an exception, its traceback.
         try:
-            answer = (work(item), None, "")
+            made = work(item)
+            if isinstance(made, GeneratorType):
+                for result in made:
+                    connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
+                made = []
+            else:
+                made = [made]
+            answer = (True, made, None, "")
         except Exception as error:
-            answer = (None, error, traceback.format_exc())
+            answer = (True, [], error, traceback.format_exc())
         connection.send(answer)
 
 

@@ -1,3 +1,4 @@
+import heapq
 import os
 import signal
 import time
@@ -40,6 +41,17 @@ def test_work_is_taken_as_it_is_needed():
         results = workers.map(items())
         next(results)
         assert len(taken) <= 5
+
+
+def test_work_that_is_a_generator_gives_its_results_one_by_one():
+    with Workers(heapq.merge, 2) as workers:
+        assert list(workers.map([[1, 2], [], [3], [4, 5, 6]])) == [1, 2, 3, 4, 5, 6]
+        results = workers.map([[b"a" * 3_000_000] * 3, [7, 8], 9])
+        assert [len(next(results)) for _ in range(3)] == [3_000_000] * 3
+        assert [next(results), next(results)] == [7, 8]
+        with pytest.raises(TypeError) as error:
+            next(results)
+        assert "in worker 1" in error.value.__notes__[0]
 
 
 def test_an_error_of_the_work_arrives_in_its_place():

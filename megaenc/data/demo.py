@@ -105,21 +105,22 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
     Processes that call it together wait for the first. Raises InputError when `folder` holds a demo of another vocabulary size.
     """
     from megaenc.data.preprocess import PreprocessFlags, preprocess
-    from megaenc.data.sidecar import read_sidecar, sidecar_path
+    from megaenc.data.sidecar import read_sidecar
     from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
 
     folder = Path(folder)
     demo = Demo(folder / "corpus.jsonl", folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus_text_document")
     make_parent(demo.corpus, "demo folder")
+    last = Path(f"{demo.data_prefix}.idx")  # of the three files the last to get its name
     if local_rank():  # the first process of each machine builds, and says so
-        while not sidecar_path(demo.data_prefix).exists():
+        while not last.exists():
             time.sleep(0.2)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         build_demo_corpus(folder)
         if not demo.tokenizer.exists():
             make_tokenizer(TokenizerFlags(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
-        if not sidecar_path(demo.data_prefix).exists():
+        if not last.exists():
             preprocess(PreprocessFlags((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
         found = read_sidecar(demo.data_prefix).vocab_size
         if found != vocab_size:

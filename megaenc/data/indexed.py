@@ -78,7 +78,7 @@ class IndexedWriter:
         index = idx_path.read_bytes()
         _check(idx_path, hashlib.sha256(index), sha256["idx"])
         _, _, _, sequences, indices = HEADER.unpack_from(index)
-        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size)
+        lengths = np.frombuffer(index, np.int32, sequences, HEADER.size).copy()  # a view would keep all of `index`
         edges = np.frombuffer(index, np.int64, indices, HEADER.size + 12 * sequences)
         hashed = hashlib.sha256()
         with open(bin_path, "rb") as stream:

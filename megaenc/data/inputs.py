@@ -16,6 +16,7 @@ from megaenc.errors import InputError
 EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 _SHOWN = {"jsonl": "JSONL", "text": "text", "parquet": "Parquet", "saved": "saved data sets"}
+_AGAIN = "start again when nothing writes to it"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -55,13 +56,26 @@ class Inputs:
         return None if any(isinstance(source, HubStream) for source in self.sources) else self.size
 
     def files(self) -> Iterator[tuple[str, int, int]]:
-        """(path, bytes, time of the last change in ns) of every file: what shows that the input is still the same."""
+        """(path, bytes, time of the last change in ns) of every file, as found: what shows that the input is still the same."""
         for source in self.sources:
-            if not source.files:
-                yield source.name, source.end, 0
-            for path in source.files:
-                stat = os.stat(path)
-                yield os.path.abspath(path), stat.st_size, stat.st_mtime_ns
+            yield from source.seen or [(source.name, source.end, 0)]
+
+    def check_unchanged(self, spans: "Sequence[Span] | None" = None) -> None:
+        """Raise InputError when a file that `spans` (None: everything) are read from is not what it was when it was found."""
+        for span in whole(self) if spans is None else spans:
+            for path, size, changed in self.sources[span.source].seen_between(span.start, span.stop):
+                try:
+                    stat = os.stat(path)
+                except OSError as error:
+                    raise InputError(f"{path}: changed while it was read: {error.strerror}; {_AGAIN}") from None
+                if stat.st_size != size:
+                    raise InputError(
+                        f"{path}: changed while it was read: found {stat.st_size:,} bytes, expected {size:,}; {_AGAIN}"
+                    )
+                if stat.st_mtime_ns != changed:
+                    raise InputError(
+                        f"{path}: changed while it was read: found another time of its last change, expected the same; {_AGAIN}"
+                    )
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,7 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
     texts = saved = hub = False
     for name in settings.input:
         path = Path(name)
-        if not path.exists() and _may_be_on_hub(name):
+        if not os.path.exists(path) and _may_be_on_hub(name):
             hub = True
             source = HubStream(name, settings.dataset_config, settings.dataset_split, keys)
             inputs.sources.append(source)
@@ -89,7 +103,7 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
             inputs.origins.append(origin)
             inputs.remarks.append(f"{name}: streamed from the Hugging Face Hub, {source.end:,} files")
             continue
-        found = [("saved", name)] if _is_saved(path) else _walk(path, inputs.remarks) if path.is_dir() else [_named(path)]
+        found = [("saved", name)] if _is_saved(path) else _walk(path, inputs.remarks) if os.path.isdir(path) else [_named(path)]
         sources = list(_sources(found, settings, keys))
         texts |= any(kind == "text" for kind, _ in found)
         saved |= any(kind == "saved" for kind, _ in found)
@@ -118,8 +132,9 @@ def read_blocks(inputs: Inputs, spans: Sequence[Span] | None = None) -> Iterator
 def read_texts(inputs: Inputs, key: str) -> Iterator[str]:
     """The text under `key` of every document. Raises InputError as `read_blocks` does and for a bad document."""
     for block in read_blocks(inputs):
-        for (text,) in block.documents([key], False).texts:
-            yield text
+        for documents in block.pieces([key], False):
+            for (text,) in documents.texts:
+                yield text
 
 
 def whole(inputs: Inputs) -> list[Span]:
@@ -174,7 +189,7 @@ def _sources(found: Sequence[tuple[str, str]], settings: InputFlags, keys: Seque
 
 def _named(path: Path) -> tuple[str, str]:
     """(kind, path) of a file that was named itself: by its name, else JSONL, but Parquet is known by its first bytes."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise InputError(f"{path}: no such file or folder; expected {EXPECTED}")
     if not path.is_file():
         raise InputError(f"{path}: not a file; expected {EXPECTED}")
@@ -189,36 +204,59 @@ def _named(path: Path) -> tuple[str, str]:
 
 
 def _walk(folder: Path, remarks: list[str]) -> list[tuple[str, str]]:
-    """(kind, path) of what can be read under `folder`, in the order of the paths; hidden names are left alone."""
-    found, unknown = [], []
+    """(kind, path) of what can be read under `folder`, in the order of the paths; hidden names are left alone.
+
+    Links are followed, each folder once: under the first of its paths that the walk comes to, names in their order.
+    """
+    found, unknown, again = [], [], []
+    visited = {_identity(folder)}
 
     def unreadable(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be read: {error.strerror}")
 
-    for where, folders, files in os.walk(folder, onerror=unreadable):
+    for where, folders, files in os.walk(folder, onerror=unreadable, followlinks=True):
         inner = os.path.relpath(where, folder)
-        for name in folders + files:
-            path = os.path.normpath(os.path.join(inner, name))
-            full = os.path.join(where, name)
+        here = []
+        for name in sorted(folders):
+            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(where, name)
             if name.startswith("."):
                 continue
-            if name in folders:
-                if _is_saved(Path(full)):
-                    found.append((path, "saved", full))
-            elif (kind := _kind(name)) and os.path.isfile(full):
+            if (identity := _identity(full)) in visited:
+                again.append(path)
+                continue
+            visited.add(identity)
+            if _is_saved(Path(full)):
+                found.append((path, "saved", full))
+            else:
+                here.append(name)
+        folders[:] = here
+        for name in files:
+            path, full = os.path.normpath(os.path.join(inner, name)), os.path.join(where, name)
+            if name.startswith("."):
+                continue
+            if (kind := _kind(name)) and os.path.isfile(full):
                 found.append((path, kind, full))
             else:
                 unknown.append(path)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _is_saved(Path(where, name))]
     unknown.sort()
     if not found:
         raise InputError(f"{folder}: holds nothing to read{f' but {shown(unknown)}' if unknown else ''}; expected {EXPECTED}")
     if unknown:
         remarks.append(f"{folder}: {len(unknown):,} left out, of no kind that can be read: {shown(unknown)}")
+    if again:
+        remarks.append(f"{folder}: {len(again):,} folders left out, as links have them read under another path: {shown(again)}")
     found.sort()
     counts = {kind: sum(entry[1] == kind for entry in found) for kind in sorted({entry[1] for entry in found})}
     remarks.append(f"{folder}: " + ", ".join(f"{count:,} {_SHOWN[kind]}" for kind, count in counts.items()))
     return [(kind, full) for _, kind, full in found]
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    try:
+        stat = os.stat(folder)
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror}") from None
+    return stat.st_dev, stat.st_ino
 
 
 def _kind(name: str) -> str | None:
@@ -230,10 +268,12 @@ def _kind(name: str) -> str | None:
 
 
 def _is_saved(path: Path) -> bool:
-    return (path / "dataset_dict.json").is_file() or all((path / name).is_file() for name in ("state.json", "dataset_info.json"))
+    # os.path and not Path, which raises an error for a name that is too long.
+    has_splits = os.path.isfile(path / "dataset_dict.json")
+    return has_splits or all(os.path.isfile(path / name) for name in ("state.json", "dataset_info.json"))
 
 
 def _may_be_on_hub(name: str) -> bool:
     """Whether `name` can be one of the Hub: `owner/name` or `name`, and neither its folder nor its ending makes it a path."""
-    is_path = _kind(name) is not None or name.endswith((".gz", ".zst")) or ("/" in name and Path(name).parent.is_dir())
+    is_path = _kind(name) is not None or name.endswith((".gz", ".zst")) or ("/" in name and os.path.isdir(Path(name).parent))
     return _HUB_NAME.fullmatch(name) is not None and not is_path

@@ -17,12 +17,19 @@ from megaenc.errors import InputError
 from megaenc.files import make_parent, whole_files, write_whole
 
 _PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
-_OURS = re.compile(r"plan\.json|lock|merged|part-\d{5}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
+_OURS = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
 
 
-def is_merged(folder: Path) -> bool:
-    """Whether the parts in `folder` were joined but perhaps not all renamed: what bears the output's names then is their work."""
-    return (folder / _MERGED).exists()
+def noted_outputs(folder: Path) -> dict[str, str]:
+    """The sha256, by name, of the files that the parts in `folder` were joined into, where these were perhaps not all renamed.
+
+    What bears such a name and has that sha256 is their work; nothing is noted before they are joined.
+    """
+    try:
+        noted = json.loads((folder / _MERGED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return noted if isinstance(noted, dict) else {}
 
 
 class Parts:
@@ -36,10 +43,16 @@ class Parts:
         """The parts that are not there, or not as their notes tell."""
         return [number for number in range(self.count) if self._note(number) is None]
 
-    def write(self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]]) -> None:
-        """Write part `number`: `fill` gives its documents to a writer a key and returns the counts to be noted."""
+    def write(
+        self, number: int, fill: Callable[[list[IndexedWriter]], dict[str, int]], last_look: Callable[[], None] | None = None
+    ) -> None:
+        """Write part `number`: `fill` gives its documents to a writer a key and returns the counts to be noted.
+
+        `last_look` may still refuse the part, by an InputError, when it is on the disk.
+        """
         bins, indices = self._files(number)
-        with whole_files(*bins, *indices, self._note_path(number)) as temporary, contextlib.ExitStack() as stack:
+        paths = (*bins, *indices, self._note_path(number))
+        with whole_files(*paths, last_look=last_look) as temporary, contextlib.ExitStack() as stack:
             *files, note = temporary
             writers = []
             for here, there in zip(files[: len(bins)], files[len(bins) :], strict=True):
@@ -67,9 +80,9 @@ class Parts:
                 progress.update(done)
         return [note["counts"] for note in notes]
 
-    def merged(self) -> None:
-        """Note that the parts are joined and about to be renamed."""
-        write_whole(self.folder / _MERGED, "")
+    def merged(self, hashes: dict[str, str]) -> None:
+        """Note that the parts are joined into files of these sha256, by name, which are about to be renamed."""
+        write_whole(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
     def _files(self, number: int) -> tuple[list[Path], list[Path]]:
         stems = [f"part-{number + 1:05}-{key}" for key in self._keys]
@@ -94,7 +107,12 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     `plan` is what the parts depend on, a field a flag. Raises InputError when another process works in the folder, or when it
     holds parts of another plan or something else.
     """
-    foreign = sorted(name for name in os.listdir(folder) if not _OURS.fullmatch(name)) if folder.is_dir() else []
+    try:
+        foreign = sorted(name for name in os.listdir(folder) if not _OURS.fullmatch(name))
+    except FileNotFoundError:
+        foreign = []
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be looked into: {error.strerror}") from None
     if foreign:
         raise InputError(
             f"{folder}: holds `{foreign[0]}`, expected nothing but parts of a corpus; choose another --output-prefix"
@@ -102,15 +120,20 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
     lock = _lock(folder)
     try:
         for path in folder.glob(".*.tmp"):  # of an attempt that was killed
-            path.unlink()
+            with contextlib.suppress(OSError):  # where nothing can be written the plan says so
+                path.unlink()
         _check_plan(folder, plan)
         try:
             yield
         except BaseException:
             if not any(folder.glob("part-*.json")):
-                _remove(folder)
+                with contextlib.suppress(OSError):  # the first error is to be told
+                    _remove(folder)
             raise
-        _remove(folder)
+        try:
+            _remove(folder)
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be removed: {error.strerror}; the corpus is whole without it") from None
     finally:
         os.close(lock)
 
@@ -122,6 +145,8 @@ def _lock(folder: Path) -> int:
             lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
         except FileNotFoundError:  # another process has just removed its folder
             continue
+        except OSError as error:
+            raise InputError(f"{folder}: cannot be written to: {error.strerror}") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.stat(folder / _LOCK).st_ino == os.fstat(lock).st_ino:

@@ -4,9 +4,10 @@ import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import megaenc
@@ -14,12 +15,13 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
 from megaenc.data.indexed import IndexedWriter, token_dtype
-from megaenc.data.partitions import Parts, is_merged, work_folder
+from megaenc.data.outputs import output_files, output_prefixes, refuse_outputs, sha256_of, tell_left_behind, with_hashes
+from megaenc.data.partitions import Parts, noted_outputs, work_folder
 from megaenc.data.sentences import Punkt, installed_punkt, learnt_punkt
 from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, refuse_existing, stopped_by_sigterm, whole_files
+from megaenc.files import make_parent, stopped_by_sigterm, whole_files
 from megaenc.processes import Workers, usable_cores
 
 
@@ -114,15 +116,16 @@ class _Job:
 def preprocess(settings: PreprocessFlags) -> list[Path]:
     """Tokenise `settings.input`; return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one a key.
 
-    All files appear whole or not at all, the .json last; the bytes depend neither on the number of workers or partitions nor on
-    the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, and when a
-    worker dies.
+    All files appear whole or not at all, the .idx last; the bytes depend neither on the number of workers or partitions nor on
+    the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, for input that
+    changes while it is read, and when a worker dies.
     """
     started = time.monotonic()
-    prefixes = _output_prefixes(settings)
+    prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
-    if not is_merged(folder):
-        _refuse_outputs(prefixes)
+    tell_left_behind(prefixes, folder)
+    noted = noted_outputs(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
+    refuse_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
     for name in ("workers", "partitions"):
         if getattr(settings, name) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
@@ -173,8 +176,8 @@ def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
         say(f"sentences: Punkt's model of {punkt.language}, as installed")
         return punkt
     blocks = inputs.read_blocks(found)
-    documents = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in blocks)
-    punkt = learnt_punkt(text for block in documents for texts in block.texts for text in texts)
+    pieces = (piece for block in blocks for piece in block.pieces(settings.json_keys, settings.skip_bad_lines))
+    punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     say(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
         f"the input, {len(punkt.abbreviations):,} abbreviations"
@@ -183,14 +186,23 @@ def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
 
 
 def _write(
-    job: _Job, fill: Callable[[list[IndexedWriter]], _Counts], before_renaming: Callable[[], None] | None = None
+    job: _Job, fill: Callable[[list[IndexedWriter]], _Counts], last_look: Callable[[dict[str, str]], None]
 ) -> list[Sidecar]:
-    """Have `fill` write every corpus to temporary names; rename them when all are whole."""
-    finals = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx", ".json") for prefix in job.prefixes]
+    """Have `fill` write every corpus to temporary names; rename them when all are whole.
+
+    `last_look` comes right before that, is given the sha256 of each file by its name to be, and may refuse by an InputError.
+    """
+    finals = output_files(job.prefixes)
+    hashes: dict[str, str] = {}
+
+    def look() -> None:
+        job.found.check_unchanged()
+        last_look(hashes)
+
     with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(whole_files(*finals))
+        temporary = stack.enter_context(whole_files(*finals, last_look=look))
         count = len(job.prefixes)
-        bins, indices, notes = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
+        bins, notes, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
         writers = []
         for here, there in zip(bins, indices, strict=True):
             writers.append(IndexedWriter(here, there, job.work.dtype))
@@ -202,16 +214,14 @@ def _write(
         made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
         for corpus, path in zip(made, notes, strict=True):
             corpus.write(path)
-        if before_renaming is None:
-            _refuse_outputs(job.prefixes)  # what another attempt has put there meanwhile
-        else:
-            before_renaming()
+        told = [corpus.sha256["bin"] for corpus in made], map(sha256_of, notes), [corpus.sha256["idx"] for corpus in made]
+        hashes.update(zip([path.name for path in finals], chain(*told), strict=True))
     return made
 
 
 def _write_at_once(job: _Job) -> list[Sidecar]:
     with Workers(job.work, job.settings.workers) as workers:
-        return _write(job, lambda writers: _tokenise(job, workers, writers))
+        return _write(job, lambda writers: _tokenise(job, workers, writers), lambda hashes: refuse_outputs(job.prefixes))
 
 
 def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
@@ -220,27 +230,41 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
     with work_folder(folder, job.plan()):
         parts = Parts(folder, job.settings.json_keys, job.work.dtype, len(spans))
         missing = parts.missing()
-        if not is_merged(folder):
-            _refuse_outputs(job.prefixes)  # a process that has just left the folder may have written them
+        # What these parts have made may be made again; anything else may be by a process that has just left the folder.
+        ours = with_hashes(job.prefixes, noted_outputs(folder))
+        refuse_outputs(job.prefixes, but=ours)
         if len(missing) < len(spans):
             say(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
         elif len(spans) < job.settings.partitions:
             say(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
-        try:
-            with Workers(job.work, job.settings.workers if missing else 0) as workers:
-                for number in missing:
-                    fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
-                    parts.write(number, lambda writers, fill=fill: dataclasses.asdict(fill(writers)))
-        except BaseException:
-            if done := len(spans) - len(parts.missing()):
-                say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there")
-            raise
 
         def merge(writers: list[IndexedWriter]) -> _Counts:
             noted = parts.merge(writers)
             return _Counts(**{name: sum(counts[name] for counts in noted) for name in noted[0]})
 
-        return _write(job, merge, parts.merged)
+        def last_look(hashes: dict[str, str]) -> None:
+            parts.merged(hashes)
+            refuse_outputs(job.prefixes, but=ours)
+
+        try:
+            _make_parts(job, parts, spans, missing)
+            return _write(job, merge, last_look)
+        except BaseException:
+            if done := len(spans) - len(parts.missing()):
+                also = "" if done < len(spans) else ", or remove the folder"
+                say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
+            raise
+
+
+def _make_parts(job: _Job, parts: Parts, spans: list[list[inputs.Span]], missing: list[int]) -> None:
+    with Workers(job.work, job.settings.workers if missing else 0) as workers:
+        for number in missing:
+            fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
+            parts.write(
+                number,
+                lambda writers, fill=fill: dataclasses.asdict(fill(writers)),
+                last_look=partial(job.found.check_unchanged, spans[number]),
+            )
 
 
 def _tokenise(
@@ -253,7 +277,7 @@ def _tokenise(
     """Run the workers over `spans` (None: all) of the input and write what they make of it."""
     counts = _Counts()
     started = time.monotonic()
-    with ProgressLine(label, job.found.known_size) as progress:
+    with ProgressLine(label, job.found.known_size) as progress, _says_what_changed(job.found, spans):
         for block in workers.map(inputs.read_blocks(job.found, spans)):
             for writer, tokens, lengths, documents in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
                 writer.add(tokens, lengths, documents)
@@ -266,22 +290,14 @@ def _tokenise(
     return counts
 
 
-def _output_prefixes(settings: PreprocessFlags) -> list[Path]:
-    """The corpus prefix of each key. Raises InputError when the flags name none or one twice."""
-    if not Path(settings.output_prefix).name or settings.output_prefix.endswith("/"):
-        raise InputError(f"--output-prefix {settings.output_prefix}: ends in no file name; expected something like out/corpus")
-    if not settings.json_keys or len(set(settings.json_keys)) < len(settings.json_keys):
-        raise InputError(f"--json-keys {' '.join(settings.json_keys)}: expected one or more different keys")
-    for key in settings.json_keys:
-        if not key or "/" in key:
-            raise InputError(f"--json-keys {key!r}: cannot be part of a file name; expected a key without `/`")
-    return [Path(f"{settings.output_prefix}_{key}_document") for key in settings.json_keys]
-
-
-def _refuse_outputs(prefixes: Sequence[Path]) -> None:
-    for prefix in prefixes:
-        for suffix in (".json", ".bin", ".idx"):
-            refuse_existing(Path(f"{prefix}{suffix}"), "--output-prefix")
+@contextlib.contextmanager
+def _says_what_changed(found: inputs.Inputs, spans: Sequence[inputs.Span] | None) -> Iterator[None]:
+    """A file that changes may look damaged, or kill the worker that has it mapped: then that it changed is the error."""
+    try:
+        yield
+    except InputError:
+        found.check_unchanged(spans)
+        raise
 
 
 def _summary(corpus: Sidecar) -> str:

@@ -6,12 +6,22 @@ Reading is cheap and done by one process; a block is then parsed wherever there 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from megaenc.data.compression import BROKEN, opened
 from megaenc.errors import InputError
 
 BLOCK_BYTES = 1 << 20
+
+# What is often taken for text, by its first bytes.
+_FOREIGN = {
+    b"\xfd7zXZ\x00": "xz-compressed data",
+    b"BZh": "bzip2-compressed data",
+    b"PK\x03\x04": "a zip archive",
+    b"\xff\xfe": "UTF-16 text",
+    b"\xfe\xff": "UTF-16 text",
+    b"\x04\x22\x4d\x18": "lz4-compressed data",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Documents:
     """Bytes that were parsed, decompressed."""
 
 
-class Block(Protocol):
+class Block:
     """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
 
     position: int
@@ -34,10 +44,15 @@ class Block(Protocol):
 
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
+        raise NotImplementedError
+
+    def pieces(self, keys: Sequence[str], skip_bad: bool) -> Iterator[Documents]:
+        """As `documents`, in several pieces where the block may hold more text than its size on disk tells."""
+        yield self.documents(keys, skip_bad)
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Block):
     """Whole lines of one JSONL file."""
 
     path: str
@@ -65,7 +80,7 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class TextLines:
+class TextLines(Block):
     """Whole lines or paragraphs of one text file, each a document."""
 
     path: str
@@ -99,7 +114,7 @@ class TextLines:
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(Block):
     """Some text files, each a document; opened where they are parsed."""
 
     paths: tuple[str, ...]
@@ -174,17 +189,26 @@ def _read(path: str, start: int, stop: int | None, paragraphs: bool) -> Iterator
             stream.seek(start)
         left = None if stop is None else stop - start
         try:
-            while data := stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left)):
+            while left is None or left > 0:
+                data = stream.read(BLOCK_BYTES if left is None else min(BLOCK_BYTES, left))
+                if not data and left is None:
+                    break
                 if not data.endswith(b"\n"):
                     data += stream.readline()
                 if paragraphs:
                     data += _rest_of_paragraph(stream)
                 if left is not None:
                     left -= len(data)
+                    if left < 0 or not data:  # `stop` was the file's end or the start of a line
+                        found = "the end of the file before" if left > 0 else "a line that goes on after"
+                        raise InputError(
+                            f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
+                        )
                 yield first_line, data, raw.tell() if left is None else stop - left
                 first_line += data.count(b"\n")
         except BROKEN as error:
-            raise InputError(f"{path}: broken compressed data after line {first_line - 1}: {error}") from None
+            where = f" after line {first_line - 1}" if first_line > 1 else ""
+            raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
 
 
 def _rest_of_paragraph(stream: BinaryIO) -> bytes:
@@ -223,7 +247,9 @@ def _decoded(data: bytes, encoding: str = "utf-8-sig") -> str:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
+        kind = next((kind for start, kind in _FOREIGN.items() if data.startswith(start)), None)
+        found = f"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zstandard: " if kind else ""
+        raise InputError(f"{found}not UTF-8 (byte 0x{data[error.start]:02x} at position {error.start + 1})") from None
 
 
 def _excerpt(line: bytes) -> str:

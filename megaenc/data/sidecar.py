@@ -25,7 +25,7 @@ class TokenizerIdentity:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """One corpus: `PREFIX_KEY_document.json`. It is written last, so the corpus exists if it does."""
+    """One corpus: `PREFIX_KEY_document.json`. It gets its name before the .idx, without which nothing opens."""
 
     format: int
     tokenizer: TokenizerIdentity

@@ -12,6 +12,7 @@ from itertools import accumulate
 from megaenc.data import readers
 from megaenc.data.compression import is_compressed
 from megaenc.data.readers import Block
+from megaenc.errors import InputError
 
 _HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be alike: its size is not asked for
 
@@ -27,6 +28,12 @@ class Source:
     """The last place, after all documents."""
     files: Sequence[str]
     """The files read; none for the Hub."""
+    seen: Sequence[tuple[str, int, int]]
+    """(path, bytes, time of the last change in ns) of each of `files` before any of it was read."""
+
+    def seen_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        """Those of `seen` that the documents between two places come from."""
+        return self.seen
 
     def place(self, offset: int) -> int:
         """The first place at or after `offset` of the `size` bytes, where a part may begin. Grows with `offset`."""
@@ -37,13 +44,26 @@ class Source:
         raise NotImplementedError
 
 
+def look(paths: Sequence[str]) -> list[tuple[str, int, int]]:
+    """(path, bytes, time of the last change in ns) of each file. Raises InputError for one that is not there."""
+    found = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        found.append((os.path.abspath(path), stat.st_size, stat.st_mtime_ns))
+    return found
+
+
 class LineFile(Source):
     """A JSONL file, or a text file of which each line or paragraph is a document."""
 
     def __init__(self, path: str, sample_by: str | None) -> None:
         """`sample_by`: line or paragraph for a text file, None for JSONL."""
         self.name, self.files, self._sample_by = path, [path], sample_by
-        self.size = os.path.getsize(path)
+        self.seen = look(self.files)
+        self.size = self.seen[0][1]
         self._whole = is_compressed(path) or sample_by == "paragraph"
         self.end = 1 if self._whole else self.size
 
@@ -63,9 +83,12 @@ class TextGroup(Source):
     """Text files, each a document."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.name, self.files = paths[0], paths
-        self._ends = list(accumulate(map(os.path.getsize, paths)))
+        self.name, self.files, self.seen = paths[0], paths, look(paths)
+        self._ends = list(accumulate(size for _, size, _ in self.seen))
         self.size, self.end = self._ends[-1], len(paths)
+
+    def seen_between(self, start: int, stop: int) -> Sequence[tuple[str, int, int]]:
+        return self.seen[start:stop]
 
     def place(self, offset: int) -> int:
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
@@ -85,8 +108,9 @@ class ParquetFile(Source):
         from megaenc.data import tables  # pyarrow is not needed for JSONL, and takes its time
 
         self.name, self.files, self._keys = path, [path], keys
+        self.seen = look(self.files)
         self._footer = tables.parquet_metadata(path, keys)
-        self.size, self.end = os.path.getsize(path), self._footer.num_row_groups
+        self.size, self.end = self.seen[0][1], self._footer.num_row_groups
 
     def place(self, offset: int) -> int:
         return _proportional(offset, self.size, [self._footer.row_group(group).num_rows for group in range(self.end)])
@@ -104,7 +128,8 @@ class SavedFile(Source):
         from megaenc.data import tables
 
         self.name, self.files, self._keys = path, [path], keys
-        self.size, self.end = os.path.getsize(path), tables.arrow_table(path).num_rows
+        self.seen = look(self.files)
+        self.size, self.end = self.seen[0][1], tables.arrow_table(path).num_rows
 
     def place(self, offset: int) -> int:
         return -(-offset * self.end // self.size)
@@ -121,7 +146,7 @@ class HubStream(Source):
     def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
         from megaenc.data import tables
 
-        self.name, self.files, self._keys = name, [], keys
+        self.name, self.files, self.seen, self._keys = name, [], [], keys
         self._data = tables.load_stream(name, config, split, keys)
         self.end = self._data.num_shards
         self.size = self.end * _HUB_FILE_BYTES

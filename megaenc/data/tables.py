@@ -12,15 +12,18 @@ import pyarrow.parquet as pq
 
 from megaenc.console import say
 from megaenc.data import readers
-from megaenc.data.readers import Documents, listed, texts_of
+from megaenc.data.readers import Block, Documents, listed, texts_of
 from megaenc.errors import InputError
 
-PIECE_BYTES = 1 << 24  # of a Parquet row group that one block holds at most, its longest document aside
+PIECE_BYTES = 1 << 24  # of a Parquet row group that one block holds at most, its longest document aside; before decoding
 _BATCH_BYTES = 1 << 20  # of text that is decoded at a time
+# Encodings in which a page of a few bytes may stand for any amount of text: how much is known when it is decoded.
+_REPEATING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
+_REPEATING_ROWS = 16  # to decode at a time of such; fewer gain nothing, for one document has to fit in any case
 
 
 @dataclass(frozen=True)
-class ParquetRows:
+class ParquetRows(Block):
     """Rows start..stop-1 of one row group; decoded where they are parsed."""
 
     path: str
@@ -35,18 +38,26 @@ class ParquetRows:
 
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """One document a row: the texts of the columns `keys`."""
-        parts, row = [], self.first_row
+        return _joined(list(self.pieces(keys, skip_bad)))
+
+    def pieces(self, keys: Sequence[str], skip_bad: bool) -> Iterator[Documents]:
+        """The same, about a megabyte of text at a time: rows that repeat one another take no room in the file."""
+        parts, size, row = [], 0, self.first_row
         try:
             for batch in _cursor.rows(self, keys):
                 parts.append(_documents(batch, self.path, row, keys, skip_bad))
-                row += batch.num_rows
+                size, row = size + parts[-1].size, row + batch.num_rows
+                if size >= readers.BLOCK_BYTES:
+                    yield _joined(parts)
+                    parts, size = [], 0
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.path}: row {row}: cannot be read as Parquet ({_first_line(error)})") from None
-        return _joined(parts)
+        if parts:
+            yield _joined(parts)
 
 
 @dataclass(frozen=True)
-class ArrowRows:
+class ArrowRows(Block):
     """Rows start..stop-1 of one Arrow file of a saved data set; mapped where they are parsed."""
 
     path: str
@@ -65,7 +76,7 @@ class ArrowRows:
 
 
 @dataclass(frozen=True)
-class StreamedRows:
+class StreamedRows(Block):
     """Rows that came over the network."""
 
     name: str
@@ -85,6 +96,8 @@ def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
     for key in keys:
         if key not in schema.names:
             raise InputError(f"{name}: no column `{key}`; found {listed(schema.names)}")
+        if schema.names.count(key) > 1:
+            raise InputError(f"{name}: found {schema.names.count(key)} columns `{key}`, expected one")
         kind = schema.field(key).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
@@ -111,10 +124,13 @@ def parquet_blocks(
     for group in range(start, stop):
         metadata = footer.row_group(group)
         rows = metadata.num_rows
-        columns = (metadata.column(column) for column in range(metadata.num_columns))
-        text_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
+        columns = [metadata.column(column) for column in range(metadata.num_columns)]
+        columns = [column for column in columns if column.path_in_schema in keys]
+        text_bytes = sum(column.total_uncompressed_size for column in columns)
         pieces = min(rows, -(-text_bytes // PIECE_BYTES) or 1)
         batch_rows = min(10_000, max(1, rows * _BATCH_BYTES // max(text_bytes, 1)))
+        if any(_REPEATING.intersection(column.encodings) for column in columns):
+            batch_rows = min(batch_rows, _REPEATING_ROWS)
         for piece in range(pieces):
             here, there = rows * piece // pieces, rows * (piece + 1) // pieces
             position = before + size * (first_row - 1 + there) // max(footer.num_rows, 1)
@@ -162,6 +178,8 @@ def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[str]:
         if split not in data:
             raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
         data = data[split]
+    elif split != "train":
+        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
     check_columns(folder, data.features.arrow_schema, keys)
     return [file["filename"] for file in data.cache_files]
 
@@ -224,7 +242,9 @@ class _Cursor:
             self._batches = file.iter_batches(block.batch_rows, row_groups=groups, columns=columns, use_threads=False)
             self._place, self._row, self._rest = (block.path, block.row_group), 0, None
         while self._row < block.stop:
-            batch = self._rest if self._rest is not None else next(self._batches)
+            batch = self._rest if self._rest is not None else next(self._batches, None)
+            if batch is None:
+                raise pa.ArrowInvalid("the row group ends before the rows that the footer tells of")
             skip = max(0, block.start - self._row)
             take = max(0, min(batch.num_rows, block.stop - self._row) - skip)
             used = min(batch.num_rows, skip + take)
@@ -243,10 +263,10 @@ def _documents(batch: pa.RecordBatch, name: str, first_row: int, keys: Sequence[
     except UnicodeDecodeError:
         columns = [[_value(value) for value in batch.column(key)] for key in keys]
     if all(isinstance(value, str) for column in columns for value in column):
-        return Documents(list(zip(*columns, strict=True)), 0, sum(batch.column(key).nbytes for key in keys))
+        return Documents(list(zip(*columns, strict=True)), 0, _size(batch, keys))
     rows = [dict(zip(keys, values, strict=True)) for values in zip(*columns, strict=True)]
     texts, skipped = _checked(rows, name, first_row, keys, skip_bad)
-    return Documents(texts, skipped, sum(batch.column(key).nbytes for key in keys))
+    return Documents(texts, skipped, _size(batch, keys))
 
 
 def _checked(
@@ -279,10 +299,21 @@ def _joined(parts: list[Documents]) -> Documents:
     )
 
 
+def _size(batch: pa.RecordBatch, keys: Sequence[str]) -> int:
+    return int(sum(_byte_lengths(pa.chunked_array([batch.column(key)])).sum() for key in keys))
+
+
 def _byte_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    if pa.types.is_dictionary(column.type) or pa.types.is_string_view(column.type):
+    if pa.types.is_dictionary(column.type):  # decoded it may be larger than memory
+        column = pa.chunked_array([_dictionary_lengths(part) for part in column.chunks], pa.int64())
+        return pc.fill_null(column, 0).to_numpy()
+    if pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
     return pc.fill_null(pc.binary_length(column), 0).to_numpy().astype(np.int64)
+
+
+def _dictionary_lengths(column: pa.DictionaryArray) -> pa.Array:
+    return pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
 
 
 def _first_line(error: BaseException) -> str:

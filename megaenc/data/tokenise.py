@@ -1,6 +1,6 @@
 """The work that preprocessing gives to its workers: from a block of documents to token ids."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from megaenc.data.sentences import Punkt, splitter
 
 @dataclass(frozen=True)
 class TokenisedBlock:
-    """What becomes of a block: for each key the documents laid end to end; those without a token are left out."""
+    """What becomes of a piece of a block: for each key the documents laid end to end; those without a token are left out."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
@@ -25,7 +25,7 @@ class TokenisedBlock:
     size: int
     """Bytes that were parsed."""
     position: int
-    """Of the block, passed through."""
+    """Of the block."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Tokenise:
     skip_bad: bool
     punkt: Punkt | None
 
-    def __call__(self, block: Block) -> TokenisedBlock:
-        documents = block.documents(self.keys, self.skip_bad)
-        columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
-        return TokenisedBlock(
-            tokens=[tokens for tokens, _, _ in columns],
-            lengths=[lengths for _, lengths, _ in columns],
-            counts=[counts for _, _, counts in columns],
-            documents=len(documents.texts),
-            skipped=documents.skipped,
-            size=documents.size,
-            position=block.position,
-        )
+    def __call__(self, block: Block) -> Iterator[TokenisedBlock]:
+        for documents in block.pieces(self.keys, self.skip_bad):
+            columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
+            yield TokenisedBlock(
+                tokens=[tokens for tokens, _, _ in columns],
+                lengths=[lengths for _, lengths, _ in columns],
+                counts=[counts for _, _, counts in columns],
+                documents=len(documents.texts),
+                skipped=documents.skipped,
+                size=documents.size,
+                position=block.position,
+            )
 
     @cached_property
     def _sentences(self) -> Callable[[str], list[str]]:

@@ -1,4 +1,5 @@
 import hashlib
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -41,6 +42,19 @@ def test_joined_corpora_are_those_of_one_writer(tmp_path):
     assert (writer.documents, writer.sequences, writer.tokens) == (4, 7, 11)
     writer.finish()
     assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+
+
+def test_joining_keeps_lengths_and_not_whole_indices(tmp_path):
+    hashes = write(tmp_path / "part", [[[1]]] * 50_000)
+    size = (tmp_path / "part.idx").stat().st_size
+    writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
+    tracemalloc.start()
+    for _ in range(4):
+        writer.extend(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    writer.close()
+    assert kept < 4 * 50_000 * (4 + 4) + (1 << 18) < 4 * size
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

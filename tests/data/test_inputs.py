@@ -2,6 +2,7 @@ import gzip
 import os
 import subprocess
 import sys
+import time
 from itertools import chain
 
 import datasets
@@ -10,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from text_helpers import TEXTS, write_jsonl
 
-from megaenc.data import readers, tables
-from megaenc.data.inputs import InputFlags, cut, find_inputs, read_blocks, read_texts
+from megaenc.data import inputs, readers, tables
+from megaenc.data.inputs import InputFlags, Span, cut, find_inputs, read_blocks, read_texts
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.data.tokenizer_command import main as tokenizer_main
 from megaenc.errors import InputError
@@ -42,6 +43,31 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
     names = ["b.txt", "a/z.txt", "a/b/c.txt", "a.md", "B.text", "a-1/x.txt", "10.txt", "9.txt"]
     text_folder(tmp_path, {name: name for name in names} | {".hidden.txt": "no", ".git/x.txt": "no", "a/.b/c.txt": "no"})
     assert texts_of(tmp_path) == sorted(names)
+
+
+def test_linked_folders_are_read_once_and_loops_end(tmp_path):
+    elsewhere = text_folder(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
+    folder = text_folder(tmp_path / "folder", {"b/b.txt": "b"})
+    (folder / "c").symlink_to(elsewhere)
+    (folder / "b" / "up").symlink_to(folder)
+    (folder / "d").symlink_to(elsewhere / "deep")
+    (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
+    assert texts_of(folder) == ["b", "x", "y"]
+    assert found(folder).remarks[:2] == [
+        f"{folder}: 1 left out, of no kind that can be read: nowhere.txt",
+        f"{folder}: 2 folders left out, as links have them read under another path: b/up, c/deep",
+    ]
+
+
+def test_many_folders_take_no_time_of_their_square(tmp_path, monkeypatch):
+    entries = [f"{number:05}" for number in range(20_000)]
+    monkeypatch.setattr(os, "walk", lambda folder, **options: iter([(str(folder), list(entries), ["a.txt"])]))
+    monkeypatch.setattr(inputs, "_identity", lambda folder: str(folder))
+    monkeypatch.setattr(inputs, "_is_saved", lambda path: False)
+    (tmp_path / "a.txt").write_text("x")
+    started = time.process_time()
+    assert len(inputs._walk(tmp_path, [])) == 1
+    assert time.process_time() - started < 1
 
 
 def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
@@ -102,6 +128,8 @@ def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
         ("bad.parquet", "bad.parquet: cannot be read as Parquet"),
         ("other.parquet", "other.parquet: no column `text`; found `body`, `n`"),
         ("numbers.parquet", "numbers.parquet: column `text`: found int64, expected text"),
+        ("twice.parquet", "twice.parquet: found 2 columns `text`, expected one"),
+        ("n" * 300, "n: no such file or folder"),
         ("broken", "broken: cannot be read as a saved data set"),
     ],
 )
@@ -114,6 +142,8 @@ def test_what_cannot_be_read_is_named(tmp_path, name, message):
     os.mkfifo(tmp_path / "pipe")
     pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(InputError) as error:
         found(tmp_path / name)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -226,13 +256,42 @@ def test_the_tokenizer_learns_the_same_from_every_source(tmp_path, capsys):
 
 
 def test_a_file_that_changes_is_noticed(tmp_path):
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt"]
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "c.txt"]
     write_jsonl(paths[0], TEXTS)
-    paths[1].write_text("text")
-    before = list(found(*paths).files())
+    for path in paths[1:]:
+        path.write_text("text")
+    given = found(*paths)
+    before = list(given.files())
     assert [name for name, _, _ in before] == [str(path) for path in paths]
     assert list(found(*paths).files()) == before
+    given.check_unchanged()
     os.utime(paths[1], ns=(1, 1))
     after = list(found(*paths).files())
     assert after[0] == before[0] and after[1] != before[1]
+    assert list(given.files()) == before, "what was found is what is compared with"
+    with pytest.raises(InputError, match=r"b\.txt: changed while it was read: found another time of its last change"):
+        given.check_unchanged()
+    # A part answers for what it is read from alone.
+    given.check_unchanged([Span(0, 0, 10)])
     assert found(paths[0]).origins == [{"path": "a.jsonl", "bytes": paths[0].stat().st_size}]
+    paths[0].write_text("shorter")
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read: found 7 bytes, expected [1-9]"):
+        given.check_unchanged([Span(0, 0, 10)])
+    paths[2].unlink()
+    with pytest.raises(InputError, match=r"c\.txt: changed while it was read: No such file or directory; start again"):
+        given.check_unchanged([Span(2, 0, 1)])
+
+
+def test_a_part_of_a_folder_answers_for_its_own_files(tmp_path):
+    text_folder(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    given = found(tmp_path)
+    (tmp_path / "b.txt").write_text("longer")
+    given.check_unchanged([Span(0, 0, 1)])
+    with pytest.raises(InputError, match=r"b\.txt: changed"):
+        given.check_unchanged([Span(0, 1, 2)])
+
+
+def test_a_saved_data_set_without_splits_has_none_to_choose(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"):
+        found(tmp_path / "saved", dataset_split="test")

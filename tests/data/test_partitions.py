@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,7 @@ import pytest
 from text_helpers import TEXTS, contents, small_tokenizer, write_jsonl
 
 from megaenc.data import inputs, partitions
-from megaenc.data.partitions import work_folder
+from megaenc.data.partitions import Parts, work_folder
 from megaenc.data.preprocess import PreprocessFlags, preprocess
 from megaenc.data.sidecar import read_sidecar
 from megaenc.errors import InputError
@@ -168,6 +169,38 @@ def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_pa
     assert "3 of 4 parts are done" in capsys.readouterr().out
 
 
+def test_input_without_any_text_says_that_its_parts_are_kept(tmp_path, settings, capsys):
+    write_jsonl(tmp_path / "corpus.jsonl", [""] * 40)
+    with pytest.raises(InputError, match="no document holds any text under `text`"):
+        preprocess(settings)
+    assert (
+        "out_parts: 4 of 4 parts are done; the same command goes on from there, or remove the folder" in capsys.readouterr().out
+    )
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monkeypatch):
+    for number in (errno.EROFS, errno.EACCES):
+
+        def refused(*given, number=number):
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(partitions.os, "open", refused)
+            with pytest.raises(InputError, match=rf"out_parts: cannot be written to: {os.strerror(number)}"):
+                preprocess(settings)
+
+
+def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
+    plan = {"input": "a"}
+    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "work", plan):
+        Parts(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
+        raise KeyboardInterrupt
+    assert "part-123456-text.bin" in names(tmp_path / "work")
+    with work_folder(tmp_path / "work", plan):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_two_processes_do_not_share_a_folder(tmp_path, settings):
     (tmp_path / "out_parts").mkdir()
     with open(tmp_path / "out_parts" / "lock", "w") as lock:
@@ -214,21 +247,29 @@ def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, whole, monkeyp
     assert contents(prefix) == whole
 
 
-def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, whole):
+@pytest.mark.parametrize("last", ["json", "idx"])
+def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, whole, last):
     script = KILLED.replace("inputs.read_blocks = read_blocks", "").replace(
         "preprocess.main",
         """
 def rename(here, there, real=os.replace):
-    if str(there).endswith("out_text_document.idx"):
+    if str(there).endswith("out_text_document.SUFFIX"):
         os.kill(os.getpid(), number)
     real(here, there)
 os.replace = rename
 preprocess.main""",
     )
     arguments = command(settings, str(int(signal.SIGKILL)), "main")
-    arguments[2] = script
+    arguments[2] = script.replace("SUFFIX", last)
     assert subprocess.run(arguments, capture_output=True, timeout=60).returncode == -9
-    assert "out_text_document.bin" in names(tmp_path) and "out_text_document.json" not in names(tmp_path)
+    left = [name for name in names(tmp_path) if name.startswith("out_text_document")]
+    assert left == ["out_text_document.bin", "out_text_document.json"][: 1 if last == "json" else 2]
+    # Somebody else's file in the place of a half-renamed one is not theirs to overwrite.
+    ours = (tmp_path / "out_text_document.bin").read_bytes()
+    (tmp_path / "out_text_document.bin").write_bytes(ours[::-1])
+    with pytest.raises(InputError, match=r"out_text_document\.bin: exists already"):
+        preprocess(settings)
+    (tmp_path / "out_text_document.bin").write_bytes(ours)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == whole and not (tmp_path / "out_parts").exists()
 

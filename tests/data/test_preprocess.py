@@ -2,6 +2,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -284,6 +285,9 @@ def test_vocabularies_from_65500_ids_are_stored_as_int32(tmp_path):
         ('{"text": "x"}\n', ["--dataset-split", "test"], "--dataset-split test: none of --input is a data set"),
         ('{"text": "x"}\n', ["--punkt-language", "german"], "--punkt-language german: expected --split-sentences"),
         ('{"text": "x"}\n', ["--json-keys", "a/b"], "--json-keys 'a/b'"),
+        ('{"text": "x"}\n', ["--json-keys", "k" * 300], "--output-prefix and --json-keys: a file name of 3"),
+        ('{"text": "x"}\n', ["--output-prefix", "x" * 225], "--output-prefix and --json-keys: a file name of 2"),
+        ('{"text": "x"}\n', ["--output-prefix", "x/" * 3000 + "x"], "cannot be looked at: File name too long"),
         ('{"text": "x"}\n', ["--tokenizer", "./none"], "--tokenizer ./none: no such folder"),
         ('{"text": "x"}\n', ["--input", "./none.jsonl"], "none.jsonl: no such file"),
     ],
@@ -303,9 +307,101 @@ def test_bad_input_is_one_line_and_leaves_nothing(corpus, tokenizer_folder, caps
 def test_output_that_exists_is_refused(corpus, tokenizer_folder):
     (prefix,) = preprocess(flags(corpus, tokenizer_folder))
     before = contents(prefix)
-    with pytest.raises(InputError, match=r"out_text_document\.json: exists already; remove it or choose another name"):
+    with pytest.raises(InputError, match=r"out_text_document\.idx: exists already; remove it or choose another name"):
         preprocess(flags(corpus, tokenizer_folder, append_eod=False))
     assert contents(prefix) == before
+
+
+def changing(monkeypatch, change):
+    """Have `change` called when the first block of the input has been read."""
+    real = inputs.read_blocks
+
+    def read_blocks(found, spans):
+        for number, block in enumerate(real(found, spans)):
+            yield block
+            if number == 0:
+                change()
+
+    monkeypatch.setattr(inputs, "read_blocks", read_blocks)
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data + b'{"text": "more"}\n', r"found 1,\d{3} bytes, expected 1,\d{3}; start again"),
+        (lambda data: data.replace(b"fox", b"cat"), "found another time of its last change"),
+        (lambda data: data.replace(b"}", b"?"), "found another time of its last change"),
+        (lambda data: data[:300], "changed while it was read"),
+        (lambda data: b"", "changed while it was read"),
+    ],
+)
+def test_input_that_changes_during_the_run_is_refused(corpus, tokenizer_folder, monkeypatch, change, message, partitions):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    changing(monkeypatch, lambda: corpus.write_bytes(change(corpus.read_bytes())))
+    with pytest.raises(InputError, match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}"):
+        preprocess(flags(corpus, tokenizer_folder, partitions=partitions))
+    assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
+
+
+def test_two_that_end_together_do_not_overwrite_each_other(corpus, tokenizer_folder, monkeypatch):
+    theirs = corpus.parent / "out_text_document.idx"
+    real = os.fsync
+
+    def fsync(stream):  # while this run's files go to the disk another's are renamed
+        theirs.write_text("theirs")
+        real(stream)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
+        preprocess(flags(corpus, tokenizer_folder))
+    assert sorted(path.name for path in corpus.parent.iterdir()) == ["corpus.jsonl", theirs.name]
+    assert theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("stop", ["bin", "json", "idx"])
+def test_nothing_opens_before_all_is_there(corpus, tokenizer_folder, monkeypatch, stop):
+    real = os.replace
+
+    def replace(here, there):
+        if str(there).endswith(f"out_text_document.{stop}"):
+            for suffix in ("bin", "json", "idx"):  # what a kill here would leave
+                path = corpus.parent / f"out_text_document.{suffix}"
+                if path.exists():
+                    path.with_name(f"killed.{suffix}").write_bytes(path.read_bytes())
+        real(here, there)
+
+    monkeypatch.setattr(os, "replace", replace)
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    with pytest.raises(InputError, match=r"killed\.idx: no such file"):
+        Corpus.open(corpus.parent / "killed")
+    assert len(Corpus.open(prefix)) == len(TEXTS)
+
+
+def test_a_note_of_somebody_elses_parts_does_not_let_output_be_overwritten(corpus, tokenizer_folder):
+    (prefix,) = preprocess(flags(corpus, tokenizer_folder))
+    before = contents(prefix)
+    (corpus.parent / "out_parts").mkdir()
+    noted = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in corpus.parent.glob("out_text_document.*")}
+    for hashes in ({}, noted, dict.fromkeys(noted, "0" * 64)):
+        (corpus.parent / "out_parts" / "merged").write_text(json.dumps(hashes))
+        with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
+            preprocess(flags(corpus, tokenizer_folder, append_eod=False))
+        if hashes != noted:
+            with pytest.raises(InputError, match=r"out_text_document\.idx: exists already"):
+                preprocess(flags(corpus, tokenizer_folder, append_eod=False, partitions=2))
+            (corpus.parent / "out_parts").mkdir(exist_ok=True)
+    assert contents(prefix) == before
+
+
+def test_what_a_killed_run_left_behind_is_said(corpus, tokenizer_folder, capsys):
+    left = corpus.parent / ".out_text_document.bin.123-0123abcd.tmp"
+    left.write_bytes(bytes(1_000_000))
+    preprocess(flags(corpus, tokenizer_folder))
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"{corpus.parent}: 1 unfinished by a stopped run, 1.0 MB; remove them unless another process is at work" in told
+    assert left.name in told
+    assert left.exists(), "its number may be a process on another machine"
 
 
 def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):

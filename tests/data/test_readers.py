@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import json
+import lzma
 
 import pytest
 import zstandard
@@ -134,11 +136,57 @@ def test_a_bad_line_is_named_or_counted(line, message):
     assert documents.skipped == 1
 
 
-def test_damaged_compression_is_one_line(tmp_path):
+def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
     for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstandard.compress(data))]:
         (tmp_path / name).write_bytes(content[:-20])
-        with pytest.raises(InputError, match=r"broken compressed data after line \d+"):
+        with pytest.raises(InputError, match=r"broken compressed data: .*; expected a whole file"):
             texts_of(tmp_path / name)
         with pytest.raises(InputError, match="broken compressed data"):
             TextFiles((str(tmp_path / name),), 0).documents(["text"], False)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 1000)
+    with pytest.raises(InputError, match=r"broken compressed data after line [1-9]\d*: "):
+        texts_of(tmp_path / "a.gz")
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"),
+    [
+        (lzma.compress, "xz-compressed data"),
+        (bz2.compress, "bzip2-compressed data"),
+        (lambda data: data.decode().encode("utf-16"), "UTF-16 text"),
+    ],
+)
+def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    path.write_bytes(pack(path.read_bytes()))
+    for read in (lambda: texts_of(path), lambda: TextFiles((str(path),), 0).documents(["text"], False)):
+        with pytest.raises(InputError, match=rf"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zst"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            b'{"text": "a"}\n{"text": "b',
+            b'{"text": "a"}\n{"text": "b and c"}\n{"text": "d"}\n',
+            "a line that goes on after byte 25",
+        ),
+        (b'{"text": "a"}', b'{"text": "a"}\n' * 200_000, "a line that goes on after byte 13"),
+        (b'{"text": "a"}\n' * 9, b'{"text": "a"}\n' * 8, "the end of the file before byte 126"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, before, after, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(after)
+    with pytest.raises(InputError, match=rf"a\.jsonl: changed while it was read: found {message}; start again"):
+        texts_of(path, 0, len(before))
+
+
+def test_whole_lines_added_to_a_file_are_not_read(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    known = path.stat().st_size
+    with path.open("a") as stream:
+        stream.write('{"text": "later"}\n')
+    assert texts_of(path, 0, known) == TEXTS

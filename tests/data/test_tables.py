@@ -59,6 +59,39 @@ def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
     assert most < 4 << 20
 
 
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_pieces(tmp_path, dictionary):
+    texts = [str(number % 2) * 100_000 for number in range(400)]
+    column = pa.array(texts).dictionary_encode() if dictionary else pa.array(texts)
+    encoding = {} if dictionary else {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
+    path = written(tmp_path / "a.parquet", {"text": column if dictionary else pa.array([texts[0]] * 400)}, **encoding)
+    assert (tmp_path / "a.parquet").stat().st_size < 200_000
+    (block,) = parquet_blocks(path)
+    before, found, most = pa.total_allocated_bytes(), [], 0
+    for piece in block.pieces(["text"], False):
+        found += piece.texts
+        assert piece.size == sum(len(text) for (text,) in piece.texts) < readers.BLOCK_BYTES + 16 * 100_000
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert found == [(text,) for text in (texts if dictionary else [texts[0]] * 400)]
+    assert most < 8 << 20
+
+
+def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
+    column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
+        out.write_batch(pa.record_batch([column], ["text"]))
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
+    blocks = list(tables.arrow_blocks(str(tmp_path / "a.arrow"), ["text"], 0, 103, 0))
+    pa.set_memory_pool(usual)
+    assert pool.max_memory() < 1 << 20
+    assert [block.stop - block.start for block in blocks] == [10] * 9 + [13]
+    assert blocks[0].documents(["text"], False).size == 1_000_000
+    last = blocks[-1].documents(["text"], True)
+    assert (last.texts[-2:], last.skipped) == ([("b",), ("c",)], 1)
+
+
 def test_columns_of_several_types_of_text_and_several_keys(tmp_path):
     columns = {
         "text": pa.array(TEXTS, pa.large_string()),
