@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -103,10 +103,16 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 
 def _read(place: str, kind: Any, value: Any) -> Any:
-    """`value` from YAML as the type `kind`: bool, int, float, str, a choice of words, a tuple of one of them, or one or None."""
-    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    """`value` from YAML as the type `kind`: bool, int, float, str, a choice of words, a tuple of one of them, or one or None.
+
+    Or a number or a word of a choice: `int | Literal["all"]`.
+    """
+    choices = get_args(kind) if get_origin(kind) in (UnionType, Union) else (kind,)
     if value is None and NoneType in choices:
         return None
+    words = [word for choice in choices[1:] if get_origin(choice) is Literal for word in get_args(choice)]
+    if value in words:
+        return value
     kind = choices[0]
     if get_origin(kind) is Literal:
         if value in get_args(kind):
@@ -122,7 +128,8 @@ def _read(place: str, kind: Any, value: Any) -> Any:
             return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
-    raise InputError(f"{place}: found {value!r}, expected a {getattr(kind, '__name__', kind)}")
+    expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
+    raise InputError(f"{place}: found {value!r}, expected a {expected}")
 
 
 def _plain(box: str) -> str:

@@ -1,8 +1,10 @@
 """The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megaenc.objectives import Attention, Objective, Schedule
+from megaenc.training.start import NEW_WEIGHTS, Start
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,7 @@ class Provenance:
     step: int
     total_iters: int
     tokens_per_step: int
+    start: Start = NEW_WEIGHTS
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -57,7 +60,7 @@ tags: [megaenc]
 # {name}
 
 A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
-this is step {provenance.step:,}, after {tokens:,} tokens. Attention in this export: {attention}.
+this is step {provenance.step:,}, after {tokens:,} tokens. {_descent(provenance.start)}Attention in this export: {attention}.
 
 ## Where predictions stand
 
@@ -67,6 +70,17 @@ this is step {provenance.step:,}, after {tokens:,} tokens. Attention in this exp
 
 {_how_to_read(objective, attention)}
 """
+
+
+def _descent(start: Start) -> str:
+    """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
+    stages = [
+        f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)" for stage in start.before
+    ]
+    parts = [f"Its first weights were trained in other runs: {', then '.join(stages)}. "] if stages else []
+    if start.kind == "branch":
+        parts.append(f"It is a branch of the run `{Path(start.run).name}` at step {start.at:,}, and the same run up to there. ")
+    return "".join(parts)
 
 
 def _moved(shift: int) -> str:

@@ -19,6 +19,7 @@ from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Schedule
 from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.settings import PretrainSettings, settings_from
+from megaenc.training.start import Start
 
 ATTENTION = {"eurobert": Attention.BIDIRECTIONAL, "llama": Attention.CAUSAL}
 
@@ -33,6 +34,7 @@ class SavedRun:
     seq_length: int
     dtype: torch.dtype
     settings: PretrainSettings
+    start: Start
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """What the run trained. Raises InputError where one of its objectives is not installed here."""
@@ -48,7 +50,7 @@ class SavedRun:
         """What the checkpoint of `step` was trained on."""
         settings = self.settings
         tokens_per_step = settings.global_batch_size * settings.data.seq_length
-        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens_per_step)
+        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens_per_step, self.start)
 
 
 def open_run(folder: Path) -> SavedRun:
@@ -57,11 +59,12 @@ def open_run(folder: Path) -> SavedRun:
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
     try:
-        vocab_size = int(json.loads((folder / FACTS).read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        vocab_size, start = int(facts["vocab_size"]), Start.read(facts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, settings)
+    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, settings, start)
 
 
 def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:

@@ -84,12 +84,16 @@ class RunData:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
-    def reading(self, samples: int) -> list[Reading]:
-        """What the first `samples` samples read of each corpus."""
+    def reading(self, end: int, first: int = 0) -> list[Reading]:
+        """What samples `first` to `end` - 1 read of each corpus."""
         rows = []
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_parts, self.shares, strict=True)):
-            packs = self.train.samples_of(number, samples) if isinstance(self.train, BlendedPacks) else samples
-            rows.append(Reading(corpus.prefix, float(share), packs, part.epochs_after(packs), part.dropped))
+            before, after = (
+                self.train.samples_of(number, samples) if isinstance(self.train, BlendedPacks) else samples
+                for samples in (first, end)
+            )
+            epochs = part.epochs_after(after) - part.epochs_after(before)
+            rows.append(Reading(corpus.prefix, float(share), after - before, epochs, part.dropped))
         return rows
 
 

@@ -53,9 +53,19 @@ def read_facts(run: str | Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error!r}; expected what a run wrote there") from None
 
 
-def training_seconds(steps: list[Row]) -> float:
-    """Time in updates, validations and checkpoints not counted; steps between two rows count like the later one."""
-    seconds, before = 0.0, 0
+def read_beginning(run: str | Path) -> Row:
+    """How far the run had come before its first step: a branch counts on from its parent, every other run from 0."""
+    begun: Row = {"step": 0, "tokens": 0, "predicted_tokens": 0, "flops": 0.0}
+    try:
+        start = json.loads((Path(run) / FACTS).read_text(encoding="utf-8"))["start"]
+        return {"step": start["at"], **{name: start[name] for name in list(begun)[1:]}} if start["kind"] == "branch" else begun
+    except (OSError, ValueError, KeyError, TypeError):  # rows without their run.json, as a picture may be made of
+        return begun
+
+
+def training_seconds(steps: list[Row], before: int = 0) -> float:
+    """Time in updates after step `before`, validations and checkpoints not counted; a step without a row counts like the next."""
+    seconds = 0.0
     for row in steps:
         seconds += row["step_seconds"] * (row["step"] - before)
         before = row["step"]

@@ -16,7 +16,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, whole_files
 from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles
 from megaenc.study.compare import comparison, curves_of, named
-from megaenc.study.metrics import Row, read_held_out, read_steps, read_validations
+from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LETTER = 0.0125  # of a label, in widths of the panel
@@ -65,27 +65,29 @@ class Phase:
         return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
-def phases_of(made: list[Row], against: Against = "step") -> list[Phase]:
-    """The phases that a run's updates have been through.
+def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[Phase]:
+    """The phases that a run's updates have been through; `begun` is how far it had come before the first, where that is not 0.
 
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
     objectives of a mixture each of theirs has a Phase over the same stretch.
     """
     groups: list[list[Row]] = []
+    before, start = (begun["step"], begun[against]) if begun else (0, 0)
+    short_steps = (made[-1]["step"] - before) / 50
     for row in made:
         if not groups or groups[-1][-1]["phase"] != row["phase"]:
             groups.append([])
         groups[-1].append(row)
-    stretches, before, short_before = [], 0, False
+    stretches, short_before = [], False
     for group in groups:
         steps = group[-1]["step"] - before
-        before, short = group[-1]["step"], steps * 50 < made[-1]["step"]
+        before, short = group[-1]["step"], steps < short_steps
         if short and short_before:
             stretches[-1] += group
         else:
             stretches.append(group)
         short_before = short
-    phases, start = [], 0
+    phases = []
     for stretch in stretches:
         for objective in dict.fromkeys(row["objective"] for row in stretch):
             rows = [row for row in stretch if row["objective"] == objective]
@@ -97,14 +99,14 @@ def phases_of(made: list[Row], against: Against = "step") -> list[Phase]:
     return phases
 
 
-def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step") -> Any:
-    """matplotlib's Figure of a run, from the rows of its steps and of its validations."""
+def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
+    """matplotlib's Figure of a run, from the rows of its steps and of its validations, and `begun` as `phases_of` has it."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    phases, validations = phases_of(made, against), curves_of(validated, against)
+    phases, validations = phases_of(made, against, begun), curves_of(validated, against)
     style = styles([*(phase.objective for phase in phases), *validations])
-    last = phases[-1].end
+    first, last = phases[0].start, phases[-1].end
 
     picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
     loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
@@ -115,7 +117,7 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
             panel.axvspan(phase.start, phase.end, bottom, top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
-        if (phase.end - phase.start) / last >= _LETTER * len(phase.objective):  # else it would cover its neighbours'
+        if (phase.end - phase.start) / (last - first) >= _LETTER * len(phase.objective):  # else it would cover its neighbours'
             labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
             loss.text((phase.start + phase.end) / 2, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
@@ -142,7 +144,7 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
             handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
     loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     loss.set_ylabel("loss (nats a predicted token)")
-    loss.set_xlim(0, last)
+    loss.set_xlim(first, last)
     loss.margins(y=0.12)
 
     rate.plot([row[against] for row in made], [row["learning_rate"] for row in made], color=GREY, linewidth=1.4)
@@ -175,8 +177,9 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
     if not runs:
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
     if len(runs) == 1:
-        picture = figure(read_steps(runs[0], against), read_validations(runs[0], against), str(runs[0]), against)
-        shown = f"the loss of {runs[0]}"
+        run = runs[0]
+        picture = figure(read_steps(run, against), read_validations(run, against), str(run), against, read_beginning(run))
+        shown = f"the loss of {run}"
     else:
         held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
         picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)

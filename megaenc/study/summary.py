@@ -11,7 +11,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import clock, number, quiet, say
 from megaenc.errors import one_line_errors
-from megaenc.study.metrics import read_facts, read_held_out, read_steps, training_seconds
+from megaenc.study.metrics import read_beginning, read_facts, read_held_out, read_steps, training_seconds
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Summary:
     parameters: int
     tokens: int
     seconds: float
-    """In updates alone."""
+    """In updates alone, those of a branch's parent not counted."""
+    branched_at: int
+    """The parent's step that a branch began with, else 0, and what had been read by then."""
+    tokens_before: int
     learnt: tuple[Learnt, ...]
 
 
@@ -66,7 +69,7 @@ def summarise(run: str | Path) -> Summary:
             continue
         loss, accuracy = (before["loss"], after["loss"]), (before["accuracy"], after["accuracy"])
         learnt.append(Learnt(objective, loss, accuracy, after["most_frequent"]))
-    newest = steps[-1]
+    newest, begun = steps[-1], read_beginning(run)
     return Summary(
         newest["step"],
         facts["train_iters"],
@@ -74,7 +77,9 @@ def summarise(run: str | Path) -> Summary:
         last["step"],
         facts["parameters"],
         newest["tokens"],
-        training_seconds(steps),
+        training_seconds(steps, begun["step"]),
+        begun["step"],
+        begun["tokens"],
         tuple(learnt),
     )
 
@@ -104,9 +109,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     from rich.console import Console
 
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table(summary))
-    speed = summary.tokens / summary.seconds
+    speed = (summary.tokens - summary.tokens_before) / summary.seconds
+    timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     say(
-        f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens "
+        f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens{timed} "
         f"in {clock(summary.seconds)} ({speed:,.0f} tokens/s)"
     )

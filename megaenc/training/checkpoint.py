@@ -97,6 +97,11 @@ class Checkpoints:
         _fill(_module(engine), loaded["model"])
         engine.optimizer.load_state_dict(loaded["optimizer"])
 
+    def load_weights(self, engine: Engine, step: int) -> None:
+        """Put the weights alone of the checkpoint of `step` into `engine`; its optimizer has seen nothing yet."""
+        load_model(self, step, _module(engine))
+        engine.optimizer.reload_model_params()  # its float32 copies, under bf16
+
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module) -> None:
     """Put the weights of the checkpoint of `step` into `module`, without an optimizer."""

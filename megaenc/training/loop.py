@@ -17,10 +17,11 @@ from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.start import PROGRESS, Start
 
 
 def pretrain(plan: Plan, backend: Backend) -> None:
-    """Train from the newest checkpoint of `--save`, or from the beginning, to `--train-iters` or the next `--exit-interval`."""
+    """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`."""
     folder = _open_folder(plan)
     try:
         _pretrain(plan, backend, folder)
@@ -32,22 +33,25 @@ def pretrain(plan: Plan, backend: Backend) -> None:
 def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
     settings, output = plan.settings, plan.settings.output
     checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
-    done = (checkpoints.latest() if checkpoints else None) or 0
+    resumed = (checkpoints.latest() if checkpoints else None) or 0
+    done = resumed or plan.start.step
     if done == settings.total_iters:
         say(f"{output.save} is complete: step {done} of {done}")
         return
-    saved = checkpoints.state(done) if done else {}
-    progress = {name: saved.get(name, 0) for name in ("tokens", "predicted_tokens", "flops")}
+    saved = checkpoints.state(resumed) if resumed else vars(plan.start)
+    progress = {name: saved[name] for name in PROGRESS}
     engine = Engine(plan, backend)
-    if done:
-        checkpoints.load(engine, done)
-    say(_introduction(plan, backend, done))
+    if resumed:
+        checkpoints.load(engine, resumed)
+    else:
+        _begin(engine, plan.start)
+    say(_introduction(plan, backend, resumed))
     peak = _total_peak_flops(backend, plan.dtype)
     validation = Validation(plan) if plan.validation else None
     if folder:
-        folder.cut(done or -1)
-    if validation and not done:
-        _log(folder, VALIDATION, {"step": 0, **progress, **validation(engine)})
+        folder.cut(resumed or -1)
+    if validation and not resumed:
+        _log(folder, VALIDATION, {"step": done, **progress, **validation(engine)})
 
     with ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
         for step in range(done + 1, settings.total_iters + 1):
@@ -74,6 +78,15 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
             if leave and not last:
                 break
     say(_conclusion(step, settings.total_iters, result, output.save))
+
+
+def _begin(engine: Engine, start: Start) -> None:
+    """Load what the run starts from, in whatever layout it was saved; an engine has its new weights already."""
+    parent = Checkpoints(Path(start.run) / "checkpoints")
+    if start.kind == "branch":
+        parent.load(engine, start.at)
+    elif start.kind == "weights":
+        parent.load_weights(engine, start.at)
 
 
 def _due(step: int, interval: int | None) -> bool:
@@ -135,12 +148,12 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
     return {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
 
 
-def _introduction(plan: Plan, backend: Backend, done: int) -> str:
+def _introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     settings, layout = plan.settings, plan.settings.layout
     where = f"{dist.get_world_size()} x {backend.description}"
     parallel = f"TP {layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}"
     parallel += f", DP {settings.data_parallel_size(dist.get_world_size())}" + (", SP" if layout.sequence_parallel else "")
-    start = f"going on after step {done}" if done else "from new weights"
+    start = f"going on after step {resumed}" if resumed else plan.start.describe()
     phases = _phases(plan.schedule.phases)
     millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
     precision = "bf16" if settings.bf16 else "fp32"

@@ -17,11 +17,12 @@ from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, O
 from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
+from megaenc.training.start import NEW_WEIGHTS, Start, find_start, resolved
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `settings` amount to: packs to read, a schedule over updates 1..N, a learning rate."""
+    """What `settings` amount to: packs to read, a schedule over updates 1..N, a learning rate, and what they start from."""
 
     settings: PretrainSettings
     vocabulary: Vocabulary
@@ -29,6 +30,7 @@ class Plan:
     data: RunData
     schedule: Schedule
     learning_rate: LearningRate
+    start: Start = NEW_WEIGHTS
 
     @property
     def packs(self) -> Packs:
@@ -47,7 +49,7 @@ class Plan:
 
     def first_sample(self, step: int) -> int:
         """The sample that update number `step` begins with: the position in the data follows from the step."""
-        return (step - 1) * self.settings.global_batch_size
+        return self.start.skip_samples + (step - 1) * self.settings.global_batch_size
 
     @property
     def log_every(self) -> int:
@@ -57,8 +59,8 @@ class Plan:
 
     @property
     def reading(self) -> list[Reading]:
-        """What the whole run reads of each corpus."""
-        return self.data.reading(self.first_sample(self.settings.total_iters + 1))
+        """What the steps of the whole run read of each corpus; those of a branch's parent are its own too."""
+        return self.data.reading(self.first_sample(self.settings.total_iters + 1), self.first_sample(1))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -68,6 +70,7 @@ class Plan:
         """
         free = {"train_tokens", "config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
+        free |= set(flags.flatten(self.settings.start))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
         values = {name: value for name, value in flags.flatten(self.settings).items() if name not in free}
         return values | {
@@ -78,6 +81,7 @@ class Plan:
             "lr_wsd_decay_iters": self.learning_rate.decay,
             "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
+            **self.start.identity,
         }
 
     @property
@@ -88,6 +92,7 @@ class Plan:
             "vocab_size": self.vocabulary.size,
             "parameters": self.settings.shape.parameters(self.vocabulary.size),
             "reading": [dataclasses.asdict(row) for row in self.reading],
+            "start": dataclasses.asdict(self.start),
             "identity": self.identity,
         }
 
@@ -138,4 +143,5 @@ def make_plan(settings: PretrainSettings) -> Plan:
     for objective in (*schedule.starts().values(), *validated_objectives(schedule, vocabulary).values()):
         for sample in range(2):
             check_targets(objective, run_data.train[sample], settings.seed)
-    return plan
+    start = find_start(plan)
+    return dataclasses.replace(plan, settings=resolved(settings, start), start=start)

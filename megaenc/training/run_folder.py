@@ -102,14 +102,15 @@ def _same_run(path: Path, plan: "Plan") -> None:
         kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
     except (ValueError, KeyError, OSError) as error:
         raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
-    for name, value in plan.identity.items():
-        if kept.get(name) != value:
+    here = plan.identity
+    for name in dict.fromkeys((*here, *kept)):
+        if kept.get(name) != here.get(name):
             raise InputError(
-                f"--save {path} holds a different run: {name} is {_short(kept.get(name))} there, {_short(value)} here; "
+                f"--save {path} holds a different run: {name} is {_short(kept.get(name))} there, {_short(here.get(name))} here; "
                 "give the same value or choose another folder"
             )
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "not given" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -58,6 +58,37 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
+class StartSettings:
+    """From which other run this one starts, if from any."""
+
+    branch_from: str | None = None
+    """run folder to branch off: weights, optimizer and data position of its step --branch-at, then an end, a decay and a schedule
+    of this run's own, which agree with that run's in every step up to there"""
+    branch_at: int | None = None
+    """step of --branch-from whose checkpoint to go on from; steps keep their numbers"""
+    init_from: str | None = None
+    """run folder whose weights to begin with, and nothing else of it: a new run with a new optimizer and steps from 1"""
+    init_at: int | None = None
+    """step of --init-from whose weights to take; its newest checkpoint unless given"""
+    skip_samples: int | Literal["parent"] | None = None
+    """samples (packs) of the data to leave out before the first step; `parent`: as many as --init-from had read"""
+
+    def check(self) -> None:
+        """InputError, naming the flag, for a combination that says nothing or two things."""
+        for at, run in (("branch", self.branch_from), ("init", self.init_from)):
+            step = self.branch_at if at == "branch" else self.init_at
+            if step is not None and not run:
+                raise InputError(f"--{at}-at {step}: found no --{at}-from, expected the run folder whose step this is")
+        if self.branch_from and self.init_from:
+            raise InputError(
+                f"--branch-from {self.branch_from}: found --init-from {self.init_from} too, expected one of them (a branch goes "
+                "on with everything, --init-from takes the weights alone)"
+            )
+        if self.skip_samples == "parent" and not (self.init_from or self.branch_from):
+            raise InputError("--skip-samples parent: found no --init-from, expected the run after whose data this one goes on")
+
+
+@dataclass(frozen=True)
 class OutputSettings:
     """What a run writes, and when."""
 
@@ -102,17 +133,19 @@ class PretrainSettings:
     shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    start: StartSettings = field(default_factory=StartSettings)
     layout: Layout = field(default_factory=Layout)
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def check(self, world_size: int) -> None:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
+        self.start.check()
         self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
-                if values[name] is not None and not right(values[name]):
+                if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
@@ -156,17 +189,18 @@ _COUNTS = (
 _INTERVALS = ("save_interval", "exit_interval", "log_interval")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
-    (("eval_interval",), lambda value: value >= 0, "0 or more"),
+    (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 
-# Two ways to say one thing: a command line that uses one overrules the other in the YAML file.
+# Two ways to say one thing: a command line that uses one overrules the other in the YAML file, with what belongs to it.
 _PAIRS = (
-    ("train_iters", "train_tokens"),
-    ("lr_warmup_iters", "lr_warmup_fraction"),
-    ("lr_wsd_decay_iters", "lr_wsd_decay_fraction"),
+    (("train_iters",), ("train_tokens",)),
+    (("lr_warmup_iters",), ("lr_warmup_fraction",)),
+    (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
+    (("branch_from", "branch_at"), ("init_from", "init_at")),
 )
 
 
@@ -181,10 +215,9 @@ def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     default = settings_from(config) if config else PretrainSettings()
     if model:
         default = _with_preset(default, model)
-    for one, other in _PAIRS:
-        given = [name for name in (one, other) if _value_of(argv, "--" + name.replace("_", "-"))]
-        if len(given) == 1:
-            default = flags.replace_fields(default, {one: None, other: None}, source=prog)
+    for pair in _PAIRS:
+        if sum(_value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
+            default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
     return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
 
 

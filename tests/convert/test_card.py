@@ -1,5 +1,6 @@
 """The card of an export says where predictions stand, by the objective that was trained last."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from megaenc.data import preprocess, tokenizer_command
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.finetune import fill_mask
 from megaenc.objectives import Attention, Schedule
+from megaenc.training.start import Stage, Start
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -60,6 +62,15 @@ def test_a_moved_prediction_is_said_in_plain_words():
     assert "step 100, after 204,800 tokens" in text
     plain = card("hf", provenance("mlm"), Attention.BIDIRECTIONAL)
     assert "moved" not in plain and "the output at position i is for token i" in plain
+
+
+def test_the_runs_it_comes_from_are_named_without_their_places():
+    start = Start("branch", "/home/me/a", 40, before=(Stage("/home/me/clm", 10, "clm", 20480), Stage("b", 30, "mlm", 61440)))
+    text = card("hf", dataclasses.replace(provenance("mlm"), start=start), Attention.BIDIRECTIONAL)
+    assert "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), then `b` to step 30 (`mlm`, 61,440 tokens)." in text
+    assert "It is a branch of the run `a` at step 40" in text and "/home" not in text
+    plain = card("hf", provenance("mlm"), Attention.BIDIRECTIONAL)
+    assert "branch" not in plain and "other runs" not in plain
 
 
 def test_reading_under_another_attention_than_trained_is_said():

@@ -123,6 +123,13 @@ def test_a_mixture_has_a_curve_for_each_objective():
     assert (clm.start, clm.end, clm.share) == (mlm.start, mlm.end, mlm.share) == (0, 100, 0.5)
 
 
+def test_the_picture_of_a_branch_begins_where_it_left_its_parent():
+    rows = [row | {"step": row["step"] + 60} for row in rows_of(["clm"] * 20 + ["mlm"] * 20, 20)]
+    begun = {"step": 60}
+    assert [(phase.start, phase.end) for phase in plot.phases_of(rows, begun=begun)] == [(60, 80), (80, 100)]
+    assert plot.figure([row | {"tokens": row["step"]} for row in rows], [], "run", begun=begun).axes[0].get_xlim() == (60, 100)
+
+
 def test_long_phases_beside_short_ones_stay_by_themselves():
     rows = rows_of(["clm"] * 50 + ["mlm"] * 50, 50) + [
         row | {"step": row["step"] + 100, "phase": row["phase"] + 2} for row in rows_of(["clm", "mlm"] * 50, 1)

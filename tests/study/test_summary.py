@@ -1,5 +1,7 @@
 """The summary of a run is its first and its last validation."""
 
+import json
+
 import pytest
 from run_folders import write_rows, write_run
 
@@ -22,6 +24,18 @@ def test_time_counts_steps_without_a_row(tmp_path):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[9::10]))
     assert summary.summarise(run).seconds == 80.0
+
+
+def test_a_branch_is_timed_without_its_parent(tmp_path, capsys):
+    run = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", "validation.jsonl"):
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] >= 31))
+    facts = json.loads((run / "run.json").read_text())
+    start = {"kind": "branch", "at": 30, "tokens": 30_000, "predicted_tokens": 16_000, "flops": 3e16}
+    (run / "run.json").write_text(json.dumps(facts | {"start": start}))
+    summary.main([str(run)])
+    assert "40 steps, 40,000 tokens, those after step 30, in 0:20 (500 tokens/s)" in capsys.readouterr().out
 
 
 def test_the_command_prints_it(tmp_path, capsys):

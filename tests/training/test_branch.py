@@ -1,0 +1,160 @@
+"""A branch off a kept checkpoint is the run that would have been made from the beginning."""
+
+import json
+import shutil
+
+import pytest
+import runs
+import torch
+import yaml
+
+from megaenc.training.command import main
+
+# 40 steps of CLM: warm-up to 4, constant, decay from 31 on. Checkpoints at 5, 10, ..., 40.
+PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "40", "--objective-schedule", "clm", "--lr-wsd-decay-iters", "10"]
+TWO_STAGES = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "20", "--objective-schedule", "clm:15,mlm:5"]
+DECAY_ALONE = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "20", "--objective-schedule", "clm"]
+
+
+@pytest.fixture(scope="module")
+def parent(small_corpus, tmp_path_factory):
+    """The 40 steps."""
+    folder = tmp_path_factory.mktemp("parent") / "run"
+    main([*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "5"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_stages(small_corpus, tmp_path_factory):
+    """15 steps of CLM and 5 of MLM from new weights."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    main([*small_corpus.flags, *TWO_STAGES, "--save", str(folder)])
+    return folder
+
+
+def branch_flags(small_corpus, parent, flags, folder, *more, at=15):
+    """For the pretraining command."""
+    start = ["--branch-from", str(parent), "--branch-at", str(at), "--save", str(folder)]
+    return [*small_corpus.flags, *flags, *start, *map(str, more)]
+
+
+def curve(folder, after=0):
+    names = ("step", "objective", "loss", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
+    return [[row[name] for name in names] for row in runs.metrics(folder) if row["step"] > after]
+
+
+def weights(folder, step):
+    """All weights of a checkpoint by name."""
+    from megaenc.convert.to_hf import load_weights, open_run
+
+    return load_weights(open_run(folder), step)[1]
+
+
+def assert_same_weights(here, there):
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, two_stages, tmp_path, capsys):
+    main(branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run"))
+    assert f"as a branch of {parent} at step 15" in capsys.readouterr().out
+    assert [row["step"] for row in runs.metrics(tmp_path / "run")] == [16, 17, 18, 19, 20]
+    assert curve(tmp_path / "run") == curve(two_stages, after=15)
+    assert_same_weights(weights(tmp_path / "run", 20), weights(two_stages, 20))
+    assert [row["step"] for row in runs.validations(tmp_path / "run")] == [15, 20]
+    first, last = runs.validations(tmp_path / "run")
+    assert last == runs.validations(two_stages)[-1]
+    counted = ("tokens", "predicted_tokens", "flops")
+    assert [first[name] for name in counted] == [runs.metrics(parent)[14][name] for name in counted]
+
+
+def test_the_decay_alone_makes_a_shorter_run(small_corpus, parent, tmp_path):
+    main([*small_corpus.flags, *DECAY_ALONE, "--save", str(tmp_path / "whole")])
+    main(branch_flags(small_corpus, parent, DECAY_ALONE, tmp_path / "run"))
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole", after=15)
+    assert_same_weights(weights(tmp_path / "run", 20), weights(tmp_path / "whole", 20))
+
+
+def test_in_another_layout_it_is_the_same_up_to_rounding(small_corpus, parent, two_stages, tmp_path):
+    flags = branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", "--tensor-model-parallel-size", 2)
+    runs.script(runs.PRETRAIN, flags, processes=2)
+    here, there = curve(tmp_path / "run"), curve(two_stages, after=15)
+    assert [row[:2] + row[4:] for row in here] == [row[:2] + row[4:] for row in there]
+    for at in (2, 3):
+        assert [row[at] for row in here] == pytest.approx([row[at] for row in there], rel=1e-4)
+
+
+def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, parent, two_stages, tmp_path, capfd, refusal):
+    away = shutil.copytree(parent, tmp_path / "away")
+    main(branch_flags(small_corpus, away, TWO_STAGES, tmp_path / "run", "--exit-interval", 17))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (facts["start"]["run"], facts["start"]["at"]) == (str(away), 15)
+    assert facts["identity"]["start"] == f"branch at step 15 of run {facts['start']['parent']}"
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["branch_at"] == 15
+    line = refusal(main, [*small_corpus.flags, *TWO_STAGES, "--save", tmp_path / "run"])
+    assert "start is branch at step 15 of run" in line and "not given here" in line
+    line = refusal(main, branch_flags(small_corpus, away, TWO_STAGES, tmp_path / "run", at=10))
+    assert "start is branch at step 15 of run" in line and "branch at step 10 of run" in line
+
+    shutil.rmtree(away)
+    main(["--config", str(tmp_path / "run" / "config.yaml")])
+    assert "going on after step 17" in capfd.readouterr().out
+    assert curve(tmp_path / "run") == curve(two_stages, after=15)
+    main(branch_flags(small_corpus, tmp_path / "run", TWO_STAGES, tmp_path / "second", at=17))
+    assert curve(tmp_path / "second") == curve(two_stages, after=17)
+
+
+def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, capsys):
+    flags = ["--config", parent / "config.yaml", "--branch-from", parent, "--branch-at", 20]
+    flags += ["--train-iters", 25, "--lr-wsd-decay-iters", 5, "--save", tmp_path / "run", "--dry-run"]
+    main([str(flag) for flag in flags])
+    said = capsys.readouterr().out
+    assert f"starts as a branch of {parent} at step 20: makes steps 21 to 25" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--branch-at", "12"], "keeps no checkpoint of this step, expected one of the steps 5, 10, 15, 20, 25, 30, 35, 40"),
+        (["--branch-at", "20"], "--branch-at 20: the new run ends at step 20, expected --train-iters beyond 20"),
+        (["--objective-schedule", "clm:10,mlm:10"], "step 11 trains mlm here and clm in"),
+        (["--objective-schedule", "mix(clm:1,mlm:1)"], "expected a schedule that agrees with it up to step 15"),
+        (["--lr", "2e-3"], "the learning rate of step 1 is 0.00075 in"),
+        (["--lr-warmup-iters", "0"], "expected its own up to step 15: --lr 0.003 --lr-warmup-iters 4 and a decay of at most 6"),
+        (["--lr-wsd-decay-iters", "7"], "the learning rate of step 15 is 0.003 in"),
+        (["--seed", "2"], "seed is 1 there, 2 here"),
+        (["--global-batch-size", "16"], "global_batch_size is 8 there, 16 here"),
+        (["--seq-length", "32"], "seq_length is 64 there, 32 here"),
+        (["--packing", "random-length"], "packing is concat there, random-length here"),
+        (["--weight-decay", "0.2"], "weight_decay is 0.1 there, 0.2 here"),
+        (["--bf16"], "bf16 is False there, True here"),
+        (["--num-layers", "4"], "num_layers is 2 there, 4 here"),
+        (["--split", "80,20,0"], "split is 90,10,0 there, 80,20,0 here"),
+        (["--skip-samples", "8"], "began at sample 0, and a branch reads on where it was"),
+        (["--branch-at", "35", "--train-iters", "60", "--objective-schedule", "clm"], "has decayed there (its rate falls after"),
+        (["--init-from", "x"], "found --init-from x too, expected one of them"),
+    ],
+)
+def test_what_does_not_agree_is_named_in_one_line(change, words, small_corpus, parent, tmp_path, refusal):
+    flags = [*small_corpus.flags, *TWO_STAGES, "--branch-from", parent, "--branch-at", "15", "--save", tmp_path / "run", *change]
+    line = refusal(main, flags)
+    assert words in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_decayed_checkpoint_is_refused_with_those_that_serve(small_corpus, parent, refusal):
+    flags = [*small_corpus.flags, *PARENT, "--train-iters", "60", "--branch-from", parent, "--branch-at", "40"]
+    assert (
+        "falls after step 31), and a branch goes on at the peak; expected one of the steps 5, 10, 15, 20, 25, 30, or"
+        in refusal(main, flags)
+    )
+
+
+def test_a_run_that_cannot_be_branched_is_one_line(small_corpus, parent, tmp_path, refusal):
+    flags = [*small_corpus.flags, *TWO_STAGES, "--save", tmp_path / "run"]
+    assert "no run there (run.json: No such file" in refusal(main, [*flags, "--branch-from", tmp_path, "--branch-at", "15"])
+    assert "--branch-at: missing, expected one of the steps 5, 10," in refusal(main, [*flags, "--branch-from", parent])
+    assert "--branch-at 15: found no --branch-from" in refusal(main, [*flags, "--branch-at", "15"])
+    itself = [*small_corpus.flags, *TWO_STAGES, "--branch-from", parent, "--branch-at", "15", "--save", parent]
+    assert "is --save as well" in refusal(main, itself)

@@ -1,0 +1,181 @@
+"""A run that begins with the weights of another, and with nothing else of it."""
+
+import json
+import shutil
+
+import pytest
+import runs
+import torch
+import yaml
+
+from megaenc.training.command import main
+
+PARENT = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--objective-schedule", "clm"]
+# As the study continues pretraining: other steps, no warm-up, constant, then decay. Another batch, rate and objective too.
+CONTINUED = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "6", "--objective-schedule", "mlm", "--lr-warmup-iters", "0"]
+CONTINUED += ["--lr-wsd-decay-iters", "2", "--global-batch-size", "4", "--lr", "1e-3"]
+
+
+@pytest.fixture(scope="module")
+def parent(small_corpus, tmp_path_factory):
+    """Twelve steps of CLM by two pipeline stages; checkpoints of 8 and 12."""
+    folder = tmp_path_factory.mktemp("parent") / "run"
+    flags = [*small_corpus.flags, *PARENT, "--save", str(folder), "--save-interval", "8"]
+    runs.script(runs.PRETRAIN, [*flags, "--pipeline-model-parallel-size", "2"], processes=2)
+    return folder
+
+
+def curve(folder):
+    names = ("step", "objective", "loss", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
+    return [[row[name] for name in names] for row in runs.metrics(folder)]
+
+
+def weights(folder, step):
+    """All weights of a checkpoint by name."""
+    from megaenc.convert.to_hf import load_weights, open_run
+
+    return load_weights(open_run(folder), step)[1]
+
+
+@pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
+def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tmp_path, monkeypatch, capsys):
+    from megaenc.training import engine
+
+    flags = [*small_corpus.flags, *CONTINUED, precision]
+    main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
+    assert f"from the weights of {parent} at step 12 with a new optimizer" in capsys.readouterr().out
+
+    given, build = weights(parent, 12), engine.build_encoder
+
+    def build_with_given_weights(*arguments, **options):
+        encoder = build(*arguments, **options)
+        with torch.no_grad():
+            for name, parameter in encoder.named_parameters():
+                parameter.copy_(given[name])
+        return encoder
+
+    monkeypatch.setattr(engine, "build_encoder", build_with_given_weights)
+    main([*flags, "--save", str(tmp_path / "by hand")])
+    assert curve(tmp_path / "run") == curve(tmp_path / "by hand")
+    assert [row["learning_rate"] for row in runs.metrics(tmp_path / "run")] == [1e-3] * 5 + [5e-4]
+    assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "by hand")
+    here, there = weights(tmp_path / "run", 6), weights(tmp_path / "by hand", 6)
+    assert all(torch.equal(here[name], there[name]) for name in there)
+
+
+def test_an_older_checkpoint_in_another_layout(small_corpus, parent, tmp_path):
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(parent), "--init-at", "8"]
+    main([*flags, "--save", str(tmp_path / "one")])
+    two = [*flags, "--save", str(tmp_path / "two"), "--tensor-model-parallel-size", "2"]
+    runs.script(runs.PRETRAIN, two, processes=2)
+    runs.assert_same_curve(tmp_path / "two", tmp_path / "one")
+    assert runs.validations(tmp_path / "one")[0]["step"] == 0
+
+
+def plan_of(flags):
+    from megaenc.training.plan import make_plan
+    from megaenc.training.settings import read_settings
+
+    return make_plan(read_settings([str(flag) for flag in flags], "test"))
+
+
+def test_skip_samples_is_where_the_data_begins(small_corpus, parent, tmp_path):
+    """The parent reads 12 steps of 8 samples, so one that goes on after it in steps of 4 begins with sample 96."""
+    flags = [*small_corpus.flags, *CONTINUED]
+    new, skipping = plan_of(flags), plan_of([*flags, "--skip-samples", 40])
+    assert [new.first_sample(step) for step in (1, 2)] == [0, 4]
+    assert [skipping.first_sample(step) for step in (1, 2)] == [40, 44]
+    assert sum(row.packs for row in skipping.reading) == 6 * 4
+    after = plan_of([*flags, "--init-from", parent, "--skip-samples", "parent"])
+    assert (after.first_sample(1), after.identity["skip_samples"], after.settings.start.skip_samples) == (96, 96, 96)
+    assert plan_of([*flags, "--init-from", parent, "--init-at", 8, "--skip-samples", "parent"]).first_sample(1) == 64
+
+    main([*flags, "--init-from", str(parent), "--skip-samples", "parent", "--save", str(tmp_path / "run")])
+    third = plan_of([*flags, "--init-from", tmp_path / "run", "--skip-samples", "parent"])
+    assert third.first_sample(1) == 96 + 6 * 4
+    assert [(stage.run, stage.step, stage.tokens) for stage in third.start.before] == [
+        (str(parent), 12, 12 * 8 * 64),
+        (str(tmp_path / "run"), 6, 6 * 4 * 64),
+    ]
+
+
+def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent, tmp_path, capfd, refusal):
+    away = shutil.copytree(parent, tmp_path / "away")
+    start = ["--init-from", str(away), "--skip-samples", "parent"]
+    flags = [*small_corpus.flags, *CONTINUED, *start]
+    main([*flags, "--save", str(tmp_path / "whole")])
+    main([*flags, "--save", str(tmp_path / "run"), "--exit-interval", "4"])
+    kept = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert (kept["init_from"], kept["init_at"], kept["skip_samples"]) == (str(away), 12, 96)
+
+    save = ["--save", tmp_path / "run"]
+    for change, words in (
+        ([*save, "--skip-samples", "95"], "skip_samples is 96 there, 95 here"),
+        ([*save, "--init-at", "8", "--skip-samples", "96"], "start is weights of step 12 of run"),
+    ):
+        assert words in refusal(main, [*flags, *change])
+    assert "start is weights of step 12" in refusal(main, [*small_corpus.flags, *CONTINUED, *save])
+
+    shutil.rmtree(away)
+    main([*flags, "--save", str(tmp_path / "run")])  # as it was begun, `parent` and the newest checkpoint included
+    assert "going on after step 4" in capfd.readouterr().out
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["identity"]["start"] == f"weights of step 12 of run {facts['start']['parent']}"
+
+
+def test_a_run_that_began_with_weights_can_be_branched(small_corpus, parent, tmp_path):
+    """By its own config.yaml, where --branch-from takes the place of --init-from; its data goes on where it was."""
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(parent), "--skip-samples", "parent"]
+    main([*flags, "--save", str(tmp_path / "run"), "--save-interval", "4"])
+    start = ["--branch-from", str(tmp_path / "run"), "--branch-at", "4", "--save", str(tmp_path / "branch")]
+    main(["--config", str(tmp_path / "run" / "config.yaml"), *start])
+    assert curve(tmp_path / "branch") == curve(tmp_path / "run")[4:]
+    facts = json.loads((tmp_path / "branch" / "run.json").read_text())
+    assert facts["identity"]["skip_samples"] == 96
+    assert [stage["run"] for stage in facts["start"]["before"]] == [str(parent)]
+
+
+def test_weights_of_the_other_precision_will_do(small_corpus, parent, tmp_path):
+    flags = [*small_corpus.flags, *CONTINUED]
+    main([*flags, "--init-from", str(parent), "--bf16", "--save", str(tmp_path / "half")])
+    main([*flags, "--init-from", str(tmp_path / "half"), "--no-bf16", "--save", str(tmp_path / "single")])
+    first, last = runs.validations(tmp_path / "single")[0], runs.validations(tmp_path / "half")[-1]
+    assert first["objectives"]["mlm"]["loss"] == pytest.approx(last["objectives"]["mlm"]["loss"], rel=1e-2)
+
+
+def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(small_corpus, parent, tmp_path, refusal):
+    """A run that was stopped before it saved begins anew, so its parent must still be the one it was."""
+    away = shutil.copytree(parent, tmp_path / "away")
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(away), "--save", str(tmp_path / "run")]
+    main(flags)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    facts = json.loads((away / "run.json").read_text())
+    facts["identity"]["seed"] = 3
+    (away / "run.json").write_text(json.dumps(facts))
+    assert "start is weights of step 12 of run" in refusal(main, flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (["--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other"),
+        (["--rotary-base", "5000"], "rotary_base is 10000.0 there, 5000.0 here"),
+        (["--init-at", "7"], "--init-at 7: "),
+        (["--skip-samples", "parent", "--seed", "2"], "seed is 1 there, 2 here; so its samples are others"),
+        (["--skip-samples", "parent", "--seq-length", "32"], "seq_length is 64 there, 32 here"),
+        (["--skip-samples", "-1"], "--skip-samples: found -1, expected 0 or more"),
+        (["--init-from", "nowhere"], "--init-from nowhere: no run there"),
+    ],
+)
+def test_what_does_not_fit_is_named_in_one_line(change, words, small_corpus, parent, tmp_path, refusal):
+    line = refusal(main, [*small_corpus.flags, *CONTINUED, "--init-from", parent, "--save", tmp_path / "run", *change])
+    assert words in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_parent_that_is_missing_in_the_flags_is_one_line(small_corpus, refusal):
+    flags = [*small_corpus.flags, *CONTINUED]
+    assert "--skip-samples parent: found no --init-from" in refusal(main, [*flags, "--skip-samples", "parent"])
+    assert "--init-at 3: found no --init-from" in refusal(main, [*flags, "--init-at", "3"])
