@@ -32,6 +32,7 @@ class SavedRun:
     vocab_size: int
     seq_length: int
     dtype: torch.dtype
+    identity: dict[str, Any]
     settings: PretrainSettings
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
@@ -57,11 +58,12 @@ def open_run(folder: Path) -> SavedRun:
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
     try:
-        vocab_size = int(json.loads((folder / FACTS).read_text(encoding="utf-8"))["vocab_size"])
-    except (OSError, ValueError, KeyError) as error:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        vocab_size, identity = int(facts["vocab_size"]), dict(facts["identity"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, settings)
+    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings)
 
 
 def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
@@ -76,7 +78,7 @@ def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor
         if found is None:
             raise InputError(f"--load {run.folder}: no checkpoint there yet")
         encoder = build_encoder(run.model, run.vocab_size, run.seq_length, backend.Layout(), run.dtype, seed=None)
-        load_model(checkpoints, found, encoder)
+        load_model(checkpoints, found, encoder, run.identity)
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
     finally:
         backend.stop()

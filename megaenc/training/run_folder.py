@@ -102,12 +102,16 @@ def _same_run(path: Path, plan: "Plan") -> None:
         kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
     except (ValueError, KeyError, OSError) as error:
         raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
-    for name, value in plan.identity.items():
+    if other := difference(kept, plan.identity):
+        raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
+
+
+def difference(kept: dict[str, Any], identity: dict[str, Any]) -> str | None:
+    """The first field of `identity` that `kept` has another value for, with both; None if it is the same run."""
+    for name, value in identity.items():
         if kept.get(name) != value:
-            raise InputError(
-                f"--save {path} holds a different run: {name} is {_short(kept.get(name))} there, {_short(value)} here; "
-                "give the same value or choose another folder"
-            )
+            return f"{name} is {_short(kept.get(name))} there, {_short(value)} here"
+    return None
 
 
 def _short(value: Any) -> str:
