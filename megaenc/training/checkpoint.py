@@ -1,5 +1,6 @@
 """Sharded checkpoints in a run folder: complete or invisible, checked before they are read, readable in any layout."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
 from megaenc.training.pickles import check_pickles
+from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import cannot_be_written, sync, write_sharded
@@ -164,6 +166,27 @@ class Checkpoints:
         hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
+
+    def retain(self, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is damaged and older.
+
+        A damaged checkpoint is not one of the last that stay; nothing goes unless `newest` is whole. Steps beyond it, left by a
+        run that has gone back, stay until they are made again. What cannot be removed now is tried after the next save.
+        """
+        if not (keep_last or keep_every) or not self._is_whole(newest):
+            return
+        older = [step for step in self.steps() if step < newest]
+        whole = [step for step in older if self._is_whole(step)]
+        for step in {*older} - {*whole} | {*superfluous(whole, keep_last, keep_every)}:
+            with contextlib.suppress(OSError):
+                self._remove(self.path(step))
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.state(step)
+        except Damaged:
+            return False
+        return True
 
     def clean(self) -> None:
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""

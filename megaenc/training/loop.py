@@ -73,6 +73,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
                 if folder:
                     folder.sync()
                 checkpoints.save(engine, step, progress)
+                if folder:
+                    checkpoints.retain(step, output.keep_last, output.keep_every)
             if leave and not last:
                 break
     say(_conclusion(step, settings.total_iters, result, output.save))
