@@ -37,6 +37,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._attempt: Path | None = None
 
     def latest(self) -> int | None:
         """The step that the tracker names, None where there is no tracker. InputError if that is no number."""
@@ -124,15 +125,20 @@ class Checkpoints:
         It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows last. InputError
         where that cannot be: then nothing of the attempt is left, and the checkpoints that were there are as they were.
         """
-        attempt = on_rank_0(lambda: self._begin(step))
+        self._attempt = attempt = on_rank_0(lambda: self._begin(step))
         try:
             files = write_sharded(_sharded_state(engine, is_loading=False), attempt)
             state = {"step": step, **progress, "identity": engine.plan.identity, "files": dict(sorted(files.items()))}
             on_rank_0(lambda: self._publish(attempt, state))
         except InputError as error:
-            if rank() == 0 or isinstance(error, LocalInputError):
-                shutil.rmtree(attempt, ignore_errors=True)
+            if rank() == 0 and not isinstance(error, LocalInputError):
+                self.abandon()
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
+
+    def abandon(self) -> None:
+        """Remove what a save that failed has written. After an error of one rank: once no other can write any more."""
+        if self._attempt:
+            shutil.rmtree(self._attempt, ignore_errors=True)
 
     def _kept(self, step: int) -> str:
         before = [other for other in self.steps() if other < step]

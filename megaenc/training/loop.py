@@ -20,18 +20,19 @@ from megaenc.training.together import on_rank_0, shared_fate
 
 def pretrain(plan: Plan, backend: Backend) -> None:
     """Train from the newest checkpoint of `--save`, or from the beginning, to `--train-iters` or the next `--exit-interval`."""
-    with shared_fate():
+    save = plan.settings.output.save
+    checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
+    with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
         try:
-            _pretrain(plan, backend, folder)
+            _pretrain(plan, backend, folder, checkpoints)
         finally:
             if folder:
                 folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
+def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> None:
     settings, output = plan.settings, plan.settings.output
-    checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
     if folder:
         checkpoints.clean()
     saved = (checkpoints.newest_good(plan.identity) if checkpoints else None) or {"step": 0}

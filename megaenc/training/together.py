@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -13,7 +14,7 @@ from megaenc.errors import InputError, LocalInputError
 from megaenc.ranks import rank
 
 Result = TypeVar("Result")
-_FAILED = "megaenc/failed"
+_FAILED, _TOLD = "megaenc/failed", "megaenc/told"
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
@@ -46,20 +47,28 @@ def on_all(work: Callable[[], Result]) -> list[Result]:
 
 
 @contextlib.contextmanager
-def shared_fate(poll_seconds: float = 1.0) -> Iterator[None]:
-    """While it is entered, an error on one rank ends the others within `poll_seconds`, whatever collective they wait in.
+def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
+    """While it is entered, an error on one rank ends the others too, whatever collective they wait in.
 
-    The rank that failed first says why, the others are silent. An InputError that all ranks raise together, as those of the
-    functions above, ends nobody early.
+    The rank that failed first calls `clean_up` when the others have had time to come to rest, and raises its error; the others
+    then leave without a word, with exit code 2. An InputError that all ranks raise together, as those of the functions above, is
+    left to itself.
     """
     if dist.get_world_size() == 1:
-        yield
+        try:
+            yield
+        except LocalInputError:
+            clean_up()
+            raise
         return
     store, left = _get_default_store(), threading.Event()
 
     def watch() -> None:
         while not left.wait(poll_seconds):
             if store.check([_FAILED]):
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and not store.check([_TOLD]):  # a launcher ends all when the first has gone
+                    time.sleep(poll_seconds)
                 os._exit(2)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -70,7 +79,11 @@ def shared_fate(poll_seconds: float = 1.0) -> Iterator[None]:
         if isinstance(error, InputError) and not isinstance(error, LocalInputError):
             raise
         if store.add(_FAILED, 1) > 1:  # another was first, and this is likely how it is noticed here
-            os._exit(2)
+            watcher.join()
+        left.set()
+        time.sleep(2 * poll_seconds)
+        clean_up()
+        store.add(_TOLD, 1)
         raise
     finally:
         left.set()

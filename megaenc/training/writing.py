@@ -42,7 +42,10 @@ def write_sharded(state: dict[str, Any], folder: Path) -> Digests:
 
 def cannot_be_written(folder: Path, error: Exception) -> str:
     """The line for an `error` of the disk."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's writer stumbles over what the failed write left
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror if cause is not None and cause.strerror else str(error).splitlines()[0]
     return f"{folder}: cannot be written to: {reason}"
 
 
