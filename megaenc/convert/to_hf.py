@@ -33,6 +33,7 @@ class SavedRun:
     vocab_size: int
     seq_length: int
     dtype: torch.dtype
+    identity: dict[str, Any]
     settings: PretrainSettings
     start: Start
 
@@ -60,11 +61,11 @@ def open_run(folder: Path) -> SavedRun:
     settings = settings_from(str(folder / CONFIG))
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        vocab_size, start = int(facts["vocab_size"]), Start.read(facts)
+        vocab_size, identity, start = int(facts["vocab_size"]), dict(facts["identity"]), Start.read(facts)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, settings, start)
+    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start)
 
 
 def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
@@ -79,7 +80,7 @@ def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor
         if found is None:
             raise InputError(f"--load {run.folder}: no checkpoint there yet")
         encoder = build_encoder(run.model, run.vocab_size, run.seq_length, backend.Layout(), run.dtype, seed=None)
-        load_model(checkpoints, found, encoder)
+        load_model(checkpoints, found, encoder, run.identity)
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
     finally:
         backend.stop()

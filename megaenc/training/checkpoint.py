@@ -1,5 +1,6 @@
-"""Sharded checkpoints in a run folder: complete or invisible, readable in any layout."""
+"""Sharded checkpoints in a run folder: complete or invisible, checked before they are read, readable in any layout."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -11,13 +12,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from megaenc.errors import InputError
+from megaenc.console import say
+from megaenc.errors import InputError, LocalInputError
 from megaenc.files import write_whole
 from megaenc.ranks import rank
+from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
+from megaenc.training.pickles import check_pickles
+from megaenc.training.retention import superfluous
+from megaenc.training.run_folder import difference
+from megaenc.training.together import on_all, on_rank_0
+from megaenc.training.writing import cannot_be_written, sync, write_sharded
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
+
+
+class Damaged(InputError):
+    """A checkpoint that is not as it was saved; another may be."""
 
 
 class Checkpoints:
@@ -25,41 +37,84 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._attempt: Path | None = None
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint, None where there is none. InputError if the tracker is not a number."""
+        """The step that the tracker names, None where there is no tracker. InputError if that is no number."""
         tracker = self.folder / TRACKER
         if not tracker.exists():
             return None
         text = tracker.read_text(encoding="utf-8").strip()
         if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step")
+            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; {self._advice(None)}")
         return int(text)
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of `step` is."""
         return self.folder / f"iter_{step:07d}"
 
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that are there, whole or not, in order."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
+
     def state(self, step: int) -> dict[str, Any]:
-        """The JSON saved with the checkpoint of `step`, if every file is there; InputError names what is missing."""
+        """The JSON saved with the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
         path = self.path(step)
         if not path.is_dir():
-            raise InputError(f"{path}: missing, expected the checkpoint of step {step}: {self._advice(step)}")
+            raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
-            sizes = dict(state["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            damage = size_damage(path, state["files"])
+            complete = isinstance(state["identity"], dict) and state["step"] == step
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = error.strerror if isinstance(error, OSError) else f"not what a save wrote ({error!r})"
-            raise InputError(f"{path / STATE}: {what}; the checkpoint is incomplete: {self._advice(step)}") from None
-        for name, size in sizes.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                what = "missing" if found is None else f"found {found} bytes, expected {size}"
-                raise InputError(f"{path / name}: {what}; the checkpoint is incomplete: {self._advice(step)}")
+            raise Damaged(f"{path / STATE}: {what}; the checkpoint is incomplete") from None
+        if damage or not complete:
+            raise Damaged(f"{damage or path / STATE}; the checkpoint is incomplete")
         return state
 
-    def _advice(self, step: int) -> str:
-        others = sorted(int(p.name[5:]) for p in self.folder.glob("iter_*") if p.name[5:].isdecimal() and int(p.name[5:]) != step)
+    def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
+
+        Damaged names the file that is not. InputError where the run that saved it was not that of `identity`, or where one of
+        its pickles would do more than hold tensors and plain values.
+        """
+        state = on_rank_0(lambda: self.state(step))
+        path, names = self.path(step), sorted(state["files"])
+        mine = names[rank() :: dist.get_world_size()]
+        for damage in on_all(lambda: content_damage(path, {name: state["files"][name] for name in mine})):
+            if damage:
+                raise Damaged(f"{damage}; the checkpoint is damaged")
+        if identity is not None and (other := difference(state["identity"], identity)):
+            raise InputError(f"{path} is a checkpoint of a different run: {other}; remove it or give the same value")
+        on_rank_0(lambda: check_pickles(path))
+        return state
+
+    def newest_good(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+        """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
+
+        Those up to the step that the tracker names are looked at. A damaged one is named in a line; InputError if all are.
+        """
+        steps = on_rank_0(self._candidates)
+        for step, before in zip(steps, [*steps[1:], None], strict=False):
+            try:
+                return self.check(step, identity)
+            except Damaged as damage:
+                if before is None:
+                    raise InputError(f"{damage}; no other is there; delete {self.folder} to start anew") from None
+                say(f"{damage}: trying that of step {before}")
+        return None
+
+    def _candidates(self) -> list[int]:
+        """Newest first. A save that was cut off before its tracker was written left a whole checkpoint and no tracker."""
+        named = self.latest()
+        steps = self.steps()
+        if named is not None:
+            steps = sorted({step for step in steps if step < named} | {named})
+        return steps[::-1]
+
+    def _advice(self, step: int | None) -> str:
+        others = [other for other in self.steps() if other != step]
         if others:
             return f"to go on from step {others[-1]}, write {others[-1]} into {self.folder / TRACKER}"
         return f"no other is there; delete {self.folder} to start anew"
@@ -67,32 +122,88 @@ class Checkpoints:
     def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.
 
-        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows last.
+        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows last. InputError
+        where that cannot be: then nothing of the attempt is left, and the checkpoints that were there are as they were.
         """
-        names = [f".{self.path(step).name}.{uuid.uuid4().hex}"]
-        dist.broadcast_object_list(names)
-        attempt = self.folder / names[0]
-        if rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for stale in self.folder.glob(".iter_*"):  # left by attempts that were killed; the run's lock says none is alive
-                shutil.rmtree(stale, ignore_errors=True)
-            attempt.mkdir()
-        dist.barrier()
-        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(attempt))
-        dist.barrier()
-        if rank() == 0:
-            files = {file.name: file.stat().st_size for file in sorted(attempt.iterdir())}
-            write_whole(attempt / STATE, json.dumps({"step": step, **progress, "files": files}, indent=1))
-            target = self.path(step)
-            if target.exists():  # a save that was cut off before its tracker was written
-                shutil.rmtree(target)
+        self._attempt = attempt = on_rank_0(lambda: self._begin(step))
+        try:
+            files = write_sharded(_sharded_state(engine, is_loading=False), attempt)
+            state = {"step": step, **progress, "identity": engine.plan.identity, "files": dict(sorted(files.items()))}
+            on_rank_0(lambda: self._publish(attempt, state))
+        except InputError as error:
+            if rank() == 0 and not isinstance(error, LocalInputError):
+                self.abandon()
+            raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
+
+    def abandon(self) -> None:
+        """Remove what a save that failed has written. After an error of one rank: once no other can write any more."""
+        if self._attempt:
+            shutil.rmtree(self._attempt, ignore_errors=True)
+
+    def _kept(self, step: int) -> str:
+        before = [other for other in self.steps() if other < step]
+        if not before:
+            return "and no step before it"
+        return f"step {before[-1]} is: make room and give the same command again"
+
+    def _begin(self, step: int) -> Path:
+        attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"
+        try:
+            attempt.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(f"{cannot_be_written(self.folder, error)}; step {step} is not saved, {self._kept(step)}") from None
+        return attempt
+
+    def _publish(self, attempt: Path, state: dict[str, Any]) -> None:
+        target = self.path(state["step"])
+        try:
+            write_whole(attempt / STATE, json.dumps(state, indent=1))
+            sync(attempt)
+            if target.exists():  # damaged, or of a save that was cut off before its tracker was written
+                self._remove(target)
             os.rename(attempt, target)
-            write_whole(self.folder / TRACKER, f"{step}\n")
-        dist.barrier()
+            sync(self.folder)
+            write_whole(self.folder / TRACKER, f"{state['step']}\n")
+        except OSError as error:
+            raise InputError(cannot_be_written(self.folder, error)) from None
+
+    def _remove(self, path: Path) -> None:
+        """Under another name first: a removal that is cut off leaves nothing that looks like a checkpoint."""
+        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        os.rename(path, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def retain(self, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is damaged and older.
+
+        A damaged checkpoint is not one of the last that stay; nothing goes unless `newest` is whole. Steps beyond it, left by a
+        run that has gone back, stay until they are made again. What cannot be removed now is tried after the next save.
+        """
+        if not (keep_last or keep_every) or not self._is_whole(newest):
+            return
+        older = [step for step in self.steps() if step < newest]
+        whole = [step for step in older if self._is_whole(step)]
+        for step in {*older} - {*whole} | {*superfluous(whole, keep_last, keep_every)}:
+            with contextlib.suppress(OSError):
+                self._remove(self.path(step))
+
+    def _is_whole(self, step: int) -> bool:
+        try:
+            self.state(step)
+        except Damaged:
+            return False
+        return True
+
+    def clean(self) -> None:
+        """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
+        for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
 
     def load(self, engine: Engine, step: int) -> None:
-        """Put the checkpoint of `step` into `engine`, in whatever layout it was saved."""
-        self.state(step)
+        """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""
         loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(self.path(step)))
         _fill(_module(engine), loaded["model"])
         engine.optimizer.load_state_dict(loaded["optimizer"])
@@ -103,9 +214,14 @@ class Checkpoints:
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
-def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module) -> None:
-    """Put the weights of the checkpoint of `step` into `module`, without an optimizer."""
-    checkpoints.state(step)
+def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
+    """Put the weights of the checkpoint of `step` into `module`, without an optimizer, once `check` finds it whole."""
+    try:
+        checkpoints.check(step, identity)
+    except Damaged as damage:
+        whole = [other for other in checkpoints.steps() if other != step]
+        others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--step)" if whole else "no other is there"
+        raise InputError(f"{damage}; {others}") from None
     loaded = dist_checkpointing.load({"model": module.sharded_state_dict(prefix="model.")}, str(checkpoints.path(step)))
     _fill(module, loaded["model"])
 

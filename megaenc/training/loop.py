@@ -9,37 +9,40 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine, say
-from megaenc.errors import InputError
 from megaenc.objectives import Phase
-from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
 from megaenc.training.start import PROGRESS, Start
+from megaenc.training.together import on_rank_0, shared_fate
 
 
 def pretrain(plan: Plan, backend: Backend) -> None:
     """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`."""
-    folder = _open_folder(plan)
-    try:
-        _pretrain(plan, backend, folder)
-    finally:
-        if folder:
-            folder.close()
+    save = plan.settings.output.save
+    checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
+    with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
+        folder = _open_folder(plan)
+        try:
+            _pretrain(plan, backend, folder, checkpoints)
+        finally:
+            if folder:
+                folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
+def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> None:
     settings, output = plan.settings, plan.settings.output
-    checkpoints = Checkpoints(Path(output.save) / "checkpoints") if output.save else None
-    resumed = (checkpoints.latest() if checkpoints else None) or 0
+    if folder:
+        checkpoints.clean()
+    saved = checkpoints.newest_good(plan.identity) if checkpoints else None
+    resumed = saved["step"] if saved else 0
     done = resumed or plan.start.step
     if done == settings.total_iters:
         say(f"{output.save} is complete: step {done} of {done}")
         return
-    saved = checkpoints.state(resumed) if resumed else vars(plan.start)
-    progress = {name: saved[name] for name in PROGRESS}
+    progress = {name: (saved if resumed else vars(plan.start))[name] for name in PROGRESS}
     engine = Engine(plan, backend)
     if resumed:
         checkpoints.load(engine, resumed)
@@ -75,6 +78,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None) -> None:
                 if folder:
                     folder.sync()
                 checkpoints.save(engine, step, progress)
+                if folder:
+                    checkpoints.retain(step, output.keep_last, output.keep_every)
             if leave and not last:
                 break
     say(_conclusion(step, settings.total_iters, result, output.save))
@@ -117,16 +122,9 @@ def _open_folder(plan: Plan) -> RunFolder | None:
     """The run folder on rank 0; every rank leaves with the same InputError if it cannot be used."""
     if not plan.settings.output.save:
         return None
-    folder, refusal = None, [None]
-    if rank() == 0:
-        try:
-            folder = RunFolder(Path(plan.settings.output.save), plan)
-        except InputError as error:
-            refusal = [str(error)]
-    dist.broadcast_object_list(refusal)
-    if refusal[0]:
-        raise InputError(refusal[0])
-    return folder
+    folders: list[RunFolder] = []
+    on_rank_0(lambda: folders.append(RunFolder(Path(plan.settings.output.save), plan)))
+    return folders[0] if folders else None
 
 
 def _log(folder: RunFolder | None, file: str, row: dict[str, Any]) -> None:

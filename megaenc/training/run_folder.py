@@ -5,13 +5,14 @@ import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from megaenc import flags
-from megaenc.errors import InputError
+from megaenc.errors import InputError, LocalInputError
 from megaenc.files import whole_folder, write_whole
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
@@ -79,14 +80,24 @@ class RunFolder:
     def log(self, file: str, row: dict[str, Any]) -> None:
         """Append one object to METRICS or VALIDATION; a number that is none (NaN, infinity) becomes null, as JSON has it."""
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-        with open(self.path / file, "a", encoding="utf-8") as stream:
+        with self._one_line(file), open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
         """Put the rows on the disk, before a checkpoint says that they are there."""
         for file in (METRICS, VALIDATION):
-            with contextlib.suppress(FileNotFoundError), open(self.path / file, "rb") as stream:
+            with contextlib.suppress(FileNotFoundError), self._one_line(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
+
+    @contextlib.contextmanager
+    def _one_line(self, file: str) -> Iterator[None]:
+        """A full disk is noticed by rank 0 alone: LocalInputError."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
 
 
 def _step_of(row: str) -> float:
@@ -102,13 +113,16 @@ def _same_run(path: Path, plan: "Plan") -> None:
         kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
     except (ValueError, KeyError, OSError) as error:
         raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
-    here = plan.identity
-    for name in dict.fromkeys((*here, *kept)):
-        if kept.get(name) != here.get(name):
-            raise InputError(
-                f"--save {path} holds a different run: {name} is {_short(kept.get(name))} there, {_short(here.get(name))} here; "
-                "give the same value or choose another folder"
-            )
+    if other := difference(kept, plan.identity):
+        raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
+
+
+def difference(kept: dict[str, Any], identity: dict[str, Any]) -> str | None:
+    """The first field that has one value in `kept` and another in `identity`, with both; None if it is the same run."""
+    for name in dict.fromkeys((*identity, *kept)):
+        if kept.get(name) != identity.get(name):
+            return f"{name} is {_short(kept.get(name))} there, {_short(identity.get(name))} here"
+    return None
 
 
 def _short(value: Any) -> str:

@@ -96,6 +96,10 @@ class OutputSettings:
     """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
     save_interval: int | None = None
     """steps between checkpoints; the last step is always saved"""
+    keep_last: int | None = None
+    """newest checkpoints that are kept; all unless this or --keep-every is given"""
+    keep_every: int | None = None
+    """steps whose multiples keep their checkpoints for good, besides --keep-last (which is then 1 unless given)"""
     exit_interval: int | None = None
     """save and stop after the next step that is a multiple of this"""
     eval_interval: int | None = None
@@ -186,7 +190,7 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "exit_interval", "log_interval")
+_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),

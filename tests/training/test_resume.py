@@ -91,22 +91,6 @@ def test_another_run_is_refused_by_field(change, named, small_corpus, stopped_ru
     assert named in line
 
 
-def test_incomplete_checkpoint_is_named(small_corpus, stopped_run, tmp_path, refusal):
-    folder = shutil.copytree(stopped_run, tmp_path / "run")
-    checkpoint = folder / "checkpoints" / "iter_0000007"
-    shard = sorted(checkpoint.glob("*.distcp"))[0]
-    shard.write_bytes(shard.read_bytes()[:100])
-    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", folder]
-    assert f"{shard}: found 100 bytes, expected" in refusal(main, flags)
-    shard.unlink()
-    assert f"{shard}: missing" in refusal(main, flags)
-    for content in ("[]", '{"step": 7}', "{"):
-        (checkpoint / "state.json").write_text(content)
-        assert "state.json: not what a save wrote" in refusal(main, flags)
-    shutil.rmtree(checkpoint)
-    assert f"{checkpoint}: missing" in refusal(main, flags)
-
-
 def test_folder_of_something_else_is_refused_and_left_alone(small_corpus, tmp_path, refusal):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--save", tmp_path])

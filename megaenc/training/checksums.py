@@ -1,0 +1,45 @@
+"""Size and SHA-256 of a checkpoint's files: what `state.json` says of them, and whether it is still true."""
+
+import hashlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+_THREADS = 4  # hashing leaves Python's lock alone; a core does some 0.5 to 2 GB/s
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """`{"bytes": size, "sha256": hexadecimal}` of a file. Raises OSError."""
+    with open(file, "rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """`digest` of several files at once, by name. Raises OSError."""
+    files = list(files)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip([file.name for file in files], pool.map(digest, files), strict=True))
+
+
+def size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+    """What is missing or of another size, by a look at the folder alone; None if nothing is."""
+    for name, entry in expected.items():
+        file = folder / name
+        found = file.stat().st_size if file.exists() else None
+        if found != entry["bytes"]:
+            return f"{file}: " + ("missing" if found is None else f"found {found} bytes, expected {entry['bytes']}")
+    return None
+
+
+def content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+    """The first file whose content is another than `expected`; None if all are as they were written."""
+    try:
+        found = digests(folder / name for name in expected)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    for name, entry in expected.items():
+        if found[name]["sha256"] != entry["sha256"]:
+            here, there = found[name]["sha256"][:12], str(entry["sha256"])[:12]
+            return f"{folder / name}: its content changed (SHA-256 {here}..., expected {there}...)"
+    return None

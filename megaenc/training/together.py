@@ -1,0 +1,90 @@
+"""What one rank finds out or runs into, all ranks know: none goes on alone, none waits for one that has left."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megaenc.errors import InputError, LocalInputError
+from megaenc.ranks import rank
+
+Result = TypeVar("Result")
+_FAILED, _TOLD = "megaenc/failed", "megaenc/told"
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """`work()`, called on rank 0, its result given to all; an InputError of it is raised on all."""
+    answer: list = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = work()
+        except InputError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def on_all(work: Callable[[], Result]) -> list[Result]:
+    """`work()`, called on each rank: the results in the order of the ranks; the first InputError is raised on all."""
+    answer: tuple = (None, None)
+    try:
+        answer = (work(), None)
+    except InputError as error:
+        answer = (None, error)
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    for _, error in answers:
+        if error is not None:
+            raise error
+    return [result for result, _ in answers]
+
+
+@contextlib.contextmanager
+def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
+    """While it is entered, an error on one rank ends the others too, whatever collective they wait in.
+
+    The rank that failed first calls `clean_up` when the others have had time to come to rest, and raises its error; the others
+    then leave without a word, with exit code 2. An InputError that all ranks raise together, as those of the functions above, is
+    left to itself.
+    """
+    if dist.get_world_size() == 1:
+        try:
+            yield
+        except LocalInputError:
+            clean_up()
+            raise
+        return
+    store, left = _get_default_store(), threading.Event()
+
+    def watch() -> None:
+        while not left.wait(poll_seconds):
+            if store.check([_FAILED]):
+                deadline = time.monotonic() + 20
+                while time.monotonic() < deadline and not store.check([_TOLD]):  # a launcher ends all when the first has gone
+                    time.sleep(poll_seconds)
+                os._exit(2)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) and not isinstance(error, LocalInputError):
+            raise
+        if store.add(_FAILED, 1) > 1:  # another was first, and this is likely how it is noticed here
+            watcher.join()
+        left.set()
+        time.sleep(2 * poll_seconds)
+        clean_up()
+        store.add(_TOLD, 1)
+        raise
+    finally:
+        left.set()
+        watcher.join()

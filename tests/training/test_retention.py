@@ -1,0 +1,64 @@
+"""--keep-last and --keep-every: what goes after a save, and what never does."""
+
+import pytest
+import runs
+from checkpoint_helpers import whole_checkpoint
+
+from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.retention import superfluous
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "gone"),
+    [
+        (None, None, []),
+        (1, None, [10, 20, 30, 40]),
+        (2, None, [10, 20, 30]),
+        (9, None, []),
+        (None, 20, [10, 30]),
+        (2, 20, [10, 30]),
+        (3, 20, [10]),
+    ],
+)
+def test_rules_beside_a_checkpoint_of_step_50(keep_last, keep_every, gone):
+    assert superfluous([30, 10, 20, 40], keep_last, keep_every) == gone
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        whole_checkpoint(tmp_path / f"iter_{step:07d}", step)
+    return Checkpoints(tmp_path)
+
+
+def test_a_damaged_one_is_not_counted(checkpoints):
+    (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
+    checkpoints.retain(50, keep_last=2, keep_every=None)
+    assert checkpoints.steps() == [30, 50]
+
+
+def test_nothing_goes_beside_a_newest_that_is_damaged(checkpoints):
+    (checkpoints.path(50) / "state.json").unlink()
+    checkpoints.retain(50, keep_last=1, keep_every=None)
+    assert checkpoints.steps() == [10, 20, 30, 40, 50]
+
+
+def test_steps_that_a_run_has_gone_back_from_stay(checkpoints):
+    checkpoints.retain(30, keep_last=1, keep_every=None)
+    assert checkpoints.steps() == [30, 40, 50]
+
+
+def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(checkpoints, monkeypatch):
+    monkeypatch.setattr("megaenc.training.checkpoint.shutil.rmtree", lambda *how, **more: None)  # as a kill there would have it
+    checkpoints.retain(50, keep_last=4, keep_every=None)
+    assert checkpoints.steps() == [20, 30, 40, 50]
+    monkeypatch.undo()
+    assert [path.name[:14] for path in checkpoints.folder.glob(".*")] == [".iter_0000010."]
+    checkpoints.clean()
+    assert list(checkpoints.folder.glob(".*")) == []
+
+
+def test_a_run_keeps_what_its_flags_say(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "2"]
+    runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2", "--keep-every", "8"])
+    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]
