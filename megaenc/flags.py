@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 import yaml
@@ -104,7 +104,7 @@ def flatten(settings: Any) -> dict[str, Any]:
 
 def _read(place: str, kind: Any, value: Any) -> Any:
     """`value` from YAML as the type `kind`: bool, int, float, str, a choice of words, a tuple of one of them, or one or None."""
-    choices = get_args(kind) if isinstance(kind, UnionType) else (kind,)
+    choices = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if value is None and NoneType in choices:
         return None
     kind = choices[0]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from megaenc import flags
 from megaenc.backend.device import detect
-from megaenc.backend.process import Layout
+from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 
@@ -109,6 +109,7 @@ class PretrainSettings:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
+        self.layout.check_recompute(self.shape.num_layers // self.layout.pipeline_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
@@ -153,7 +154,7 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "exit_interval", "log_interval")
+_INTERVALS = ("save_interval", "exit_interval", "log_interval", "recompute_num_layers")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
     (("eval_interval",), lambda value: value >= 0, "0 or more"),
