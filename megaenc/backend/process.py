@@ -13,8 +13,10 @@ from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
 
-def start(layout: Layout, seed: int) -> Backend:
+def start(layout: Layout, seed: int, chunks: int = 1) -> Backend:
     """Join the process groups of this run and lay the model-parallel ones out; returns the backend.
+
+    `chunks`: parts of the model that each pipeline stage holds (`Layout.chunks`).
 
     Works under torchrun and, as a world of one, in a plain process. InputError if the processes do not fit the layout.
     """
@@ -31,7 +33,11 @@ def start(layout: Layout, seed: int) -> Backend:
         dist.init_process_group(backend.process_group, timeout=timedelta(minutes=10), device_id=device)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+    )
     # Nothing of ours reads this state (randomness is counted, not stored); megatron-core forks it around dropout.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend

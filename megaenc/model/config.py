@@ -52,8 +52,8 @@ class ModelConfig:
         """
         return 6 * self.num_layers * self.hidden_size * (length * length + prefix * prefix)
 
-    def check(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
-        """InputError, naming the flag, if the shape is impossible or the layout cannot divide it."""
+    def check(self, tensor_parallel: int = 1) -> None:
+        """InputError, naming the flag, if the shape is impossible or `tensor_parallel` ranks cannot share its layers."""
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected 1 or more")
@@ -65,7 +65,6 @@ class ModelConfig:
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")
-        self._divides("num_layers", pipeline_parallel, "--pipeline-model-parallel-size")
 
     def _divides(self, name: str, divisor: int, what: str) -> None:
         if getattr(self, name) % divisor:

@@ -15,6 +15,7 @@ from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.ranks import rank
 from megaenc.training.engine import Engine
+from megaenc.training.sharded_state import fill, fill_module, sharded_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
@@ -78,7 +79,7 @@ class Checkpoints:
                 shutil.rmtree(stale, ignore_errors=True)
             attempt.mkdir()
         dist.barrier()
-        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(attempt))
+        dist_checkpointing.save(sharded_state(engine, is_loading=False), str(attempt))
         dist.barrier()
         if rank() == 0:
             files = {file.name: file.stat().st_size for file in sorted(attempt.iterdir())}
@@ -93,29 +94,11 @@ class Checkpoints:
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step` into `engine`, in whatever layout it was saved."""
         self.state(step)
-        loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(self.path(step)))
-        _fill(_module(engine), loaded["model"])
-        engine.optimizer.load_state_dict(loaded["optimizer"])
+        fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), str(self.path(step))))
 
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module) -> None:
     """Put the weights of the checkpoint of `step` into `module`, without an optimizer."""
     checkpoints.state(step)
     loaded = dist_checkpointing.load({"model": module.sharded_state_dict(prefix="model.")}, str(checkpoints.path(step)))
-    _fill(module, loaded["model"])
-
-
-def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
-
-
-def _module(engine: Engine):
-    """The model inside DDP; Float16Module passes state dicts on by itself."""
-    return engine.model.module
-
-
-def _sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer state as megatron-core's sharded tensors: global names and offsets, whatever the layout."""
-    module = _module(engine)
-    model = module.sharded_state_dict(prefix="model.")
-    return {"model": model, "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+    fill_module(module, loaded["model"])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
 from megaenc.data.packs import Packs
-from megaenc.model.encoder import build_encoder
+from megaenc.model.encoder import build_chunks
 from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
@@ -63,7 +64,7 @@ class Engine:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        encoder = build_encoder(
+        encoders = build_chunks(
             settings.shape,
             plan.vocabulary.size,
             settings.data.seq_length,
@@ -71,10 +72,14 @@ class Engine:
             plan.dtype,
             seed=settings.seed,
         )
-        self.config = encoder.config
+        self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        module = Float16Module(self.config, encoder) if settings.bf16 else encoder
-        self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
+        # One part of the model, or several where pipeline stages are interleaved.
+        self.chunks = [
+            DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+            for module in modules
+        ]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -87,13 +92,14 @@ class Engine:
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
             ),
-            [self.model],
+            self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
         )
 
     def update(self, step: int) -> tuple[BatchResult, float]:
         """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         settings = self.plan.settings
         objective = self.plan.schedule.objective(step)
@@ -105,21 +111,24 @@ class Engine:
 
     def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         results = [self._run(packs, start, objective, seed=0, train=False) for start in starts]
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
         return sum(results, BatchResult())
 
     def _run(self, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
         """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
+        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
+        iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
-                data_iterator=iterator,
-                model=[self.model],
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
                 num_microbatches=self.share.micro_batches,
                 seq_length=self.row_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch

@@ -108,13 +108,14 @@ class PretrainSettings:
     def check(self, world_size: int) -> None:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
-        self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
-        self.layout.check_recompute(self.shape.num_layers // self.layout.pipeline_model_parallel_size)
+        self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
                 if values[name] is not None and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        chunks = self.layout.chunks(self.shape.num_layers)
+        self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
                 f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
@@ -131,6 +132,12 @@ class PretrainSettings:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
                 f"(--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size(world_size)} data-parallel ranks)"
+            )
+        stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
+        if chunks > 1 and micro_batches % stages:
+            raise InputError(
+                f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
+                f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -154,9 +161,10 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "exit_interval", "log_interval", "recompute_num_layers")
+_INTERVALS = ("save_interval", "exit_interval", "log_interval")
+_LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
-    ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
+    ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (("eval_interval",), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
