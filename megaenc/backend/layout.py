@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from megaenc.backend.device import detect
 from megaenc.errors import InputError
 
 
@@ -15,12 +16,18 @@ class Layout:
     pipeline_model_parallel_size: int = 1
     """stages that the layers are cut into; where they do not divide evenly, stages in the middle hold more"""
     pipeline_model_parallel_layout: str = ""
-    """what each stage holds, where that is not to be even: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the first of
-    4 stages, the head (L) and 6 on the last; more parts than stages are dealt out in turns"""
+    """what each stage holds, where that is to be another split: Et*6|t*7|t*7|t*6L is the embedding (E) and 6 layers (t) on the
+    first of 4 stages, the head (L) and 6 on the last; more parts than stages are dealt out in turns"""
     num_layers_per_virtual_pipeline_stage: int | None = None
     """interleave: parts of so many layers, dealt out to the stages in turns, so that less time is lost at both ends of a step"""
     sequence_parallel: bool = False
     """shard norms and residuals along the sequence too (needs tensor parallelism)"""
+    use_distributed_optimizer: bool = False
+    """each data-parallel rank keeps and updates its share of the optimizer's state"""
+    overlap_grad_reduce: bool = False
+    """send gradients while others are computed (needs an accelerator)"""
+    overlap_param_gather: bool = False
+    """fetch updated weights while layers compute (needs an accelerator, --use-distributed-optimizer and --overlap-grad-reduce)"""
     recompute_granularity: Literal["full", "selective"] | None = None
     """compute activations again on the way back and keep fewer. full: those of whole layers; selective: of parts of each layer"""
     recompute_modules: tuple[Literal["core_attn", "mlp"], ...] = ()
@@ -44,6 +51,17 @@ class Layout:
             )
         if self.sequence_parallel and tensor == 1:
             raise InputError("--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more")
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        for flag, given in (
+            ("--overlap-grad-reduce", self.overlap_grad_reduce),
+            ("--overlap-param-gather", self.overlap_param_gather),
+        ):
+            if given and detect().is_host:
+                raise InputError(f"{flag}: this machine has no accelerator, so nothing runs beside computation; leave it out")
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def split(self, num_layers: int) -> tuple[int, ...]:
         """Layers of each part of the model, in the order in which data visits them; part p is on stage p % stages.

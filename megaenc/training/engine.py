@@ -56,6 +56,7 @@ class Engine:
     def __init__(self, plan: Plan, backend: Backend):
         settings = plan.settings
         self.plan = plan
+        self.layout = settings.layout
         self.device = backend.device
         self.row_length = settings.micro_batch_size * settings.data.seq_length
         self.share = Share(
@@ -76,10 +77,22 @@ class Engine:
         self.config.finalize_model_grads_func = finalize_model_grads
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         # One part of the model, or several where pipeline stages are interleaved.
+        data_parallel = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.layout.use_distributed_optimizer,
+            overlap_grad_reduce=self.layout.overlap_grad_reduce,
+            overlap_param_gather=self.layout.overlap_param_gather,
+        )
         self.chunks = [
-            DistributedDataParallel(module.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
-            for module in modules
+            # What later parts send hides behind the computation of the others: no need to cut it into buckets.
+            DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
+            for number, module in enumerate(modules)
         ]
+        if self.layout.overlap_grad_reduce:
+            self.config.no_sync_func = self._each("no_sync")
+            self.config.grad_sync_func = self._each("start_grad_sync")
+        if self.layout.overlap_param_gather and len(self.chunks) > 1:
+            self.config.param_sync_func = self._each("start_param_sync")
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -89,12 +102,30 @@ class Engine:
                 adam_beta2=settings.optimizer.adam_beta2,
                 adam_eps=settings.optimizer.adam_eps,
                 clip_grad=settings.optimizer.clip_grad or float("inf"),  # so that the norm is always known
+                use_distributed_optimizer=self.layout.use_distributed_optimizer,
+                overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
             ),
             self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
         )
+
+    def _each(self, method: str):
+        """A method of the part of the model, or of each of several, as megatron-core's schedules want it."""
+        methods = [getattr(chunk, method) for chunk in self.chunks]
+        return methods if len(methods) > 1 else methods[0]
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer has a float32 copy of each weight."""
+        return self.plan.settings.bf16
+
+    def gather_parameters(self) -> None:
+        """Wait until this rank has all weights of the last update (with `--overlap-param-gather` they come when needed)."""
+        if self.layout.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def update(self, step: int) -> tuple[BatchResult, float]:
         """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
@@ -113,10 +144,14 @@ class Engine:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
+            if self.layout.overlap_param_gather:  # what would fetch weights on use counts on a backward pass to follow
+                chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         results = [self._run(packs, start, objective, seed=0, train=False) for start in starts]
         for chunk in self.chunks:
             chunk.train()
+            if self.layout.overlap_param_gather:
+                chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
     def _run(self, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:

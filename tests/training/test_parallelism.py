@@ -22,6 +22,12 @@ LAYOUTS = {
 }
 
 
+EVERYTHING = [
+    *INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer",
+    "--recompute-granularity", "full",
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def reference(small_corpus, tmp_path_factory) -> Path:
     """In one process without a stop."""
@@ -45,6 +51,14 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
     processes, flags = LAYOUTS[layout]
     folder = tmp_path / "run"
     runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *flags, "--save", str(folder)], processes=processes)
+    assert_same_run(folder, reference)
+
+
+def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_path):
+    """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation."""
+    folder = tmp_path / "run"
+    said = runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)], processes=8)
+    assert "TP 2, PP 2 (layers 1 + 1 | 1 + 1), DP 2, SP" in said.stdout
     assert_same_run(folder, reference)
 
 
