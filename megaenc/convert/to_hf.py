@@ -102,7 +102,7 @@ def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
         attention_bias=False,
         mlp_bias=False,
-        tie_word_embeddings=False,
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -136,6 +136,7 @@ def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int
     with torch.device("meta"):  # no weights are drawn only to be replaced
         model = kind(config)
     model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
+    model.tie_weights()
     with whole_folder(output) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

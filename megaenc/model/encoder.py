@@ -41,7 +41,7 @@ class Encoder(LanguageModule):
         self.vp_stage = chunk
         self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
         self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
-        self.share_embeddings_and_output_weights = False
+        self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # [seq_length, 1, 1, head_dim], no buffer: angles rounded to bfloat16 would put distant tokens at each other's place.
@@ -59,6 +59,8 @@ class Encoder(LanguageModule):
                 config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
                 bias=False,
+                # Tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
 
@@ -86,7 +88,8 @@ class Encoder(LanguageModule):
         hidden_NH = hidden_S1H.squeeze(1)
         if predict_at is not None:
             hidden_NH = hidden_NH.index_select(0, predict_at)
-        logits_NV, _ = self.output_layer(hidden_NH)
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits_NV, _ = self.output_layer(hidden_NH, weight=tied)
         valid = self.vocab_size - logits_NV.size(1) * parallel_state.get_tensor_model_parallel_rank()
         if valid < logits_NV.size(1):
             logits_NV[:, max(valid, 0) :] = float("-inf")  # padding takes no part in the softmax

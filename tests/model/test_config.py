@@ -1,5 +1,7 @@
 """Shapes by arithmetic: the study's table, and layouts that cannot divide a model."""
 
+import dataclasses
+
 import pytest
 
 from megaenc.errors import InputError
@@ -28,14 +30,14 @@ def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_parameters_are_those_of_the_built_model(name):
+@pytest.mark.parametrize(("name", "untied"), [("tiny", True), ("tiny", False), ("small", True)])
+def test_parameters_are_those_of_the_built_model(name, untied):
     import torch
 
     from megaenc.backend import Layout
     from megaenc.model.encoder import build_encoder
 
-    model = PRESETS[name]
+    model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
     encoder = build_encoder(model, vocab_size, 32, Layout(), torch.float32, seed=None)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameters(vocab_size)
