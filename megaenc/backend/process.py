@@ -1,47 +1,22 @@
 """The processes of a run: threads, process groups, model parallelism."""
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from megaenc.backend.device import Backend, detect
+from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.errors import InputError
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a model is spread over processes; what remains is data parallel."""
-
-    tensor_model_parallel_size: int = 1
-    """processes that share each layer's matrices"""
-    pipeline_model_parallel_size: int = 1
-    """stages that the layers are cut into"""
-    sequence_parallel: bool = False
-    """shard norms and residuals along the sequence too (needs tensor parallelism)"""
-
-    def check(self, world_size: int) -> None:
-        """InputError unless `world_size` processes can be laid out so."""
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        for flag, size in (("--tensor-model-parallel-size", tensor), ("--pipeline-model-parallel-size", pipeline)):
-            if size < 1:
-                raise InputError(f"{flag}: found {size}, expected 1 or more")
-        if world_size % (tensor * pipeline):
-            raise InputError(
-                f"{world_size} processes cannot be laid out as tensor parallel {tensor} x pipeline parallel {pipeline}: "
-                f"expected a multiple of {tensor * pipeline} (torchrun --nproc-per-node)"
-            )
-        if self.sequence_parallel and tensor == 1:
-            raise InputError("--sequence-parallel: found --tensor-model-parallel-size 1, expected 2 or more")
-
-
-def start(layout: Layout, seed: int) -> Backend:
+def start(layout: Layout, seed: int, chunks: int = 1) -> Backend:
     """Join the process groups of this run and lay the model-parallel ones out; returns the backend.
+
+    `chunks`: parts of the model that each pipeline stage holds (`Layout.chunks`).
 
     Works under torchrun and, as a world of one, in a plain process. InputError if the processes do not fit the layout.
     """
@@ -58,7 +33,11 @@ def start(layout: Layout, seed: int) -> Backend:
         dist.init_process_group(backend.process_group, timeout=timedelta(minutes=10), device_id=device)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
+    parallel_state.initialize_model_parallel(
+        layout.tensor_model_parallel_size,
+        layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+    )
     # Nothing of ours reads this state (randomness is counted, not stored); megatron-core forks it around dropout.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)
     return backend

@@ -107,6 +107,8 @@ def _lines(rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[tuple[Rule, 
 def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int, rules=LLAMA_LIKE) -> dict[str, Tensor]:
     """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
     out: dict[str, Tensor] = {}
+    if not model.untie_embeddings_and_output_weights:
+        state = state | {"output_layer.weight": state["embedding.word_embeddings.weight"]}
     for rule, core, names in _lines(rules, model):
         tensor = state[core][:vocab_size] if core in _VOCABULARY_ROWS else state[core]
         out.update(zip(names, rule.to_hf(tensor, model), strict=True))

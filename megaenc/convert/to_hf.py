@@ -80,7 +80,7 @@ def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor
         if found is None:
             raise InputError(f"--load {run.folder}: no checkpoint there yet")
         encoder = build_encoder(run.model, run.vocab_size, run.seq_length, backend.Layout(), run.dtype, seed=None)
-        load_model(checkpoints, found, encoder, run.identity)
+        load_model(checkpoints, found, encoder, identity=run.identity)
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
     finally:
         backend.stop()
@@ -106,7 +106,7 @@ def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
         attention_bias=False,
         mlp_bias=False,
-        tie_word_embeddings=False,
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -140,6 +140,7 @@ def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int
     with torch.device("meta"):  # no weights are drawn only to be replaced
         model = kind(config)
     model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
+    model.tie_weights()
     with whole_folder(output) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)

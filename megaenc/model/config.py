@@ -7,7 +7,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A EuroBERT-shaped encoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, no bias, untied embeddings."""
+    """A EuroBERT-shaped encoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, no bias."""
 
     num_layers: int = 4
     """transformer layers"""
@@ -25,6 +25,8 @@ class ModelConfig:
     """epsilon of RMSNorm"""
     init_method_std: float = 0.02
     """standard deviation of the initial weights, without depth scaling"""
+    untie_embeddings_and_output_weights: bool = True
+    """the output layer has a matrix of its own, as in the study; otherwise it is the embedding"""
     make_vocab_size_divisible_by: int = 128
     """each tensor-parallel rank's share of the vocabulary is padded to a multiple of this; exports are stripped of it"""
 
@@ -34,11 +36,12 @@ class ModelConfig:
         return self.hidden_size // self.num_attention_heads
 
     def parameters(self, vocab_size: int, *, lm_head: bool = True) -> int:
-        """Number of parameters, vocabulary padding not counted, with or without the output matrix."""
+        """Number of parameters, vocabulary padding not counted, with or without an output matrix of its own."""
         hidden, kv_size = self.hidden_size, self.num_query_groups * self.head_dim
         attention = 2 * hidden * hidden + 2 * hidden * kv_size
         layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
-        return self.num_layers * layer + hidden + (2 if lm_head else 1) * vocab_size * hidden
+        matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
+        return self.num_layers * layer + hidden + matrices * vocab_size * hidden
 
     def body_flops_per_token(self) -> int:
         """Floating-point operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
@@ -52,8 +55,8 @@ class ModelConfig:
         """
         return 6 * self.num_layers * self.hidden_size * (length * length + prefix * prefix)
 
-    def check(self, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> None:
-        """InputError, naming the flag, if the shape is impossible or the layout cannot divide it."""
+    def check(self, tensor_parallel: int = 1) -> None:
+        """InputError, naming the flag, if the shape is impossible or `tensor_parallel` ranks cannot share its layers."""
         for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected 1 or more")
@@ -65,7 +68,6 @@ class ModelConfig:
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")
-        self._divides("num_layers", pipeline_parallel, "--pipeline-model-parallel-size")
 
     def _divides(self, name: str, divisor: int, what: str) -> None:
         if getattr(self, name) % divisor:

@@ -20,26 +20,37 @@ from megaenc.model.layers import block_spec, transformer_config
 
 
 class Encoder(LanguageModule):
-    """This rank's part of the model.
+    """This rank's part of the model, or one of several: `chunk` is its number where pipeline stages are interleaved.
 
     Letters in names: S tokens of a row, N predicted positions, H hidden size, V this rank's columns of the padded vocabulary.
     """
 
-    def __init__(self, model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype):
+    def __init__(
+        self,
+        model: ModelConfig,
+        vocab_size: int,
+        seq_length: int,
+        layout: Layout,
+        dtype: torch.dtype,
+        chunk: int | None = None,
+    ):
         config = transformer_config(model, layout, dtype)
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
         self.vocab_size = vocab_size
-        self.pre_process = parallel_state.is_pipeline_first_stage()
-        self.post_process = parallel_state.is_pipeline_last_stage()
-        self.share_embeddings_and_output_weights = False
+        self.vp_stage = chunk
+        self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+        self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+        self.share_embeddings_and_output_weights = not model.untie_embeddings_and_output_weights
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # [seq_length, 1, 1, head_dim], no buffer: angles rounded to bfloat16 would put distant tokens at each other's place.
         self.angles = RotaryEmbedding(model.head_dim, rotary_percent=1.0, rotary_base=model.rotary_base)(seq_length)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
-        self.decoder = TransformerBlock(config, block_spec(config), pre_process=self.pre_process, post_process=self.post_process)
+        self.decoder = TransformerBlock(
+            config, block_spec(config, chunk), pre_process=self.pre_process, post_process=self.post_process, vp_stage=chunk
+        )
         if self.post_process:
             # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
             self.output_layer = ColumnParallelLinear(
@@ -48,6 +59,8 @@ class Encoder(LanguageModule):
                 config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
                 bias=False,
+                # Tied, it is the embedding itself, or its copy on the last stage, which megatron-core keeps equal.
+                skip_weight_param_allocation=self.pre_process and self.share_embeddings_and_output_weights,
             )
         self.setup_embeddings_and_output_layer()
 
@@ -75,20 +88,33 @@ class Encoder(LanguageModule):
         hidden_NH = hidden_S1H.squeeze(1)
         if predict_at is not None:
             hidden_NH = hidden_NH.index_select(0, predict_at)
-        logits_NV, _ = self.output_layer(hidden_NH)
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits_NV, _ = self.output_layer(hidden_NH, weight=tied)
         valid = self.vocab_size - logits_NV.size(1) * parallel_state.get_tensor_model_parallel_rank()
         if valid < logits_NV.size(1):
             logits_NV[:, max(valid, 0) :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV
 
 
+def build_chunks(
+    model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype, *, seed: int | None
+) -> list[Encoder]:
+    """This rank's parts of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
+
+    One part, or several where pipeline stages are interleaved. InputError if `layout` cannot divide the model.
+    """
+    model.check(layout.tensor_model_parallel_size)
+    chunks = layout.chunks(model.num_layers)
+    encoders = [
+        Encoder(model, vocab_size, seq_length, layout, dtype, chunk).to(detect().device)
+        for chunk in (range(chunks) if chunks > 1 else (None,))
+    ]
+    return encoders if seed is None else [draw_weights(encoder, model, vocab_size, seed) for encoder in encoders]
+
+
 def build_encoder(
     model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype, *, seed: int | None
 ) -> Encoder:
-    """This rank's part of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
-
-    InputError if `layout` cannot divide the model.
-    """
-    model.check(layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size)
-    encoder = Encoder(model, vocab_size, seq_length, layout, dtype).to(detect().device)
-    return encoder if seed is None else draw_weights(encoder, model, vocab_size, seed)
+    """The same where each rank has one part."""
+    (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed)
+    return encoder

@@ -11,12 +11,17 @@ from megaenc.randomness import normal_rows
 
 
 def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank under their names in the whole model: layers are numbered over all pipeline stages."""
+    """The parameters of this rank under their names in the whole model: layers are numbered over all pipeline stages.
+
+    A tied output layer has the name of the embedding.
+    """
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):
             number, rest = name.removeprefix("decoder.layers.").split(".", 1)
             name = f"decoder.layers.{int(number) + offset}.{rest}"
+        elif name == "output_layer.weight" and encoder.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
         yield name, parameter
 
 

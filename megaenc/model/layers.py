@@ -36,6 +36,11 @@ class RMSNorm(torch.nn.Module):
 
 def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
+    stages, split = layout.pipeline_model_parallel_size, layout.split(model.num_layers)
+    interleaved = len(split) > stages
+    parts = [["decoder"] * layers for layers in split]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -50,8 +55,16 @@ def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
-        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=parts if stages > 1 else None,
+        # Sent one by one, in an order that both sides keep: in a batch, two stages would mix up what goes forth and back.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
         sequence_parallel=layout.sequence_parallel,
+        recompute_granularity=layout.recompute_granularity,
+        recompute_modules=list(layout.recompute_modules) or None,
+        recompute_method=layout.recomputed[0],
+        recompute_num_layers=layout.recomputed[1],
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -74,8 +87,8 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage."""
+def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of its part number `chunk`."""
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -94,4 +107,4 @@ def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)

@@ -21,6 +21,7 @@ from megaenc.training.engine import Engine
 from megaenc.training.pickles import check_pickles
 from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
+from megaenc.training.sharded_state import fill, fill_module, sharded_state
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import cannot_be_written, sync, write_sharded
 
@@ -127,7 +128,7 @@ class Checkpoints:
         """
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
         try:
-            files = write_sharded(_sharded_state(engine, is_loading=False), attempt)
+            files = write_sharded(sharded_state(engine, is_loading=False), attempt)
             state = {"step": step, **progress, "identity": engine.plan.identity, "files": dict(sorted(files.items()))}
             on_rank_0(lambda: self._publish(attempt, state))
         except InputError as error:
@@ -204,39 +205,23 @@ class Checkpoints:
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""
-        loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(self.path(step)))
-        _fill(_module(engine), loaded["model"])
-        engine.optimizer.load_state_dict(loaded["optimizer"])
+        fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), str(self.path(step))))
 
     def load_weights(self, engine: Engine, step: int) -> None:
         """Put the weights alone of the checkpoint of `step` into `engine`; its optimizer has seen nothing yet."""
-        load_model(self, step, _module(engine))
+        load_model(self, step, *(chunk.module for chunk in engine.chunks))
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
-def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step` into `module`, without an optimizer, once `check` finds it whole."""
+def load_model(checkpoints: Checkpoints, step: int, *chunks: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
+    """Put the weights of the checkpoint of `step` into a model, in one part or several, once `check` finds it whole."""
     try:
         checkpoints.check(step, identity)
     except Damaged as damage:
         whole = [other for other in checkpoints.steps() if other != step]
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
-    loaded = dist_checkpointing.load({"model": module.sharded_state_dict(prefix="model.")}, str(checkpoints.path(step)))
-    _fill(module, loaded["model"])
-
-
-def _fill(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
-
-
-def _module(engine: Engine):
-    """The model inside DDP; Float16Module passes state dicts on by itself."""
-    return engine.model.module
-
-
-def _sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
-    """Weights and optimizer state as megatron-core's sharded tensors: global names and offsets, whatever the layout."""
-    module = _module(engine)
-    model = module.sharded_state_dict(prefix="model.")
-    return {"model": model, "optimizer": engine.optimizer.sharded_state_dict(model, is_loading=is_loading)}
+    wanted = {str(number): chunk.sharded_state_dict(prefix="model.") for number, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load({"model": wanted}, str(checkpoints.path(step)))
+    for number, chunk in enumerate(chunks):
+        fill_module(chunk, loaded["model"][str(number)])

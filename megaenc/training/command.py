@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         return
     from megaenc import backend
 
-    device = backend.start(settings.layout, settings.seed)
+    device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers))
     from megaenc.training.loop import pretrain
 
     try:

@@ -41,11 +41,8 @@ def describe(plan: Plan) -> None:
 
 
 def _layout(plan: Plan) -> str:
-    layout, processes = plan.settings.layout, world_size()
-    return (
-        f"{processes} process{'es' if processes > 1 else ''}: TP {layout.tensor_model_parallel_size}, "
-        f"PP {layout.pipeline_model_parallel_size}, DP {plan.settings.data_parallel_size(processes)}"
-    )
+    processes, settings = world_size(), plan.settings
+    return f"{processes} process{'es' if processes > 1 else ''}: {settings.layout.describe(settings.shape.num_layers, processes)}"
 
 
 def _validation(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
 from megaenc.data.packs import Packs
-from megaenc.model.encoder import build_encoder
+from megaenc.model.encoder import build_chunks
 from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
@@ -55,6 +56,7 @@ class Engine:
     def __init__(self, plan: Plan, backend: Backend):
         settings = plan.settings
         self.plan = plan
+        self.layout = settings.layout
         self.device = backend.device
         self.row_length = settings.micro_batch_size * settings.data.seq_length
         self.share = Share(
@@ -63,7 +65,7 @@ class Engine:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        encoder = build_encoder(
+        encoders = build_chunks(
             settings.shape,
             plan.vocabulary.size,
             settings.data.seq_length,
@@ -71,10 +73,26 @@ class Engine:
             plan.dtype,
             seed=settings.seed,
         )
-        self.config = encoder.config
+        self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        module = Float16Module(self.config, encoder) if settings.bf16 else encoder
-        self.model = DistributedDataParallel(self.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
+        # One part of the model, or several where pipeline stages are interleaved.
+        data_parallel = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.layout.use_distributed_optimizer,
+            overlap_grad_reduce=self.layout.overlap_grad_reduce,
+            overlap_param_gather=self.layout.overlap_param_gather,
+        )
+        self.chunks = [
+            # What later parts send hides behind the computation of the others: no need to cut it into buckets.
+            DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
+            for number, module in enumerate(modules)
+        ]
+        if self.layout.overlap_grad_reduce:
+            self.config.no_sync_func = self._each("no_sync")
+            self.config.grad_sync_func = self._each("start_grad_sync")
+        if self.layout.overlap_param_gather and len(self.chunks) > 1:
+            self.config.param_sync_func = self._each("start_param_sync")
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -84,16 +102,35 @@ class Engine:
                 adam_beta2=settings.optimizer.adam_beta2,
                 adam_eps=settings.optimizer.adam_eps,
                 clip_grad=settings.optimizer.clip_grad or float("inf"),  # so that the norm is always known
+                use_distributed_optimizer=self.layout.use_distributed_optimizer,
+                overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
             ),
-            [self.model],
+            self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
         )
 
+    def _each(self, method: str):
+        """A method of the part of the model, or of each of several, as megatron-core's schedules want it."""
+        methods = [getattr(chunk, method) for chunk in self.chunks]
+        return methods if len(methods) > 1 else methods[0]
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether the optimizer has a float32 copy of each weight."""
+        return self.plan.settings.bf16
+
+    def gather_parameters(self) -> None:
+        """Wait until this rank has all weights of the last update (with `--overlap-param-gather` they come when needed)."""
+        if self.layout.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
     def update(self, step: int) -> tuple[BatchResult, float]:
         """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         settings = self.plan.settings
         objective = self.plan.schedule.objective(step)
@@ -105,21 +142,28 @@ class Engine:
 
     def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
-        self.model.eval()
+        for chunk in self.chunks:
+            chunk.eval()
+            if self.layout.overlap_param_gather:  # what would fetch weights on use counts on a backward pass to follow
+                chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         results = [self._run(packs, start, objective, seed=0, train=False) for start in starts]
-        self.model.train()
+        for chunk in self.chunks:
+            chunk.train()
+            if self.layout.overlap_param_gather:
+                chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
     def _run(self, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
         """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        iterator = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
+        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
+        iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
-                data_iterator=iterator,
-                model=[self.model],
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks,
                 num_microbatches=self.share.micro_batches,
                 seq_length=self.row_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch

@@ -147,10 +147,9 @@ def _shown(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _introduction(plan: Plan, backend: Backend, resumed: int) -> str:
-    settings, layout = plan.settings, plan.settings.layout
+    settings = plan.settings
     where = f"{dist.get_world_size()} x {backend.description}"
-    parallel = f"TP {layout.tensor_model_parallel_size}, PP {layout.pipeline_model_parallel_size}"
-    parallel += f", DP {settings.data_parallel_size(dist.get_world_size())}" + (", SP" if layout.sequence_parallel else "")
+    parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
     start = f"going on after step {resumed}" if resumed else plan.start.describe()
     phases = _phases(plan.schedule.phases)
     millions = settings.shape.parameters(plan.vocabulary.size) / 1e6

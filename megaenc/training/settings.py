@@ -8,7 +8,7 @@ from typing import Literal
 
 from megaenc import flags
 from megaenc.backend.device import detect
-from megaenc.backend.process import Layout
+from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 
@@ -145,12 +145,14 @@ class PretrainSettings:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
-        self.shape.check(self.layout.tensor_model_parallel_size, self.layout.pipeline_model_parallel_size)
+        self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
                 if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        chunks = self.layout.chunks(self.shape.num_layers)
+        self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:
             raise InputError(
                 f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
@@ -167,6 +169,12 @@ class PretrainSettings:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
                 f"(--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size(world_size)} data-parallel ranks)"
+            )
+        stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
+        if chunks > 1 and micro_batches % stages:
+            raise InputError(
+                f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
+                f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
 
     def data_parallel_size(self, world_size: int) -> int:
@@ -191,8 +199,9 @@ _COUNTS = (
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
 _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval")
+_LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
-    ((*_COUNTS, *_INTERVALS), lambda value: value >= 1, "1 or more"),
+    ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),

@@ -1,5 +1,7 @@
 """Shapes by arithmetic: the study's table, and layouts that cannot divide a model."""
 
+import dataclasses
+
 import pytest
 
 from megaenc.errors import InputError
@@ -28,34 +30,33 @@ def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
 
 
 @pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("name", ["tiny", "small"])
-def test_parameters_are_those_of_the_built_model(name):
+@pytest.mark.parametrize(("name", "untied"), [("tiny", True), ("tiny", False), ("small", True)])
+def test_parameters_are_those_of_the_built_model(name, untied):
     import torch
 
     from megaenc.backend import Layout
     from megaenc.model.encoder import build_encoder
 
-    model = PRESETS[name]
+    model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
     encoder = build_encoder(model, vocab_size, 32, Layout(), torch.float32, seed=None)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameters(vocab_size)
 
 
 @pytest.mark.parametrize(
-    ("changes", "layout", "complaint"),
+    ("changes", "tensor_parallel", "complaint"),
     [
-        (dict(num_attention_heads=3), (1, 1), "--hidden-size: found 256, expected a multiple of --num-attention-heads 3"),
-        (dict(num_query_groups=3), (1, 1), "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
-        (dict(num_layers=0), (1, 1), "--num-layers: found 0, expected 1 or more"),
-        (dict(hidden_size=20), (1, 1), "expected an even head width"),
-        ({}, (4, 1), "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
-        (dict(ffn_hidden_size=771), (2, 1), "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
-        (dict(num_layers=5), (1, 2), "--num-layers: found 5, expected a multiple of --pipeline-model-parallel-size 2"),
+        (dict(num_attention_heads=3), 1, "--hidden-size: found 256, expected a multiple of --num-attention-heads 3"),
+        (dict(num_query_groups=3), 1, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
+        (dict(num_layers=0), 1, "--num-layers: found 0, expected 1 or more"),
+        (dict(hidden_size=20), 1, "expected an even head width"),
+        ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
+        (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],
 )
-def test_shape_that_cannot_be(changes, layout, complaint):
+def test_shape_that_cannot_be(changes, tensor_parallel, complaint):
     with pytest.raises(InputError, match=complaint):
-        ModelConfig(**changes).check(*layout)
+        ModelConfig(**changes).check(tensor_parallel)
 
 
 def test_unknown_preset_lists_the_known():

@@ -14,7 +14,8 @@ def main(folder: Path, flags: list[str]) -> None:
     from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
-    device = backend.start(plan.settings.layout, plan.settings.seed)
+    layout = plan.settings.layout
+    device = backend.start(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
     from megaenc.training.batches import micro_batch
     from megaenc.training.checkpoint import Checkpoints
     from megaenc.training.engine import Engine

@@ -1,0 +1,59 @@
+"""Weights and optimizer state as megatron-core's sharded tensors: global names and offsets, whatever the layout.
+
+On the disk the optimizer's state looks the same with and without `--use-distributed-optimizer`: `optimizer.state.exp_avg.*` and
+`optimizer.state.exp_avg_sq.*` for each weight, and in bfloat16 its float32 master as `optimizer.state.fp32_param.*`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+
+from megaenc.training.engine import Engine
+
+# The one form of a distributed optimizer's state that every other layout can load.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
+    """What `dist_checkpointing` saves of `engine`, or (`is_loading`) what it is to load into it. All ranks call this together."""
+    if not is_loading:
+        engine.gather_parameters()
+    model = {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
+    if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others
+        optimizer = {"optimizer": optimizer}
+    for tensors in optimizer.get("param_state", {}).values():
+        master = tensors.pop("param")
+        if engine.keeps_masters:
+            replace_prefix_for_sharding(master, "optimizer.state.param.", "optimizer.state.fp32_param.")
+            tensors["fp32_param"] = master
+    return {"model": model, "optimizer": optimizer}
+
+
+def fill(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `sharded_state` into `engine`."""
+    for number, chunk in enumerate(engine.chunks):
+        fill_module(chunk.module, loaded["model"][str(number)])
+    optimizer = loaded["optimizer"]
+    if engine.layout.use_distributed_optimizer:
+        optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
+        if not engine.keeps_masters:  # what was put into the model is what the optimizer updates
+            for number, parameter in enumerate(_in_buffers(engine)):
+                optimizer["param_state"][number]["param"] = parameter.detach()
+    elif not engine.keeps_masters:
+        optimizer = optimizer["optimizer"]
+    engine.optimizer.load_state_dict(optimizer)
+
+
+def fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Put weights under their checkpoint names into `module` (Float16Module passes state dicts on by itself)."""
+    module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+
+
+def _in_buffers(engine: Engine) -> Iterator[torch.nn.Parameter]:
+    """The weights in the order in which the distributed optimizer numbers them."""
+    (optimizer,) = engine.optimizer.chained_optimizers
+    for buffer in optimizer.buffers:
+        yield from buffer.param_index_map

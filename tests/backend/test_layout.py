@@ -1,0 +1,70 @@
+"""Which layers are where, by arithmetic alone."""
+
+import pytest
+
+from megaenc.backend import Layout
+from megaenc.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "split"),
+    [
+        (26, 1, (26,)),
+        (28, 4, (7, 7, 7, 7)),
+        (26, 4, (6, 7, 7, 6)),
+        (26, 8, (3, 3, 3, 4, 4, 3, 3, 3)),
+        (27, 4, (7, 7, 7, 6)),
+        (5, 2, (3, 2)),
+        (5, 3, (2, 2, 1)),
+    ],
+)
+def test_layers_that_do_not_divide_are_spread_from_the_middle(layers, stages, split):
+    assert Layout(1, stages).split(layers) == split
+
+
+@pytest.mark.parametrize(
+    ("text", "split", "chunks"),
+    [
+        ("Et*6|t*7|t*7|t*6L", (6, 7, 7, 6), 1),
+        ("E|(t*9|)*2,t*8L", (0, 9, 9, 8), 1),
+        ("Et*3|(t*3|)*7,ttL", (3, 3, 3, 3, 3, 3, 3, 3, 2), None),
+        ("Et*4|(t*3|)*6,t*4L", (4, 3, 3, 3, 3, 3, 3, 4), 2),
+    ],
+)
+def test_split_as_megatron_writes_it(text, split, chunks):
+    layout = Layout(1, 4, pipeline_model_parallel_layout=text)
+    if chunks is None:
+        with pytest.raises(InputError, match="found 9 parts, expected 4 or a multiple of it, none of them empty"):
+            layout.split(26)
+        return
+    assert layout.split(26) == split
+    assert layout.chunks(26) == chunks
+
+
+def test_interleaved_parts_are_dealt_out_in_turns():
+    layout = Layout(1, 4, num_layers_per_virtual_pipeline_stage=2)
+    assert layout.split(24) == (2,) * 12
+    assert layout.chunks(24) == 3
+    assert layout.describe(24, 8) == "TP 1, PP 4 (layers 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2 | 2 + 2 + 2), DP 2"
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "options", "complaint"),
+    [
+        (2, 3, {}, "--pipeline-model-parallel-size: found 3, expected at most the 2 layers"),
+        (4, 1, dict(num_layers_per_virtual_pipeline_stage=1), "found --pipeline-model-parallel-size 1, expected 2 or more"),
+        (26, 4, dict(num_layers_per_virtual_pipeline_stage=3), "26 layers on 4 stages are not two or more turns of 3 on each"),
+        (8, 4, dict(num_layers_per_virtual_pipeline_stage=2), "not two or more turns of 2"),
+        (4, 2, dict(pipeline_model_parallel_layout="Ett|tL"), "expected E, t for each of the 4 layers, then L"),
+        (4, 2, dict(pipeline_model_parallel_layout="tt|ttL"), "expected E, t for each of the 4 layers, then L"),
+        (4, 2, dict(pipeline_model_parallel_layout="Ett,ttL,x"), "expected E, t for each of the 4 layers, then L"),
+        (4, 2, dict(pipeline_model_parallel_layout="Ett||t|tL"), "none of them empty"),
+        (
+            4, 2, dict(pipeline_model_parallel_layout="Ett|ttL", num_layers_per_virtual_pipeline_stage=1),
+            "found beside --pipeline-model-parallel-layout",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut_is_refused(layers, stages, options, complaint):
+    with pytest.raises(InputError, match=complaint):
+        Layout(1, stages, **options).split(layers)

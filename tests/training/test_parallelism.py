@@ -1,0 +1,106 @@
+"""The same run in layouts beyond even TP, PP and DP: uneven and interleaved stages, and all of it at once."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+from safetensors.numpy import load_file
+
+from megaenc.convert.to_hf import to_hf
+from megaenc.training.command import main
+
+# Four layers; both phases, warm-up, decay and a clip that bites, as in SHORT_RUN.
+RUN = [*runs.SHORT_RUN, "--num-layers", "4", "--train-iters", "12", "--eval-interval", "12", "--no-bf16"]
+PP = "--pipeline-model-parallel-size"
+INTERLEAVED = [PP, "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+LAYOUTS = {
+    "PP3, uneven": (3, [PP, "3"]),
+    "PP3, embedding and head alone": (3, [PP, "3", "--pipeline-model-parallel-layout", "E|t*4|L"]),
+    "PP2, interleaved": (2, INTERLEAVED),
+    "PP2, interleaved unevenly": (2, [PP, "2", "--pipeline-model-parallel-layout", "Ett|t|t|L"]),
+}
+
+
+EVERYTHING = [
+    *INTERLEAVED, "--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer",
+    "--recompute-granularity", "full",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, tmp_path_factory) -> Path:
+    """In one process without a stop."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    main([*small_corpus.flags, *RUN, "--save", str(folder)])
+    return folder
+
+
+def assert_same_run(folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
+    """Every step, and both validations of the last one."""
+    assert len(runs.metrics(folder)) == 12
+    runs.assert_same_curve(folder, reference, tolerance)
+    here, there = (runs.validations(run)[-1]["objectives"] for run in (folder, reference))
+    for objective in there:
+        assert here[objective]["loss"] == pytest.approx(there[objective]["loss"], rel=tolerance)
+        assert here[objective]["accuracy"] == there[objective]["accuracy"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_path):
+    processes, flags = LAYOUTS[layout]
+    folder = tmp_path / "run"
+    runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *flags, "--save", str(folder)], processes=processes)
+    assert_same_run(folder, reference)
+
+
+def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_path):
+    """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation."""
+    folder = tmp_path / "run"
+    said = runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)], processes=8)
+    assert "TP 2, PP 2 (layers 1 + 1 | 1 + 1), DP 2, SP" in said.stdout
+    assert_same_run(folder, reference)
+
+
+def test_initial_weights_are_identical(small_corpus, tmp_path):
+    weights = []
+    for name, (processes, flags) in {"one": (1, []), "many": LAYOUTS["PP2, interleaved unevenly"]}.items():
+        arguments = [str(tmp_path / name), *small_corpus.flags, *RUN, *flags]
+        runs.script(runs.WORKERS / "starting_point.py", arguments, processes=processes)
+        to_hf(tmp_path / name, tmp_path / name / "hf")
+        weights.append(load_file(tmp_path / name / "hf" / "model.safetensors"))
+    one, many = weights
+    assert one.keys() == many.keys()
+    for name in one:
+        np.testing.assert_array_equal(many[name], one[name], err_msg=name)
+
+
+def test_a_run_goes_on_in_any_split(small_corpus, reference, tmp_path):
+    """Interleaved, then uneven stages, then one process; the export is that of a run that never stopped."""
+    folder = tmp_path / "run"
+    flags = [*small_corpus.flags, *RUN, "--save", str(folder), "--exit-interval", "4"]
+    runs.script(runs.PRETRAIN, [*flags, *INTERLEAVED], processes=2)
+    said = runs.script(runs.PRETRAIN, [*flags, PP, "3"], processes=3).stdout
+    assert "PP 3 (layers 1 | 2 | 1)" in said and "going on after step 4" in said
+    main(flags)
+    assert_same_run(folder, reference)
+    for run in (folder, reference):
+        to_hf(run, tmp_path / f"{run.parent.name}_hf")
+    here, there = (load_file(tmp_path / f"{run.parent.name}_hf" / "model.safetensors") for run in (folder, reference))
+    for name in there:
+        np.testing.assert_allclose(here[name], there[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags", "complaint"),
+    [
+        (2, [*INTERLEAVED, "--global-batch-size", "6"], "which is 3 micro-batches for each data-parallel rank; interleaved"),
+        (2, [PP, "2", "--num-layers-per-virtual-pipeline-stage", "3"], "4 layers on 2 stages are not two or more turns of 3"),
+        (1, ["--num-layers-per-virtual-pipeline-stage", "0"], "--num-layers-per-virtual-pipeline-stage: found 0"),
+        (2, [PP, "2", "--recompute-granularity", "full", "--recompute-num-layers", "2",
+             "--pipeline-model-parallel-layout", "Ettt|tL"], "found 2, expected a divisor of the 3 layers of a stage"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_laid_out_is_refused(processes, flags, complaint, small_corpus, monkeypatch, refusal):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert complaint in refusal(main, [*small_corpus.flags, *RUN, *flags])

@@ -1,0 +1,88 @@
+"""Activations computed again on the way back: the same run, held in less memory."""
+
+from pathlib import Path
+
+import pytest
+import runs
+
+from megaenc.training.command import main
+
+RUN = [*runs.SHORT_RUN, "--train-iters", "12", "--num-layers", "4", "--no-bf16", "--eval-interval", "12"]
+WAYS = {
+    "full": ["--recompute-granularity", "full"],
+    "full, in units of two layers": ["--recompute-granularity", "full", "--recompute-num-layers", "2"],
+    "full, three layers of four": [
+        "--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "3",
+    ],
+    "selective": ["--recompute-granularity", "selective"],
+    "selective, all parts": [
+        "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("kept") / "run"
+    main([*small_corpus.flags, *RUN, "--save", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_step_is_that_of_kept_activations(way, small_corpus, reference, tmp_path):
+    main([*small_corpus.flags, *RUN, *WAYS[way], "--save", str(tmp_path / "run")])
+    runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fewer_activations_are_kept(way, one_process):
+    """Bytes that autograd holds between the forward and the backward pass."""
+    import torch
+
+    from megaenc.backend import Layout
+    from megaenc.model import ModelConfig
+    from megaenc.model.attention import Packing
+    from megaenc.model.encoder import build_encoder
+    from megaenc.objectives import Attention
+    from megaenc.training.settings import read_settings
+
+    def kept(layout: Layout) -> int:
+        encoder = build_encoder(ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1).train()
+        sizes = {}
+
+        def pack(tensor):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            packing = Packing.of([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
+            logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, torch.arange(4))
+        del logits
+        return sum(sizes.values()) - sum(parameter.nbytes for parameter in encoder.parameters())
+
+    assert kept(read_settings(WAYS[way], "test").layout) < 0.98 * kept(Layout())
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--recompute-method", "block"], "--recompute-method: needs --recompute-granularity full, found none"),
+        (["--recompute-num-layers", "0"], "--recompute-num-layers: found 0, expected 1 or more"),
+        (
+            ["--recompute-granularity", "selective", "--recompute-num-layers", "1"],
+            "--recompute-num-layers: needs --recompute-granularity full, found selective",
+        ),
+        (
+            ["--recompute-granularity", "full", "--recompute-modules", "mlp"],
+            "--recompute-modules: needs --recompute-granularity selective, found full",
+        ),
+        (["--recompute-granularity", "full", "--recompute-num-layers", "3"], "found 3, expected a divisor of the 4 layers"),
+        (
+            ["--recompute-granularity", "full", "--recompute-method", "block", "--recompute-num-layers", "5"],
+            "found 5, expected at most the 4 layers of a stage",
+        ),
+        (["--recompute-granularity", "half"], "--recompute-granularity"),
+    ],
+)
+def test_what_cannot_be_recomputed_is_refused(flags, complaint, small_corpus, refusal):
+    assert complaint in refusal(main, [*small_corpus.flags, *RUN, *flags])

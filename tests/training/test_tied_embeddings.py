@@ -1,0 +1,64 @@
+"""One matrix for the embedding and the output layer, wherever its two uses are."""
+
+import numpy as np
+import pytest
+import runs
+import torch
+from safetensors import safe_open
+
+from megaenc.convert.to_hf import to_hf
+from megaenc.training.command import main
+
+RUN = [
+    *runs.SHORT_RUN, "--num-layers", "4", "--train-iters", "12", "--eval-interval", "12", "--no-bf16",
+    "--no-untie-embeddings-and-output-weights",
+]  # fmt: skip
+PP2 = ["--pipeline-model-parallel-size", "2"]
+LAYOUTS = {
+    "TP2 PP2": (4, [*PP2, "--tensor-model-parallel-size", "2"]),
+    "PP2, interleaved, DP2, distributed optimizer": (
+        4, [*PP2, "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer"],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def reference(small_corpus, tmp_path_factory):
+    """In one process without a stop."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    main([*small_corpus.flags, *RUN, "--save", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_path):
+    """And it goes on in one process."""
+    processes, flags = LAYOUTS[layout]
+    command = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--exit-interval", "8"]
+    runs.script(runs.PRETRAIN, [*command, *flags], processes=processes)
+    main(command)
+    assert len(runs.metrics(tmp_path / "run")) == 12
+    runs.assert_same_curve(tmp_path / "run", reference, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["eurobert", "llama"])
+def test_the_export_is_tied(architecture, small_corpus, reference, tmp_path):
+    from transformers import AutoModelForMaskedLM, LlamaForCausalLM
+
+    to_hf(reference, tmp_path / "hf", architecture=architecture)
+    with safe_open(tmp_path / "hf" / "model.safetensors", "np") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118, which is no dict
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    kind = AutoModelForMaskedLM if architecture == "eurobert" else LlamaForCausalLM
+    model = kind.from_pretrained(tmp_path / "hf")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    np.testing.assert_array_equal(model.lm_head.weight.detach(), embedding)
+    with torch.no_grad():
+        logits = model(torch.arange(1, 33)[None]).logits
+    assert logits.shape == (1, 32, embedding.shape[0]) and float(logits.std()) > 0
+
+
+def test_first_loss_is_not_that_of_two_matrices(small_corpus, reference, tmp_path):
+    flags = [*RUN[:-1], "--exit-interval", "1", "--eval-interval", "0", "--save", str(tmp_path / "run")]
+    main([*small_corpus.flags, *flags])
+    assert abs(runs.metrics(tmp_path / "run")[0]["loss"] / runs.metrics(reference)[0]["loss"] - 1) > 1e-5
