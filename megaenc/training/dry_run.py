@@ -29,7 +29,7 @@ def describe(plan: Plan) -> None:
         f"{total:,} steps of {settings.global_batch_size} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {total * step_tokens:,} tokens"
     )
-    console.print(f"starts {plan.start.describe()}: makes steps {plan.start.step + 1:,} to {total:,}")
+    console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {plan.start.describe()}", soft_wrap=True)
     console.print(_data(plan))
     console.print(_phases(plan, step_tokens))
     console.print(_objectives(plan, step_tokens))

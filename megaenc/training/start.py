@@ -134,10 +134,9 @@ class Parent:
             raise InputError(f"{self.path / FACTS}: {error!r}; expected what a run wrote there") from None
         self.settings = settings_from(str(self.path / CONFIG))
 
-    @property
-    def samples_a_step(self) -> int:
-        """Packs."""
-        return self.settings.global_batch_size
+    def samples_by(self, step: int) -> int:
+        """Packs that its steps up to `step` have read."""
+        return step * self.settings.global_batch_size
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -289,8 +288,8 @@ def _weights(plan: "Plan", parent: Parent) -> Start:
     skip = 0
     if given.skip_samples == "parent":
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
-        skip = parent.start.skip_samples + at * parent.samples_a_step
-    tokens = at * parent.samples_a_step * parent.settings.data.seq_length
+        skip = parent.start.skip_samples + parent.samples_by(at)
+    tokens = parent.samples_by(at) * parent.settings.data.seq_length
     stage = Stage(parent.run, at, parent.settings.objective_schedule, tokens)
     return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, stage))
 

@@ -109,7 +109,7 @@ def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, 
     flags += ["--train-iters", 25, "--lr-wsd-decay-iters", 5, "--save", tmp_path / "run", "--dry-run"]
     main([str(flag) for flag in flags])
     said = capsys.readouterr().out
-    assert f"starts as a branch of {parent} at step 20: makes steps 21 to 25" in said
+    assert f"makes steps 21 to 25, as a branch of {parent} at step 20\n" in said
     assert not (tmp_path / "run").exists()
 
 
