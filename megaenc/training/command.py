@@ -28,11 +28,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
 
     device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers))
     from megaenc.training.loop import pretrain
+    from megaenc.training.stopping import STOPPED
 
     try:
-        pretrain(plan, device)
+        complete = pretrain(plan, device)
     except InputError as error:
         if not isinstance(error, LocalInputError):  # then every rank is on its way out
             backend.stop()
         raise
     backend.stop()
+    if not complete:
+        sys.exit(STOPPED)

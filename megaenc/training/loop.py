@@ -16,23 +16,27 @@ from megaenc.training.evaluation import Validation
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
 from megaenc.training.start import PROGRESS, Start
+from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
 
 
-def pretrain(plan: Plan, backend: Backend) -> None:
-    """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`."""
+def pretrain(plan: Plan, backend: Backend) -> bool:
+    """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`.
+
+    False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too.
+    """
     save = plan.settings.output.save
     checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
         try:
-            _pretrain(plan, backend, folder, checkpoints)
+            return _pretrain(plan, backend, folder, checkpoints)
         finally:
             if folder:
                 folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> None:
+def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> bool:
     settings, output = plan.settings, plan.settings.output
     if folder:
         checkpoints.clean()
@@ -41,7 +45,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
     done = resumed or plan.start.step
     if done == settings.total_iters:
         say(f"{output.save} is complete: step {done} of {done}")
-        return
+        return True
     progress = {name: (saved if resumed else vars(plan.start))[name] for name in PROGRESS}
     engine = Engine(plan, backend)
     if resumed:
@@ -56,7 +60,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
     if validation and not resumed:
         _log(folder, VALIDATION, {"step": done, **progress, **validation(engine)})
 
-    with ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
+    stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
+    with stop, ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
         for step in range(done + 1, settings.total_iters + 1):
             clock = perf_counter()
             result, grad_norm = engine.update(step)
@@ -73,7 +78,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             if validation and (_due(step, settings.eval_every) or last):
                 _log(folder, VALIDATION, {"step": step, **progress, **validation(engine)})
 
-            leave = _due(step, output.exit_interval)
+            asked = stop.asked()
+            leave = asked or _due(step, output.exit_interval)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 if folder:
                     folder.sync()
@@ -82,7 +88,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
                     checkpoints.retain(step, output.keep_last, output.keep_every)
             if leave and not last:
                 break
-    say(_conclusion(step, settings.total_iters, result, output.save))
+    say(_conclusion(step, settings.total_iters, result, output.save, asked))
+    return last or not asked
 
 
 def _begin(engine: Engine, start: Start) -> None:
@@ -178,7 +185,8 @@ def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:
     return ", ".join(shown) + (f", ... ({len(phases):,} phases)" if len(phases) > most else "")
 
 
-def _conclusion(step: int, total: int, result: BatchResult, save: str) -> str:
+def _conclusion(step: int, total: int, result: BatchResult, save: str, asked: str | None) -> str:
     loss = "no target" if result.loss is None else f"loss {result.loss:.4f}"
     where = f", saved in {save}" if save else ""
-    return f"step {step} of {total}: {loss}{where}"
+    why = f"; stopped by {asked}, the same command goes on" if asked and step < total else ""
+    return f"step {step} of {total}: {loss}{where}{why}"
