@@ -14,7 +14,7 @@ class Provenance:
     schedule: Schedule
     step: int
     total_iters: int
-    tokens_per_step: int
+    tokens: int
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -43,7 +43,6 @@ class Provenance:
 def card(name: str, provenance: Provenance, attention: Attention) -> str:
     """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
     objective = provenance.read_as(attention)
-    tokens = provenance.step * provenance.tokens_per_step
     causal = attention == Attention.CAUSAL
     rows = "\n".join(
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
@@ -57,7 +56,7 @@ tags: [megaenc]
 # {name}
 
 A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
-this is step {provenance.step:,}, after {tokens:,} tokens. Attention in this export: {attention}.
+this is step {provenance.step:,}, after {provenance.tokens:,} tokens. Attention in this export: {attention}.
 
 ## Where predictions stand
 
