@@ -77,13 +77,13 @@ class Engine:
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
-        # One part of the model, or several where pipeline stages are interleaved.
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.layout.use_distributed_optimizer,
             overlap_grad_reduce=self.layout.overlap_grad_reduce,
             overlap_param_gather=self.layout.overlap_param_gather,
         )
+        # One part of the model, or several where pipeline stages are interleaved.
         self.chunks = [
             # What later parts send hides behind the computation of the others: no need to cut it into buckets.
             DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
@@ -146,7 +146,7 @@ class Engine:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
-            if self.layout.overlap_param_gather:  # what would fetch weights on use counts on a backward pass to follow
+            if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
                 chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         results = [self._run(self.share, packs, start, objective, seed=0, train=False) for start in starts]
