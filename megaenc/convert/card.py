@@ -16,7 +16,7 @@ class Provenance:
     schedule: Schedule
     step: int
     total_iters: int
-    tokens_per_step: int
+    tokens: int
     start: Start = NEW_WEIGHTS
 
     @property
@@ -46,7 +46,6 @@ class Provenance:
 def card(name: str, provenance: Provenance, attention: Attention) -> str:
     """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
     objective = provenance.read_as(attention)
-    tokens = provenance.step * provenance.tokens_per_step
     causal = attention == Attention.CAUSAL
     rows = "\n".join(
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
@@ -60,7 +59,8 @@ tags: [megaenc]
 # {name}
 
 A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
-this is step {provenance.step:,}, after {tokens:,} tokens. {_descent(provenance.start)}Attention in this export: {attention}.
+this is step {provenance.step:,}, after {provenance.tokens:,} tokens. {_descent(provenance.start)}Attention in this
+export: {attention}.
 
 ## Where predictions stand
 

@@ -50,8 +50,8 @@ class SavedRun:
     def provenance(self, schedule: Schedule, step: int) -> Provenance:
         """What the checkpoint of `step` was trained on."""
         settings = self.settings
-        tokens_per_step = settings.global_batch_size * settings.data.seq_length
-        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens_per_step, self.start)
+        tokens = settings.tokens_after(step)
+        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens, self.start)
 
 
 def open_run(folder: Path) -> SavedRun:

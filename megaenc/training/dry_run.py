@@ -22,17 +22,17 @@ def describe(plan: Plan) -> None:
         return
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
-    total, step_tokens = settings.total_iters, settings.global_batch_size * settings.data.seq_length
+    total = settings.total_iters
     millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
     console.print(f"{settings.model}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, {_layout(plan)}")
     console.print(
-        f"{total:,} steps of {settings.global_batch_size} packs of {settings.data.seq_length} tokens "
-        f"({settings.data.packing}): {total * step_tokens:,} tokens"
+        f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
+        f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
     console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {plan.start.describe()}", soft_wrap=True)
     console.print(_data(plan))
-    console.print(_phases(plan, step_tokens))
-    console.print(_objectives(plan, step_tokens))
+    console.print(_phases(plan))
+    console.print(_objectives(plan))
     rate = plan.learning_rate
     console.print(
         f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
@@ -58,18 +58,19 @@ def _data(plan: Plan) -> Table:
     return table
 
 
-def _phases(plan: Plan, step_tokens: int) -> Table:
+def _phases(plan: Plan) -> Table:
     table = _table("phase", "steps", "tokens", "tokens so far")
     phases = plan.schedule.phases
     for phase in phases[:_SHOWN_PHASES]:
         steps = _steps(phase)
-        table.add_row(phase.text, f"{steps[0]:,} to {steps[-1]:,}", *(f"{n * step_tokens:,}" for n in (len(steps), steps[-1])))
+        before, after = (plan.settings.tokens_after(step) for step in (steps[0] - 1, steps[-1]))
+        table.add_row(phase.text, f"{steps[0]:,} to {steps[-1]:,}", f"{after - before:,}", f"{after:,}")
     if len(phases) > _SHOWN_PHASES:
         table.add_row(f"... {len(phases) - _SHOWN_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
     return table
 
 
-def _objectives(plan: Plan, step_tokens: int) -> Table:
+def _objectives(plan: Plan) -> Table:
     """What each objective gets in all: phases may come back, and a mixture draws anew each step."""
     steps_of: dict[str, list[int]] = defaultdict(list)
     for phase in plan.schedule.phases:
@@ -77,7 +78,7 @@ def _objectives(plan: Plan, step_tokens: int) -> Table:
             steps_of[plan.schedule.text_at(step)].append(step)
     table = _table("objective", "steps", "tokens", "predicted, about")
     for text, steps in steps_of.items():
-        tokens = len(steps) * step_tokens
+        tokens = sum(plan.step_tokens(step) for step in steps)
         share = _predicted_share(plan, steps)
         table.add_row(text, f"{len(steps):,}", f"{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
     return table

@@ -1,5 +1,6 @@
 """The model under megatron-core: one call runs a global batch through its schedules, another makes an update."""
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -76,13 +77,13 @@ class Engine:
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
-        # One part of the model, or several where pipeline stages are interleaved.
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=self.layout.use_distributed_optimizer,
             overlap_grad_reduce=self.layout.overlap_grad_reduce,
             overlap_param_gather=self.layout.overlap_param_gather,
         )
+        # One part of the model, or several where pipeline stages are interleaved.
         self.chunks = [
             # What later parts send hides behind the computation of the others: no need to cut it into buckets.
             DistributedDataParallel(module.config, data_parallel, module, disable_bucketing=number > 0)
@@ -134,7 +135,8 @@ class Engine:
         self.optimizer.zero_grad()
         settings = self.plan.settings
         objective = self.plan.schedule.objective(step)
-        result = self._run(self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
+        share = dataclasses.replace(self.share, global_batch_size=settings.batch_sizes.size(step))
+        result = self._run(share, self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         _, grad_norm, _ = self.optimizer.step()
@@ -144,27 +146,27 @@ class Engine:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
-            if self.layout.overlap_param_gather:  # what would fetch weights on use counts on a backward pass to follow
+            if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
                 chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
-        results = [self._run(packs, start, objective, seed=0, train=False) for start in starts]
+        results = [self._run(self.share, packs, start, objective, seed=0, train=False) for start in starts]
         for chunk in self.chunks:
             chunk.train()
             if self.layout.overlap_param_gather:
                 chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
-    def _run(self, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
+    def _run(self, share: Share, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
         """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in self.share.samples(start))
+        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in share.samples(start))
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
-                num_microbatches=self.share.micro_batches,
+                num_microbatches=share.micro_batches,
                 seq_length=self.row_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,

@@ -67,7 +67,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             result, grad_norm = engine.update(step)
             seconds = perf_counter() - clock
 
-            progress["tokens"] += settings.global_batch_size * settings.data.seq_length
+            progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
             row = _row(plan, step, result, grad_norm, progress, seconds, peak)
@@ -109,7 +109,6 @@ def _row(
     plan: Plan, step: int, result: BatchResult, grad_norm: float, progress: dict[str, Any], seconds: float, peak: float
 ) -> dict[str, Any]:
     """What metrics.jsonl says of one step; tokens, predicted_tokens and flops are those of the run so far."""
-    settings = plan.settings
     return {
         "step": step,
         "objective": plan.schedule.text_at(step),
@@ -119,7 +118,7 @@ def _row(
         "learning_rate": plan.learning_rate(step),
         "grad_norm": grad_norm,
         **progress,
-        "tokens_per_second": settings.global_batch_size * settings.data.seq_length / seconds,
+        "tokens_per_second": plan.step_tokens(step) / seconds,
         "model_flops_utilization": result.flops / seconds / peak if peak else None,
         "step_seconds": seconds,
     }
@@ -164,7 +163,7 @@ def _introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
         f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
-        f"  {phases}; {settings.global_batch_size} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
         f"  {_reading(plan)}"
     )
 

@@ -49,7 +49,11 @@ class Plan:
 
     def first_sample(self, step: int) -> int:
         """The sample that update number `step` begins with: the position in the data follows from the step."""
-        return self.start.skip_samples + (step - 1) * self.settings.global_batch_size
+        return self.start.skip_samples + self.settings.batch_sizes.first_sample(step)
+
+    def step_tokens(self, step: int) -> int:
+        """What update number `step` reads."""
+        return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
 
     @property
     def log_every(self) -> int:
@@ -72,7 +76,11 @@ class Plan:
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
         free |= set(flags.flatten(self.settings.start))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
-        values = {name: value for name, value in flags.flatten(self.settings).items() if name not in free}
+        values = {
+            name: list(value) if isinstance(value, tuple) else value  # as JSON has it
+            for name, value in flags.flatten(self.settings).items()
+            if name not in free
+        }
         return values | {
             "train_iters": self.settings.total_iters,
             "objective_schedule": self.schedule.canonical,

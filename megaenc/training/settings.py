@@ -11,6 +11,7 @@ from megaenc.backend.device import detect
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
+from megaenc.training.batch_sizes import BatchSizes, batch_sizes
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ class PretrainSettings:
     """packs that one process reads at once, in one row"""
     global_batch_size: int = 16
     """packs of a step, over all processes"""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: begin with steps of START packs that grow by INCREMENT, evenly over the first SAMPLES packs, up to
+    --global-batch-size"""
     seed: int = 1
     """initial weights, order of the data and masks follow from it"""
     bf16: bool = field(default_factory=lambda: detect().has_bf16)
@@ -173,11 +177,42 @@ class PretrainSettings:
                 f"(--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size(world_size)} data-parallel ranks)"
             )
         stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
+        self._check_rampup(step * (stages if chunks > 1 else 1))
         if chunks > 1 and micro_batches % stages:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
                 f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
+
+    def _check_rampup(self, divisor: int) -> None:
+        """InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
+        if self.rampup_batch_size is None:
+            return
+        flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
+            raise InputError(f"{flag}: expected three numbers of 1 or more: START INCREMENT SAMPLES")
+        start, increment, _ = self.rampup_batch_size
+        if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
+            raise InputError(
+                f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {self.global_batch_size}"
+            )
+        if start % divisor or increment % divisor:
+            raise InputError(f"{flag}: expected START and INCREMENT to be multiples of {divisor}, like --global-batch-size")
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Packs of each step."""
+        return batch_sizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
+    def batch_text(self) -> str:
+        """Packs of a step, for the console."""
+        growing = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
+        return f"{growing}{self.global_batch_size}"
+
+    def tokens_after(self, step: int) -> int:
+        """What the first `step` steps read."""
+        return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
 
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model."""
@@ -187,7 +222,7 @@ class PretrainSettings:
     def total_iters(self) -> int:
         """Steps of the whole run."""
         if self.train_tokens is not None:
-            return -(-self.train_tokens // (self.global_batch_size * self.data.seq_length))
+            return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
         return 200 if self.train_iters is None else self.train_iters
 
     @property

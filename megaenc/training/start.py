@@ -136,7 +136,7 @@ class Parent:
 
     def samples_by(self, step: int) -> int:
         """Packs that its steps up to `step` have read."""
-        return step * self.settings.global_batch_size
+        return self.settings.batch_sizes.first_sample(step + 1)
 
     @property
     def learning_rate(self) -> LearningRate:

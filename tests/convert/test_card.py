@@ -20,7 +20,7 @@ VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), finger
 
 
 def provenance(schedule, step=100):
-    return Provenance(schedule, Schedule.build(schedule, 100, VOCABULARY), step, 100, tokens_per_step=2048)
+    return Provenance(schedule, Schedule.build(schedule, 100, VOCABULARY), step, 100, tokens=step * 2048)
 
 
 @pytest.mark.parametrize(
