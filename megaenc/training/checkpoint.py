@@ -65,12 +65,13 @@ class Checkpoints:
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             damage = size_damage(path, state["files"])
-            complete = isinstance(state["identity"], dict) and state["step"] == step
+            complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
+            complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = error.strerror if isinstance(error, OSError) else f"not what a save wrote ({error!r})"
             raise Damaged(f"{path / STATE}: {what}; the checkpoint is incomplete") from None
         if damage or not complete:
-            raise Damaged(f"{damage or path / STATE}; the checkpoint is incomplete")
+            raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
         return state
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
