@@ -46,7 +46,7 @@ class Checkpoints:
             return None
         text = tracker.read_text(encoding="utf-8").strip()
         if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; {self._advice(None)}")
+            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
         return int(text)
 
     def path(self, step: int) -> Path:
@@ -113,12 +113,6 @@ class Checkpoints:
         if named is not None:
             steps = sorted({step for step in steps if step < named} | {named})
         return steps[::-1]
-
-    def _advice(self, step: int | None) -> str:
-        others = [other for other in self.steps() if other != step]
-        if others:
-            return f"to go on from step {others[-1]}, write {others[-1]} into {self.folder / TRACKER}"
-        return f"no other is there; delete {self.folder} to start anew"
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.
