@@ -47,7 +47,7 @@ class Checkpoints:
             return None
         text = tracker.read_text(encoding="utf-8").strip()
         if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; {self._advice(None)}")
+            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
         return int(text)
 
     def path(self, step: int) -> Path:
@@ -66,12 +66,13 @@ class Checkpoints:
         try:
             state = json.loads((path / STATE).read_text(encoding="utf-8"))
             damage = size_damage(path, state["files"])
-            complete = isinstance(state["identity"], dict) and state["step"] == step
+            complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
+            complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             what = error.strerror if isinstance(error, OSError) else f"not what a save wrote ({error!r})"
             raise Damaged(f"{path / STATE}: {what}; the checkpoint is incomplete") from None
         if damage or not complete:
-            raise Damaged(f"{damage or path / STATE}; the checkpoint is incomplete")
+            raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
         return state
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -113,12 +114,6 @@ class Checkpoints:
         if named is not None:
             steps = sorted({step for step in steps if step < named} | {named})
         return steps[::-1]
-
-    def _advice(self, step: int | None) -> str:
-        others = [other for other in self.steps() if other != step]
-        if others:
-            return f"to go on from step {others[-1]}, write {others[-1]} into {self.folder / TRACKER}"
-        return f"no other is there; delete {self.folder} to start anew"
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.

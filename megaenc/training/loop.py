@@ -23,7 +23,7 @@ from megaenc.training.together import on_rank_0, shared_fate
 def pretrain(plan: Plan, backend: Backend) -> bool:
     """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`.
 
-    False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too.
+    False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
     """
     save = plan.settings.output.save
     checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
@@ -187,5 +187,5 @@ def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:
 def _conclusion(step: int, total: int, result: BatchResult, save: str, asked: str | None) -> str:
     loss = "no target" if result.loss is None else f"loss {result.loss:.4f}"
     where = f", saved in {save}" if save else ""
-    why = f"; stopped by {asked}, the same command goes on" if asked and step < total else ""
+    why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
     return f"step {step} of {total}: {loss}{where}{why}"

@@ -240,11 +240,8 @@ _LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
-    (
-        ("exit_duration_in_mins", "lr", "adam_eps", "norm_epsilon", "rotary_base"),
-        lambda value: 0 < value < math.inf,
-        "a number above 0",
-    ),
+    (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
+    (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )

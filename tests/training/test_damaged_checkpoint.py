@@ -104,6 +104,12 @@ def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
     assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here" in line
 
 
+def test_a_tracker_that_is_no_number_is_refused(small_corpus, copy, refusal):
+    tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("twelve")
+    assert f"{tracker}: found 'twelve', expected the number of a step" in refusal(main, flags(small_corpus, copy))
+
+
 def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
     tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
     assert tracker.read_text() == "12\n"
