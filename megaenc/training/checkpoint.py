@@ -203,20 +203,25 @@ class Checkpoints:
         fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), str(self.path(step))))
 
     def load_weights(self, engine: Engine, step: int) -> None:
-        """Put the weights alone of the checkpoint of `step` into `engine`; its optimizer has seen nothing yet."""
-        load_model(self, step, *(chunk.module for chunk in engine.chunks))
+        """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
+        _load_model(self.path(step), [chunk.module for chunk in engine.chunks])
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
-def load_model(checkpoints: Checkpoints, step: int, *chunks: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step` into a model, in one part or several, once `check` finds it whole."""
+def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
+    """Put the weights of the checkpoint of `step` into `module`, without an optimizer, once `check` finds it whole."""
     try:
         checkpoints.check(step, identity)
     except Damaged as damage:
         whole = [other for other in checkpoints.steps() if other != step]
-        others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--step)" if whole else "no other is there"
+        others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
+    _load_model(checkpoints.path(step), [module])
+
+
+def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:
+    """A model in one part or, where pipeline stages are interleaved, in several."""
     wanted = {str(number): chunk.sharded_state_dict(prefix="model.") for number, chunk in enumerate(chunks)}
-    loaded = dist_checkpointing.load({"model": wanted}, str(checkpoints.path(step)))
+    loaded = dist_checkpointing.load({"model": wanted}, str(path))
     for number, chunk in enumerate(chunks):
         fill_module(chunk, loaded["model"][str(number)])

@@ -9,13 +9,14 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine, say
+from megaenc.errors import InputError
 from megaenc.objectives import Phase
-from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.checkpoint import Checkpoints, Damaged
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
-from megaenc.training.start import PROGRESS, Start
+from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
 
@@ -94,10 +95,18 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
 
 def _begin(engine: Engine, start: Start) -> None:
     """Load what the run starts from, in whatever layout it was saved; an engine has its new weights already."""
+    if not start.run:
+        return
     parent = Checkpoints(Path(start.run) / "checkpoints")
+    try:
+        saved = parent.check(start.at)
+    except Damaged as damage:
+        raise InputError(f"{damage}; choose another checkpoint of {start.run}") from None
+    if digest(saved["identity"]) != start.parent:
+        raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than that of {start.run}; choose another")
     if start.kind == "branch":
         parent.load(engine, start.at)
-    elif start.kind == "weights":
+    else:
         parent.load_weights(engine, start.at)
 
 

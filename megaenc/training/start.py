@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from megaenc.errors import InputError
 from megaenc.objectives import Phase, Schedule
 from megaenc.training.learning_rate import LearningRate
-from megaenc.training.run_folder import CONFIG, FACTS
+from megaenc.training.run_folder import CONFIG, FACTS, difference
 from megaenc.training.settings import PretrainSettings, settings_from
 
 if TYPE_CHECKING:
@@ -162,10 +162,9 @@ class Parent:
 
     def check_same(self, plan: "Plan", names: Iterable[str], why: str) -> None:
         """InputError names the first of the fields `names` of the identity that differs, and says `why` it must not."""
-        here = plan.identity
-        for name in names:
-            if self.identity.get(name) != here.get(name):
-                raise InputError(f"{self.flag}: {name} is {self.identity.get(name)} there, {here.get(name)} here; {why}")
+        there, here = ({name: values.get(name) for name in names} for values in (self.identity, plan.identity))
+        if other := difference(there, here):
+            raise InputError(f"{self.flag}: {other}; {why}")
 
     def progress(self, step: int) -> dict[str, Any]:
         """The PROGRESS of its checkpoint of `step`."""

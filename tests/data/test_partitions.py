@@ -57,7 +57,8 @@ def names(folder):
 
 # A preprocessing command that sends itself or its last worker a signal at the third part's second block.
 KILLED = """
-import os, sys, psutil
+import os, signal, sys, psutil
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from megaenc.data import inputs, preprocess, readers
 readers.BLOCK_BYTES = 300
 victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []

@@ -431,7 +431,8 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 
 
 SUICIDE = """
-import os, sys, psutil
+import os, signal, sys, psutil
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from megaenc.data import inputs, preprocess
 def read_blocks(found, spans, real=inputs.read_blocks):
     for block in real(found, spans):

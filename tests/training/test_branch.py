@@ -158,3 +158,13 @@ def test_a_run_that_cannot_be_branched_is_one_line(small_corpus, parent, tmp_pat
     assert "--branch-at 15: found no --branch-from" in refusal(main, [*flags, "--branch-at", "15"])
     itself = [*small_corpus.flags, *TWO_STAGES, "--branch-from", parent, "--branch-at", "15", "--save", parent]
     assert "is --save as well" in refusal(main, itself)
+
+
+def test_a_damaged_checkpoint_of_the_parent_is_named(small_corpus, parent, tmp_path, refusal):
+    away = shutil.copytree(parent, tmp_path / "away")
+    shard = sorted((away / "checkpoints" / "iter_0000015").glob("*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    line = refusal(main, branch_flags(small_corpus, away, TWO_STAGES, tmp_path / "run"))
+    assert str(shard) in line and f"choose another checkpoint of {away}" in line

@@ -91,7 +91,7 @@ def test_export_names_the_damage_and_the_others(damage, copy, tmp_path, refusal)
     damage(copy, 12)
     line = refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
     assert str(checkpoint(copy, 12)) in line
-    assert "checkpoints are there of steps 4, 8 (--step)" in line
+    assert "checkpoints are there of steps 4, 8 (--ckpt-step)" in line
 
 
 def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
