@@ -45,16 +45,16 @@ def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tm
     main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
     assert f"from the weights of {parent} at step 12 with a new optimizer" in capsys.readouterr().out
 
-    given, build = weights(parent, 12), engine.build_encoder
+    given, build = weights(parent, 12), engine.build_chunks
 
     def build_with_given_weights(*arguments, **options):
-        encoder = build(*arguments, **options)
+        (encoder,) = chunks = build(*arguments, **options)
         with torch.no_grad():
             for name, parameter in encoder.named_parameters():
                 parameter.copy_(given[name])
-        return encoder
+        return chunks
 
-    monkeypatch.setattr(engine, "build_encoder", build_with_given_weights)
+    monkeypatch.setattr(engine, "build_chunks", build_with_given_weights)
     main([*flags, "--save", str(tmp_path / "by hand")])
     assert curve(tmp_path / "run") == curve(tmp_path / "by hand")
     assert [row["learning_rate"] for row in runs.metrics(tmp_path / "run")] == [1e-3] * 5 + [5e-4]
