@@ -4,6 +4,7 @@ Reading is cheap and done by one process; a block is then parsed wherever there 
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -36,15 +37,15 @@ class Documents:
     """Bytes that were parsed, decompressed."""
 
 
-class Block:
+class Block(ABC):
     """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
 
     position: int
     """Bytes on disk (compressed) read so far, over the whole input: what progress is measured in."""
 
+    @abstractmethod
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
-        raise NotImplementedError
 
     def pieces(self, keys: Sequence[str], skip_bad: bool) -> Iterator[Documents]:
         """As `documents`, in several pieces where the block may hold more text than its size on disk tells."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from megaenc.data.blend import BlendedPacks, parse_data_path
 from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packs import ConcatPacks, CorpusPacks, Packs, RandomLengthPacks
+from megaenc.data.packs import ConcatPacks, CorpusPacks, RandomLengthPacks
 from megaenc.data.sentence_packs import SentencePacks
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -34,16 +34,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class RunData:
-    """`train` and `held_out` blend the corpora by the same weights; `held_out` is None where the split leaves nothing for it.
+    """`train` and `held_out` blend the corpora, one or more, by the same weights.
 
-    corpora, train_parts and shares (which add up to 1) go together.
+    `held_out` is None where the split leaves nothing for it. corpora, train_parts and shares (which add up to 1) go together.
     """
 
     corpora: tuple[Corpus, ...]
     train_parts: tuple[CorpusPacks, ...]
     shares: tuple[Fraction, ...]
-    train: Packs
-    held_out: Packs | None
+    train: BlendedPacks
+    held_out: BlendedPacks | None
 
     @classmethod
     def open(
@@ -73,8 +73,8 @@ class RunData:
             tuple(corpora),
             tuple(trains),
             tuple(weight / sum(weights) for weight in weights),
-            _blended(trains, weights),
-            _blended(list(tests.values()), [weights[number] for number in tests]) if tests else None,
+            BlendedPacks(trains, weights),
+            BlendedPacks(list(tests.values()), [weights[number] for number in tests]) if tests else None,
         )
 
     @property
@@ -88,14 +88,7 @@ class RunData:
         """What samples `first` to `end` - 1 read of each corpus."""
         rows = []
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_parts, self.shares, strict=True)):
-            before, after = (
-                self.train.samples_of(number, samples) if isinstance(self.train, BlendedPacks) else samples
-                for samples in (first, end)
-            )
+            before, after = (self.train.samples_of(number, samples) for samples in (first, end))
             epochs = part.epochs_after(after) - part.epochs_after(before)
             rows.append(Reading(corpus.prefix, float(share), after - before, epochs, part.dropped))
         return rows
-
-
-def _blended(parts: list[CorpusPacks], weights: list[Fraction]) -> Packs:
-    return BlendedPacks(parts, weights) if len(parts) > 1 else parts[0]

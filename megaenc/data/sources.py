@@ -6,6 +6,7 @@ file, rows of a saved data set, files of a group or of a data set on the Hub.
 
 import bisect
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -17,7 +18,7 @@ from megaenc.errors import InputError
 _HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be alike: its size is not asked for
 
 
-class Source:
+class Source(ABC):
     """Documents in a fixed order."""
 
     name: str
@@ -35,13 +36,13 @@ class Source:
         """Those of `seen` that the documents between two places come from."""
         return self.seen
 
+    @abstractmethod
     def place(self, offset: int) -> int:
         """The first place at or after `offset` of the `size` bytes, where a part may begin. Grows with `offset`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def blocks(self, start: int, stop: int, before: int) -> Iterator[Block]:
         """The documents between two places; `before` (bytes) is added to the blocks' positions."""
-        raise NotImplementedError
 
 
 def look(paths: Sequence[str]) -> list[tuple[str, int, int]]:

@@ -40,6 +40,8 @@ class Stop:
 
     def asked(self) -> str | None:
         """Who asked for the end, on any rank; None if nobody has. All ranks call this together and get the same answer."""
+        if not self._signals and self._deadline is None:  # on all ranks alike: there is nothing to agree on
+            return None
         late = self._deadline is not None and time.monotonic() >= self._deadline
         asked = torch.tensor([self._asked or (_TIME if late else 0)], device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)

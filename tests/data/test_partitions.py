@@ -8,20 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from text_helpers import TEXTS, contents, small_tokenizer, write_jsonl
+from text_helpers import TEXTS, contents, write_jsonl
 
 from megaenc.data import inputs, partitions
 from megaenc.data.partitions import Parts, work_folder
 from megaenc.data.preprocess import PreprocessFlags, preprocess
 from megaenc.data.sidecar import read_sidecar
 from megaenc.errors import InputError
-
-
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    small_tokenizer().save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture

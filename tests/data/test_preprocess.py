@@ -29,13 +29,6 @@ from megaenc.data.tokenizer import vocabulary_of
 from megaenc.errors import InputError
 
 
-@pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer") / "small"
-    small_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture
 def corpus(tmp_path):
     return write_jsonl(tmp_path / "corpus.jsonl", TEXTS)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from test_corpus import VOCABULARY, write_corpus
 
-from megaenc.data.blend import BlendedPacks
 from megaenc.data.packs import ConcatPacks, RandomLengthPacks
 from megaenc.data.run_data import RunData
 from megaenc.data.sentence_packs import SentencePacks
@@ -32,17 +31,20 @@ def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed
     return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=seq_length, seed=seed)
 
 
-def test_one_corpus_is_no_blend(corpora):
+def test_one_corpus_is_a_blend_of_one(corpora):
     data = open_data(corpora[0])
-    assert isinstance(data.train, ConcatPacks) and isinstance(data.held_out, ConcatPacks)
-    assert data.train.tokens_per_epoch == 80 * 9 and data.held_out.tokens_per_epoch == 20 * 9
+    (train,), (held_out,) = data.train.parts, data.held_out.parts
+    assert isinstance(train, ConcatPacks) and isinstance(held_out, ConcatPacks)
+    assert train.tokens_per_epoch == 80 * 9 and held_out.tokens_per_epoch == 20 * 9
+    for sample in (0, 5, 31):
+        assert np.array_equal(data.train[sample].tokens, train[sample].tokens) and data.train[sample].sample == sample
     assert data.fingerprint == data.corpora[0].fingerprint
     assert [(row.packs, row.share, row.epochs) for row in data.reading(45)] == [(45, 1.0, pytest.approx(2.0, abs=0.05))]
 
 
 def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
     data = open_data("0.25", corpora[0], "0.75", corpora[1])
-    assert isinstance(data.train, BlendedPacks) and data.shares == (Fraction(1, 4), Fraction(3, 4))
+    assert len(data.train.parts) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
     rows = data.reading(1000)
     assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
     # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
@@ -67,7 +69,7 @@ def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
 
 def test_sentences_need_a_corpus_of_sentences(corpora):
     data = open_data(corpora[2], packing="sentences")
-    assert isinstance(data.train, SentencePacks)
+    assert isinstance(data.train.parts[0], SentencePacks)
     # 32 tokens are two sentences of 11 and 10 tokens of a third, whose last token is dropped.
     assert data.reading(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
     with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
