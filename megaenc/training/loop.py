@@ -1,5 +1,6 @@
 """Pretraining, as the paragraph that describes it reads: resume or begin, then update, validate, log and save until the end."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -23,8 +24,8 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
     False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
     """
-    save = plan.settings.output.save
-    checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
+    output = plan.settings.output
+    checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
         try:
@@ -59,7 +60,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         monitor.validation(done, progress, validation(engine))
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
-    with stop, monitor:
+    with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
             clock = perf_counter()
             result, grad_norm = engine.update(step)
@@ -75,12 +76,12 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
+            if checkpoints:
+                checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 if folder:
                     folder.sync()
-                checkpoints.save(engine, step, progress)
-                if folder:
-                    checkpoints.retain(step, output.keep_last, output.keep_every)
+                checkpoints.save(engine, step, progress, block=last or leave or not output.async_save)
             if leave and not last:
                 break
     say(conclusion(step, settings.total_iters, result, output.save, asked))

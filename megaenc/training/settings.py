@@ -97,6 +97,8 @@ class OutputSettings:
     """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
     save_interval: int | None = None
     """steps between checkpoints; the last step is always saved"""
+    async_save: bool = False
+    """go on training while a checkpoint is written, from a copy of it in host memory"""
     keep_last: int | None = None
     """newest checkpoints that are kept; all unless this or --keep-every is given"""
     keep_every: int | None = None
