@@ -2,20 +2,17 @@
 
 from pathlib import Path
 from time import perf_counter
-from typing import Any
-
-import torch
-import torch.distributed as dist
 
 from megaenc.backend import Backend
-from megaenc.console import ProgressLine, say
+from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.objectives import Phase
 from megaenc.training.checkpoint import Checkpoints, Damaged
-from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.engine import Engine
 from megaenc.training.evaluation import Validation
+from megaenc.training.introduction import conclusion, introduction
+from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.run_folder import RunFolder
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
@@ -53,16 +50,16 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         checkpoints.load(engine, resumed)
     else:
         _begin(engine, plan.start)
-    say(_introduction(plan, backend, resumed))
-    peak = _total_peak_flops(backend, plan.dtype)
+    say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
     if folder:
         folder.cut(resumed or -1)
+    monitor = Monitor(plan, backend, folder, done)
     if validation and not resumed:
-        _log(folder, VALIDATION, {"step": done, **progress, **validation(engine)})
+        monitor.validation(done, progress, validation(engine))
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
-    with stop, ProgressLine(plan.schedule.text_at(done + 1), total=settings.total_iters) as line:
+    with stop, monitor:
         for step in range(done + 1, settings.total_iters + 1):
             clock = perf_counter()
             result, grad_norm = engine.update(step)
@@ -71,13 +68,10 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
-            row = _row(plan, step, result, grad_norm, progress, seconds, peak)
+            monitor.step(step, result, grad_norm, seconds, progress)
             last = step == settings.total_iters
-            if _due(step, plan.log_every) or last:
-                _log(folder, METRICS, row)
-            line.update(step, description=row["objective"], **_shown(row))
             if validation and (_due(step, settings.eval_every) or last):
-                _log(folder, VALIDATION, {"step": step, **progress, **validation(engine)})
+                monitor.validation(step, progress, validation(engine))
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
@@ -89,7 +83,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
                     checkpoints.retain(step, output.keep_last, output.keep_every)
             if leave and not last:
                 break
-    say(_conclusion(step, settings.total_iters, result, output.save, asked))
+    say(conclusion(step, settings.total_iters, result, output.save, asked))
     return last or not asked
 
 
@@ -114,25 +108,6 @@ def _due(step: int, interval: int | None) -> bool:
     return bool(interval) and step % interval == 0
 
 
-def _row(
-    plan: Plan, step: int, result: BatchResult, grad_norm: float, progress: dict[str, Any], seconds: float, peak: float
-) -> dict[str, Any]:
-    """What metrics.jsonl says of one step; tokens, predicted_tokens and flops are those of the run so far."""
-    return {
-        "step": step,
-        "objective": plan.schedule.text_at(step),
-        "phase": plan.schedule.at(step).index,
-        "loss": result.loss,
-        "accuracy": result.accuracy,
-        "learning_rate": plan.learning_rate(step),
-        "grad_norm": grad_norm,
-        **progress,
-        "tokens_per_second": plan.step_tokens(step) / seconds,
-        "model_flops_utilization": result.flops / seconds / peak if peak else None,
-        "step_seconds": seconds,
-    }
-
-
 def _open_folder(plan: Plan) -> RunFolder | None:
     """The run folder on rank 0; every rank leaves with the same InputError if it cannot be used."""
     if not plan.settings.output.save:
@@ -140,61 +115,3 @@ def _open_folder(plan: Plan) -> RunFolder | None:
     folders: list[RunFolder] = []
     on_rank_0(lambda: folders.append(RunFolder(Path(plan.settings.output.save), plan)))
     return folders[0] if folders else None
-
-
-def _log(folder: RunFolder | None, file: str, row: dict[str, Any]) -> None:
-    if folder:
-        folder.log(file, row)
-
-
-def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
-    """FLOP/s that all processes of the run reach together; 0 if that of one is unknown."""
-    peaks = torch.tensor([backend.peak_flops(dtype)], dtype=torch.float64, device=backend.device)
-    lowest = peaks.clone()
-    dist.all_reduce(peaks)
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    return float(peaks) if float(lowest) > 0 else 0.0
-
-
-def _shown(row: dict[str, Any]) -> dict[str, str]:
-    loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
-    return {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
-
-
-def _introduction(plan: Plan, backend: Backend, resumed: int) -> str:
-    settings = plan.settings
-    where = f"{dist.get_world_size()} x {backend.description}"
-    parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
-    start = f"going on after step {resumed}" if resumed else plan.start.describe()
-    phases = _phases(plan.schedule.phases)
-    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
-    precision = "bf16" if settings.bf16 else "fp32"
-    save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
-    return (
-        f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
-        f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
-        f"  {_reading(plan)}"
-    )
-
-
-def _reading(plan: Plan) -> str:
-    """How much of each corpus the whole run reads."""
-    rows = plan.reading
-    parts = [
-        f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
-        for row in rows
-    ]
-    return "; ".join(parts)
-
-
-def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:
-    """The first of them, and how many there are where that is not all."""
-    shown = [f"{phase.text} to step {phase.last_step}" for phase in phases[:most]]
-    return ", ".join(shown) + (f", ... ({len(phases):,} phases)" if len(phases) > most else "")
-
-
-def _conclusion(step: int, total: int, result: BatchResult, save: str, asked: str | None) -> str:
-    loss = "no target" if result.loss is None else f"loss {result.loss:.4f}"
-    where = f", saved in {save}" if save else ""
-    why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
-    return f"step {step} of {total}: {loss}{where}{why}"

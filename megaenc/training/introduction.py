@@ -1,0 +1,49 @@
+"""What the console says of a run before its first step and after its last."""
+
+import torch.distributed as dist
+
+from megaenc.backend import Backend
+from megaenc.objectives import Phase
+from megaenc.training.engine import BatchResult
+from megaenc.training.plan import Plan
+
+
+def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
+    """Model, machine and layout, phases and batch, how often the data are read; `resumed`: the step it goes on after, or 0."""
+    settings = plan.settings
+    where = f"{dist.get_world_size()} x {backend.description}"
+    parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
+    start = f"going on after step {resumed}" if resumed else plan.start.describe()
+    phases = _phases(plan.schedule.phases)
+    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
+    precision = "bf16" if settings.bf16 else "fp32"
+    save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
+    return (
+        f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
+        f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {_reading(plan)}"
+    )
+
+
+def conclusion(step: int, total: int, result: BatchResult, save: str, asked: str | None) -> str:
+    """How far the run has come, and why it ends there (`asked`: who wanted it to end)."""
+    loss = "no target" if result.loss is None else f"loss {result.loss:.4f}"
+    where = f", saved in {save}" if save else ""
+    why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
+    return f"step {step} of {total}: {loss}{where}{why}"
+
+
+def _reading(plan: Plan) -> str:
+    """How much of each corpus the whole run reads."""
+    rows = plan.reading
+    parts = [
+        f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
+        for row in rows
+    ]
+    return "; ".join(parts)
+
+
+def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:
+    """The first of them, and how many there are where that is not all."""
+    shown = [f"{phase.text} to step {phase.last_step}" for phase in phases[:most]]
+    return ", ".join(shown) + (f", ... ({len(phases):,} phases)" if len(phases) > most else "")
