@@ -17,6 +17,7 @@ from megaenc.training.run_folder import RunFolder
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
+from megaenc.training.watchdog import STACKS, Watchdog
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
@@ -28,14 +29,18 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
+        watchdog = Watchdog(plan.settings.output.distributed_timeout_minutes, Path(save) / STACKS if save else None)
         try:
-            return _pretrain(plan, backend, folder, checkpoints)
+            with watchdog:
+                return _pretrain(plan, backend, folder, checkpoints, watchdog)
         finally:
             if folder:
                 folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> bool:
+def _pretrain(
+    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None, watchdog: Watchdog
+) -> bool:
     settings, output = plan.settings, plan.settings.output
     if folder:
         checkpoints.clean()
@@ -47,6 +52,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         return True
     progress = {name: (saved if resumed else vars(plan.start))[name] for name in PROGRESS}
     engine = Engine(plan, backend)
+    watchdog.beat("load", done)
     if resumed:
         checkpoints.load(engine, resumed)
     else:
@@ -57,11 +63,13 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         folder.cut(resumed or -1)
     monitor = Monitor(plan, backend, folder, done)
     if validation and not resumed:
+        watchdog.beat("validation", done)
         monitor.validation(done, progress, validation(engine))
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
     with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
+            watchdog.beat("step", step)
             clock = perf_counter()
             result, grad_norm = engine.update(step)
             seconds = perf_counter() - clock
@@ -72,6 +80,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             monitor.step(step, result, grad_norm, seconds, progress)
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
+                watchdog.beat("validation", step)
                 monitor.validation(step, progress, validation(engine))
 
             asked = stop.asked()
@@ -79,6 +88,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             if checkpoints:
                 checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
+                watchdog.beat("save", step)
                 if folder:
                     folder.sync()
                 checkpoints.save(engine, step, progress, block=last or leave or not output.async_save)

@@ -107,6 +107,9 @@ class OutputSettings:
     """save and stop after the next step that is a multiple of this"""
     exit_duration_in_mins: float | None = None
     """save and stop after the step in which this many minutes of training are over; exit code 75"""
+    distributed_timeout_minutes: float = 10.0
+    """minutes without progress after which every process writes its stacks and ends, exit code 70; the first step, validation,
+    save and load have three times as long, 10 minutes at least"""
     eval_interval: int | None = None
     """steps between validations, 0 for none; a tenth of the run unless given"""
     eval_iters: int = 4
@@ -243,7 +246,7 @@ _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
-    (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
+    (("exit_duration_in_mins", "distributed_timeout_minutes"), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
