@@ -8,6 +8,7 @@ from megaenc.backend import Backend
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.training.checkpoint import Checkpoints, Damaged
+from megaenc.training.diagnosis import report_skipped
 from megaenc.training.engine import Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.introduction import conclusion, introduction
@@ -71,13 +72,16 @@ def _pretrain(
         for step in range(done + 1, settings.total_iters + 1):
             watchdog.beat("step", step)
             clock = perf_counter()
-            result, grad_norm = engine.update(step)
+            result, grad_norm, made = engine.update(step)
             seconds = perf_counter() - clock
 
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
+            progress["skipped_updates"] += not made
             monitor.step(step, result, grad_norm, seconds, progress)
+            if not made:
+                report_skipped(engine, step, result, progress["skipped_updates"])
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
                 watchdog.beat("validation", step)

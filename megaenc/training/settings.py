@@ -90,6 +90,15 @@ class StartSettings:
 
 
 @dataclass(frozen=True)
+class HealthSettings:
+    """What a run does about numbers that go wrong."""
+
+    max_skipped_updates: int = 10
+    """updates of the whole run that may be left out because loss or gradient are no finite numbers; one more ends it, naming
+    step, pack and rank"""
+
+
+@dataclass(frozen=True)
 class OutputSettings:
     """What a run writes, and when."""
 
@@ -150,6 +159,7 @@ class PretrainSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     start: StartSettings = field(default_factory=StartSettings)
     layout: Layout = field(default_factory=Layout)
+    health: HealthSettings = field(default_factory=HealthSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def check(self, world_size: int) -> None:
@@ -244,7 +254,7 @@ _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_
 _LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
-    (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
+    (("eval_interval", "branch_at", "init_at", "skip_samples", "max_skipped_updates"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("exit_duration_in_mins", "distributed_timeout_minutes"), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
