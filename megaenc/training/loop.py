@@ -30,7 +30,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
-        watchdog = Watchdog(plan.settings.output.distributed_timeout_minutes, Path(save) / STACKS if save else None)
+        watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
         try:
             with watchdog:
                 return _pretrain(plan, backend, folder, checkpoints, watchdog)
