@@ -52,9 +52,8 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         _begin(engine, plan.start)
     say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
-    if folder:
-        folder.cut(resumed or -1)
     monitor = Monitor(plan, backend, folder, done)
+    monitor.cut(resumed or -1)
     if validation and not resumed:
         monitor.validation(done, progress, validation(engine))
 
@@ -76,8 +75,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
-                if folder:
-                    folder.sync()
+                monitor.sync()
                 checkpoints.save(engine, step, progress)
                 if folder:
                     checkpoints.retain(step, output.keep_last, output.keep_every)

@@ -11,16 +11,18 @@ from megaenc.console import ProgressLine
 from megaenc.training.engine import BatchResult
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.sinks import Sinks
 
 
 class Monitor:
     """Makes the rows, on all ranks alike, and shows them; `folder` is there on rank 0 of a run with `--save` alone.
 
-    As a context it holds the progress line, which begins at step `done`.
+    As a context it holds the progress line, which begins at step `done`, and closes what the rows go to.
     """
 
     def __init__(self, plan: Plan, backend: Backend, folder: RunFolder | None, done: int):
-        self._plan, self._folder = plan, folder
+        self._plan = plan
+        self._sinks = Sinks(plan, folder)
         self._peak = _total_peak_flops(backend, plan.dtype)
         self._line = ProgressLine(plan.schedule.text_at(done + 1), total=plan.settings.total_iters)
 
@@ -30,18 +32,26 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._line.__exit__(kind, error, trace)
+        self._sinks.close()
 
     def step(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> None:
         """Update number `step` took `seconds`; `progress` is that of the run so far."""
         row = self._row(step, result, grad_norm, seconds, progress)
-        if self._folder and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
-            self._folder.log(METRICS, row)
+        if step % self._plan.log_every == 0 or step == self._plan.settings.total_iters:
+            self._sinks.log(METRICS, row)
         self._line.update(step, description=row["objective"], **_shown(row))
 
     def validation(self, step: int, progress: dict[str, Any], found: dict[str, Any]) -> None:
         """A validation after `step` has `found` this (see `Validation`)."""
-        if self._folder:
-            self._folder.log(VALIDATION, {"step": step, **progress, **found})
+        self._sinks.log(VALIDATION, {"step": step, **progress, **found})
+
+    def cut(self, step: int) -> None:
+        """Steps beyond `step` are about to be made, or made again: rows of them that are there no longer count."""
+        self._sinks.cut(step)
+
+    def sync(self) -> None:
+        """Put the rows on the disk, before a checkpoint says that they are there."""
+        self._sinks.sync()
 
     def _row(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""
