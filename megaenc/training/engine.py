@@ -21,6 +21,7 @@ from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
 from megaenc.training.plan import Plan
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Engine:
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.watch = Stopwatch()
+        self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -107,6 +110,7 @@ class Engine:
                 overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
+                timers=self.timers,
             ),
             self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
@@ -130,16 +134,20 @@ class Engine:
 
     def update(self, step: int) -> tuple[BatchResult, float]:
         """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
+        self.watch.reset()
+        reset_timers(self.timers)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         settings = self.plan.settings
         objective = self.plan.schedule.objective(step)
         share = dataclasses.replace(self.share, global_batch_size=settings.batch_sizes.size(step))
-        result = self._run(share, self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
+        with self.watch.measure(FORWARD_BACKWARD):
+            result = self._run(share, self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
-        _, grad_norm, _ = self.optimizer.step()
+        with self.watch.measure(OPTIMIZER):
+            _, grad_norm, _ = self.optimizer.step()
         return result, float(grad_norm)
 
     def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
@@ -160,6 +168,7 @@ class Engine:
         """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
         batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in share.samples(start))
+        batches = self.watch.over(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(

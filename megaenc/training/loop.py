@@ -52,10 +52,10 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         _begin(engine, plan.start)
     say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
-    monitor = Monitor(plan, backend, folder, done)
+    monitor = Monitor(plan, backend, engine, folder, done)
     monitor.cut(resumed or -1)
     if validation and not resumed:
-        monitor.validation(done, progress, validation(engine))
+        monitor.validation(done, progress, validation)
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
     with stop, monitor:
@@ -70,13 +70,14 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             monitor.step(step, result, grad_norm, seconds, progress)
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
-                monitor.validation(step, progress, validation(engine))
+                monitor.validation(step, progress, validation)
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 monitor.sync()
-                checkpoints.save(engine, step, progress)
+                with monitor.timing("save"):
+                    checkpoints.save(engine, step, progress)
                 if folder:
                     checkpoints.retain(step, output.keep_last, output.keep_every)
             if leave and not last:

@@ -1,6 +1,7 @@
 """What a run tells about itself besides its folder and the console; none of it changes the run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megaenc.errors import InputError
 
@@ -19,6 +20,9 @@ class MonitoringSettings:
     """user or team that the project belongs to; your own unless given"""
     wandb_save_dir: str = ""
     """folder in which Weights & Biases keeps its files, in a folder wandb; that of --save unless given"""
+    timing_log_level: Literal[0, 1, 2] = 0
+    """megatron-core's timers, as `timers` in each row. 1: each part of a step, 2: each micro-batch too; both wait for the
+    device and for other ranks, so the run is slower"""
 
     def check(self, save: str) -> None:
         """InputError, naming the flag, for a combination that says nothing; `save`: the run folder."""
