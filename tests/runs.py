@@ -38,14 +38,20 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
 
 
 def run(
-    command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None, packages: Path | None = None
+    command: list[str],
+    *,
+    expect: int | None = 0,
+    timeout: float = 240,
+    cwd: Path | None = None,
+    packages: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
 
-    `packages`: a folder of installed packages to import from besides.
+    `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
     path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | (environment or {})
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
     )

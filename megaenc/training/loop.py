@@ -60,12 +60,11 @@ def _pretrain(
         _begin(engine, plan.start)
     say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
-    if folder:
-        folder.cut(resumed or -1)
-    monitor = Monitor(plan, backend, folder, done)
+    monitor = Monitor(plan, backend, engine, folder, done)
+    monitor.cut(resumed or -1)
     if validation and not resumed:
         watchdog.beat("validation", done)
-        monitor.validation(done, progress, validation(engine))
+        monitor.validation(done, progress, validation)
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
     with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
@@ -85,7 +84,7 @@ def _pretrain(
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
                 watchdog.beat("validation", step)
-                monitor.validation(step, progress, validation(engine))
+                monitor.validation(step, progress, validation)
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
@@ -93,9 +92,9 @@ def _pretrain(
                 checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 watchdog.beat("save", step)
-                if folder:
-                    folder.sync()
-                checkpoints.save(engine, step, progress, block=last or leave or not output.async_save)
+                monitor.sync()
+                with monitor.timing("save"):
+                    checkpoints.save(engine, step, progress, block=last or leave or not output.async_save)
             if leave and not last:
                 break
     say(conclusion(step, settings.total_iters, result, output.save, asked))

@@ -12,6 +12,7 @@ from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 from megaenc.training.batch_sizes import BatchSizes, batch_sizes
+from megaenc.training.monitoring_settings import MonitoringSettings
 
 
 @dataclass(frozen=True)
@@ -161,11 +162,13 @@ class PretrainSettings:
     layout: Layout = field(default_factory=Layout)
     health: HealthSettings = field(default_factory=HealthSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
 
     def check(self, world_size: int) -> None:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
+        self.monitoring.check(self.output.save)
         self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
