@@ -74,15 +74,20 @@ def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> su
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the pretraining command, for `in_turn`; `copy_of`: a folder that is first copied to the one it saves to."""
+    """A run of the pretraining command, for `in_turn`.
+
+    `copy_of`: a folder that is first copied to the one it saves to; `weights`: a file of torch's with whole matrices by their
+    global names, to begin with instead of new ones (not for tensor parallelism).
+    """
 
     save: Path
     flags: list[str]
     processes: int = 1
     copy_of: Path | None = None
+    weights: Path | None = None
 
 
-def in_turn(jobs: list[Job], folder: Path, timeout: float = 240) -> subprocess.CompletedProcess:
+def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.CompletedProcess:
     """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
