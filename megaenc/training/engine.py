@@ -263,17 +263,9 @@ class Engine:
             loss, correct = summed_loss(logits_NV, batch.labels)
             predicted = batch.labels.numel()
             counts["predicted"] += predicted
-            counts["flops"] += self._flops(batch)
+            shape, vocabulary = self.plan.settings.shape, self.plan.vocabulary.size
+            counts["flops"] += shape.training_flops(vocabulary, predicted, batch.packing.spans())
             sums = torch.stack([loss.detach().double(), correct.double()])
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
         return output, loss_of
-
-    def _flops(self, batch: MicroBatch) -> float:
-        """Operations of the matrix products of one micro-batch, forward and backward, as executed: documents and predictions."""
-        shape = self.plan.settings.shape
-        attention = sum(
-            shape.attention_flops(stop - start, prefix=prefix - start) for start, prefix, stop in batch.packing.spans()
-        )
-        head = 6 * shape.hidden_size * self.plan.vocabulary.size * batch.labels.numel()
-        return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

@@ -13,8 +13,9 @@ from megaenc.backend import Backend
 from megaenc.console import ProgressLine
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 from megaenc.training.sinks import Sinks
+from megaenc.training.stragglers import Stragglers
 from megaenc.training.timing import highest, longest, memory
 
 
@@ -27,6 +28,8 @@ class Monitor:
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
         self._plan, self._backend, self._engine = plan, backend, engine
         self._sinks = Sinks(plan, folder)
+        monitoring = plan.settings.monitoring
+        self._stragglers = Stragglers(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._between = {"evaluation": 0.0, "save": 0.0}
         self._peak = _total_peak_flops(backend, plan.dtype)
         self._line = ProgressLine(plan.schedule.text_at(done + 1), total=plan.settings.total_iters)
@@ -44,6 +47,8 @@ class Monitor:
         row = self._row(step, result, grad_norm, seconds, progress)
         if Sinks.wanted(self._plan) and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
             self._sinks.log(METRICS, row | self._of_all_ranks())
+        if self._stragglers and (report := self._stragglers.step(step)):
+            self._sinks.log(STRAGGLERS, report)
         self._line.update(step, description=row["objective"], **_shown(row))
 
     def validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:

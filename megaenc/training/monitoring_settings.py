@@ -23,6 +23,10 @@ class MonitoringSettings:
     timing_log_level: Literal[0, 1, 2] = 0
     """megatron-core's timers, as `timers` in each row. 1: each part of a step, 2: each micro-batch too; both wait for the
     device and for other ranks, so the run is slower"""
+    log_straggler: bool = False
+    """compare the ranks' own time, without waiting for others: stragglers.jsonl, and a line when one is slow repeatedly"""
+    straggler_interval: int = 100
+    """steps between two such reports"""
 
     def check(self, save: str) -> None:
         """InputError, naming the flag, for a combination that says nothing; `save`: the run folder."""

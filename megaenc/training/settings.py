@@ -253,7 +253,7 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval")
+_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
 _LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),

@@ -1,6 +1,7 @@
 """Where the time goes and how much memory there is: the highest of all ranks, on each row."""
 
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -43,6 +44,15 @@ def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
     assert {"forward-recv", "forward-send"} <= timers.keys(), "of the second stage and of the first"
     assert 0 < timers["backward-compute"] < timers["forward-backward"]
     assert timers["forward-backward"] < 2 * timed_run[11]["step_seconds"], "of this step alone"
+
+
+def test_rates_are_flops_over_seconds(timed_run):
+    """A device's share of what two processes executed; the utilization is that over one and the same peak."""
+    for before, row in pairwise(timed_run):
+        rate = (row["flops"] - before["flops"]) / row["step_seconds"] / 2 / 1e12
+        assert row["tflops_per_second"] == pytest.approx(rate)
+    peaks = [row["tflops_per_second"] / row["model_flops_utilization"] for row in timed_run[:12]]
+    assert peaks == pytest.approx([peaks[0]] * 12)
 
 
 def test_the_parts_of_one_process_are_its_step(small_corpus, tmp_path):
