@@ -19,9 +19,11 @@ from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
 from megaenc.training.pickles import check_pickles
+from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
+from megaenc.training.skipped import read_alike
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import cannot_be_written, sync, write_sharded
 
@@ -92,12 +94,13 @@ class Checkpoints:
         on_rank_0(lambda: check_pickles(path))
         return state
 
-    def newest_good(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def newest_good(self, plan: Plan) -> dict[str, Any] | None:
         """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
 
-        Those up to the step that the tracker names are looked at. A damaged one is named in a line; InputError if all are.
+        Those up to the step that the tracker names are looked at, but for those that have read packs which `plan` leaves out. A
+        damaged one is named in a line; InputError if all are.
         """
-        steps = on_rank_0(self._candidates)
+        identity, steps = plan.identity, on_rank_0(lambda: self._candidates(plan))
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
                 return self.check(step, identity)
@@ -107,13 +110,19 @@ class Checkpoints:
                 say(f"{damage}: trying that of step {before}")
         return None
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self, plan: Plan) -> list[int]:
         """Newest first. A save that was cut off before its tracker was written left a whole checkpoint and no tracker."""
         named = self.latest()
         steps = self.steps()
         if named is not None:
             steps = sorted({step for step in steps if step < named} | {named})
-        return steps[::-1]
+        return [step for step in steps[::-1] if self._fits(step, plan)]
+
+    def _fits(self, step: int, plan: Plan) -> bool:
+        try:
+            return read_alike(plan, self.state(step))
+        except Damaged:
+            return True  # to be named
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.
@@ -124,7 +133,8 @@ class Checkpoints:
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
         try:
             files = write_sharded(sharded_state(engine, is_loading=False), attempt)
-            state = {"step": step, **progress, "identity": engine.plan.identity, "files": dict(sorted(files.items()))}
+            state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts)}
+            state |= {"identity": engine.plan.identity, "files": dict(sorted(files.items()))}
             on_rank_0(lambda: self._publish(attempt, state))
         except InputError as error:
             if rank() == 0 and not isinstance(error, LocalInputError):

@@ -40,7 +40,7 @@ def _reading(plan: Plan) -> str:
         f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
         for row in rows
     ]
-    return "; ".join(parts)
+    return "; ".join(parts) + plan.skipped.describe()
 
 
 def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:

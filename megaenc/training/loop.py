@@ -39,7 +39,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
     settings, output = plan.settings, plan.settings.output
     if folder:
         checkpoints.clean()
-    saved = checkpoints.newest_good(plan.identity) if checkpoints else None
+    saved = checkpoints.newest_good(plan) if checkpoints else None
     resumed = saved["step"] if saved else 0
     done = resumed or plan.start.step
     if done == settings.total_iters:
