@@ -118,11 +118,29 @@ class Checkpoints:
             steps = sorted({step for step in steps if step < named} | {named})
         return [step for step in steps[::-1] if self._fits(step, plan)]
 
-    def _fits(self, step: int, plan: Plan) -> bool:
+    def _fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
         try:
             return read_alike(plan, self.state(step))
         except Damaged:
-            return True  # to be named
+            return damaged  # to be named
+
+    def fitting(self, plan: Plan) -> list[int]:
+        """The steps whose checkpoints look whole and have read no pack that `plan` leaves out."""
+        return [step for step in self.steps() if self._fits(step, plan, damaged=False)]
+
+    def leave_behind(self, plan: Plan) -> None:
+        """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
+
+        Those checkpoints stay until their steps are made again.
+        """
+        named = self.latest()
+        if named is None or self._fits(named, plan):
+            return
+        before = [step for step in self.fitting(plan) if step < named]
+        if before:
+            write_whole(self.folder / TRACKER, f"{before[-1]}\n")
+        else:
+            (self.folder / TRACKER).unlink()
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.

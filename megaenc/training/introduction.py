@@ -1,4 +1,4 @@
-"""What the console says of a run before its first step and after its last."""
+"""What the console says of a run before its first step, after its last, and where its loss leaps."""
 
 import torch.distributed as dist
 
@@ -31,6 +31,15 @@ def conclusion(step: int, total: int, result: BatchResult, save: str, asked: str
     where = f", saved in {save}" if save else ""
     why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
     return f"step {step} of {total}: {loss}{where}{why}"
+
+
+def spike_found(plan: Plan, step: int, result: BatchResult, deviations: float) -> str:
+    """What a spike of the loss at `step` looks like, and what becomes of it."""
+    allowed, made = plan.settings.health.max_rewinds, len(plan.rewinds)
+    what = f"rewind {made + 1} of {allowed}" if made < allowed else f"all of --max-rewinds {allowed} are made"
+    return f"step {step}: loss {result.loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones" + (
+        f"; {what}" if allowed else ""
+    )
 
 
 def _reading(plan: Plan) -> str:

@@ -31,10 +31,22 @@ class Monitor:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._line.__exit__(kind, error, trace)
 
-    def step(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> None:
-        """Update number `step` took `seconds`; `progress` is that of the run so far."""
-        row = self._row(step, result, grad_norm, seconds, progress)
-        if self._folder and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
+    def step(
+        self,
+        step: int,
+        result: BatchResult,
+        grad_norm: float,
+        seconds: float,
+        progress: dict[str, Any],
+        deviations: float | None,
+        notable: bool,
+    ) -> None:
+        """Update number `step` took `seconds`; `progress` is that of the run so far.
+
+        `deviations`: see `spikes.RecentLosses.add`. A `notable` row is logged whatever the interval.
+        """
+        row = self._row(step, result, grad_norm, seconds, progress) | {"loss_deviations": deviations}
+        if self._folder and (notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
             self._folder.log(METRICS, row)
         self._line.update(step, description=row["objective"], **_shown(row))
 

@@ -18,7 +18,7 @@ from megaenc.training.skipped import SkippedPacks
 if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
-PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates")
+PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
 """What metrics and checkpoints count from a run's first step on."""
 
 # A branch may change these; what they do up to its first step is compared step by step. Validations train nothing.
@@ -59,6 +59,7 @@ class Start:
     predicted_tokens: int = 0
     flops: float = 0.0
     skipped_updates: int = 0
+    loss_spikes: int = 0
     skip_packs: tuple[str, ...] = ()
     """What a branch's parent leaves out."""
     before: tuple[Stage, ...] = ()
