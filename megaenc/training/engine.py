@@ -153,7 +153,8 @@ class Engine:
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""
         share = dataclasses.replace(self.share, global_batch_size=self.plan.settings.batch_sizes.size(step))
-        return list(share.samples(self.plan.first_sample(step)))
+        positions = share.samples(self.plan.samples_by(step - 1))
+        return [[self.plan.sample(position) for position in row] for row in positions]
 
     def clear_gradient(self) -> None:
         """Forget the gradient that is there."""

@@ -42,10 +42,23 @@ class Monitor:
         self._line.__exit__(kind, error, trace)
         self._sinks.close()
 
-    def step(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> None:
-        """Update number `step` took `seconds`; `progress` is that of the run so far."""
-        row = self._row(step, result, grad_norm, seconds, progress)
-        if Sinks.wanted(self._plan) and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
+    def step(
+        self,
+        step: int,
+        result: BatchResult,
+        grad_norm: float,
+        seconds: float,
+        progress: dict[str, Any],
+        deviations: float | None,
+        notable: bool,
+    ) -> None:
+        """Update number `step` took `seconds`; `progress` is that of the run so far.
+
+        `deviations`: see `spikes.RecentLosses.add`. A `notable` row is logged whatever the interval.
+        """
+        row = self._row(step, result, grad_norm, seconds, progress) | {"loss_deviations": deviations}
+        due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters
+        if due and Sinks.wanted(self._plan):
             self._sinks.log(METRICS, row | self._of_all_ranks())
         if self._stragglers and (report := self._stragglers.step(step)):
             self._sinks.log(STRAGGLERS, report)

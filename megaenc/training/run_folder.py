@@ -54,13 +54,18 @@ class RunFolder:
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
+        self.record(plan)
+        if not (path / TOKENIZER).exists():
+            with whole_folder(path / TOKENIZER) as temporary:
+                plan.tokenizer.save_pretrained(temporary)
+
+    def record(self, plan: "Plan") -> None:
+        """Write what `plan` is to run.json and config.yaml."""
+        path = self.path
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
-        if not (path / TOKENIZER).exists():
-            with whole_folder(path / TOKENIZER) as temporary:
-                plan.tokenizer.save_pretrained(temporary)
 
     def close(self) -> None:
         """Give the folder free; the end of the process, however it comes, does so too."""
