@@ -23,6 +23,7 @@ from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
 from megaenc.training.plan import Plan
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class Engine:
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.watch = Stopwatch()
+        self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -109,6 +112,7 @@ class Engine:
                 overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
+                timers=self.timers,
             ),
             self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
@@ -135,12 +139,16 @@ class Engine:
 
         It is not where loss or gradient are no finite numbers: then weights and optimizer stay as they were, on all ranks.
         """
+        self.watch.reset()
+        reset_timers(self.timers)
         self.clear_gradient()
         objective = self.plan.schedule.objective(step)
-        result = self._run(self.rows(step), self.plan.packs, objective, self.plan.settings.seed, train=True)
+        with self.watch.measure(FORWARD_BACKWARD):
+            result = self._run(self.rows(step), self.plan.packs, objective, self.plan.settings.seed, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
-        return result, *self._step(result.loss_sum)
+        with self.watch.measure(OPTIMIZER):
+            return result, *self._step(result.loss_sum)
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""
@@ -229,6 +237,7 @@ class Engine:
         """float64[4] of this rank: loss, correct, predicted, FLOPs of its micro-batches, each of the samples of one of `rows`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
         batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in rows)
+        batches = self.watch.over(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(

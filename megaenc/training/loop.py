@@ -1,6 +1,7 @@
 """Pretraining, as the paragraph that describes it reads: resume or begin, then update, validate, log and save until the end."""
 
 import gc
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -20,6 +21,7 @@ from megaenc.training.spikes import RecentLosses, leave_out
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
+from megaenc.training.watchdog import STACKS, Watchdog
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
@@ -27,22 +29,26 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
     False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
     """
-    save = plan.settings.output.save
-    checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
+    output = plan.settings.output
+    checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
-        stop = Stop(plan.settings.output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
+        watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
+        stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
         try:
-            while isinstance(end := _pretrain(plan, backend, folder, checkpoints, stop), Plan):
-                plan = end
-                gc.collect()  # the model that was, before there is another
-            return end
+            with watchdog:
+                while isinstance(end := _pretrain(plan, backend, folder, checkpoints, stop, watchdog), Plan):
+                    plan = end
+                    gc.collect()  # the model that was, before there is another
+                return end
         finally:
             if folder:
                 folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None, stop: Stop) -> bool | Plan:
+def _pretrain(
+    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None, stop: Stop, watchdog: Watchdog
+) -> bool | Plan:
     """What `pretrain` returns, or at a spike the plan with which the run has to go back and on from what is saved."""
     settings, output = plan.settings, plan.settings.output
     if folder:
@@ -57,6 +63,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         return True
     progress = {name: (saved if resumed else vars(plan.start))[name] for name in PROGRESS}
     engine = Engine(plan, backend)
+    watchdog.beat("load", done)
     if resumed:
         checkpoints.load(engine, resumed)
     else:
@@ -64,14 +71,15 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
     losses = RecentLosses(saved.get("losses") if saved else None)
     say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
-    if folder:
-        folder.cut(resumed or -1)
-    monitor = Monitor(plan, backend, folder, done)
+    monitor = Monitor(plan, backend, engine, folder, done)
+    monitor.cut(resumed or -1)
     if validation and not resumed:
-        monitor.validation(done, progress, validation(engine))
+        watchdog.beat("validation", done)
+        monitor.validation(done, progress, validation)
 
-    with stop, monitor:
+    with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
+            watchdog.beat("step", step)
             clock = perf_counter()
             result, grad_norm, made = engine.update(step)
             seconds = perf_counter() - clock
@@ -85,23 +93,28 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
             progress["loss_spikes"] += spike
             monitor.step(step, result, grad_norm, seconds, progress, deviations, notable=spike or not made)
             if not made:
+                watchdog.beat("diagnosis", step)
                 report_skipped(engine, step, result, progress["skipped_updates"])
             if spike:
                 say(spike_found(plan, step, result, deviations))
                 if len(plan.rewinds) < settings.health.max_rewinds:
+                    watchdog.beat("rewind", step)
                     return _leave_out(plan, step, folder, checkpoints)
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
-                monitor.validation(step, progress, validation(engine))
+                watchdog.beat("validation", step)
+                monitor.validation(step, progress, validation)
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
+            if checkpoints:
+                checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
-                if folder:
-                    folder.sync()
-                checkpoints.save(engine, step, progress | {"losses": losses.state})
-                if folder:
-                    checkpoints.retain(step, output.keep_last, output.keep_every)
+                watchdog.beat("save", step)
+                monitor.sync()
+                with monitor.timing("save"):
+                    state = progress | {"losses": dict(losses.state)}
+                    checkpoints.save(engine, step, state, block=last or leave or not output.async_save)
             if leave and not last:
                 break
     say(conclusion(step, settings.total_iters, result, output.save, asked))
@@ -110,6 +123,7 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
 
 def _leave_out(plan: Plan, step: int, folder: RunFolder | None, checkpoints: Checkpoints) -> Plan:
     """The plan without the packs that led to the spike at `step`, on the disk before anything else is done with it."""
+    checkpoints.finish_save()
     kept = on_rank_0(lambda: [at for at in checkpoints.fitting(plan) if at < step])
     shorter = leave_out(plan, step, kept)
     on_rank_0(lambda: folder.record(shorter))

@@ -53,9 +53,10 @@ def test_what_is_saved_is_all_there_is_and_stays_small():
 
 
 def curve(folder, after=0):
-    """The rows without what the clock says."""
-    clock = ("tokens_per_second", "model_flops_utilization", "step_seconds")
-    return [{name: row[name] for name in row if name not in clock} for row in runs.metrics(folder) if row["step"] > after]
+    """The rows without what the clock and the machine say."""
+    names = ("step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm", "tokens", "predicted_tokens")
+    names += ("flops", "skipped_updates", "loss_spikes", "loss_deviations")
+    return [{name: row[name] for name in names} for row in runs.metrics(folder) if row["step"] > after]
 
 
 def weights(folder, step=48) -> dict[str, bytes]:
