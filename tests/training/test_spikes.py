@@ -153,7 +153,7 @@ def test_two_processes_go_back_together(small_corpus, tmp_path):
 def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(small_corpus, tmp_path, monkeypatch, capsys):
     """Step 40 reads other packs after the first rewind, and one of those is bad too; then a third."""
     spoil({315: 30.0, 339: 30.0, 345: 30.0}, monkeypatch.setattr)
-    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1"]
+    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1", "--async-save"]
     main([*flags, "--save", str(tmp_path / "run")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " is a spike, " in line]
     assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are made"]
