@@ -184,8 +184,7 @@ class Checkpoints:
     def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
         """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
-        plan = engine.plan
-        state = {"step": step, **progress, "skip_packs": list(plan.skipped.texts), "identity": plan.identity}
+        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
         try:
             sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
             yield (writing := self._thread.submit(sharded.write))

@@ -184,11 +184,9 @@ class Engine:
         before = {name: getattr(self.config, name) for name in names}
         self.gather_parameters()
         with contextlib.ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())
-                if self.layout.overlap_param_gather:
-                    chunk.disable_forward_pre_hook()
-                    stack.callback(chunk.enable_forward_pre_hook)
+            for chunk in self.chunks if self.layout.overlap_param_gather else ():
+                chunk.disable_forward_pre_hook()
+                stack.callback(chunk.enable_forward_pre_hook)
             for name in names:
                 setattr(self.config, name, None)
             try:
@@ -205,7 +203,10 @@ class Engine:
         """
         self.clear_gradient()
         repeated = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # interleaved stages take no fewer
-        sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
+            sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 

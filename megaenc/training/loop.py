@@ -93,10 +93,12 @@ def _pretrain(
             progress["loss_spikes"] += spike
             monitor.step(step, result, grad_norm, seconds, progress, deviations, notable=spike or not made)
             if not made:
+                watchdog.beat("diagnosis", step)
                 report_skipped(engine, step, result, progress["skipped_updates"])
             if spike:
                 say(spike_found(plan, step, result, deviations))
                 if len(plan.rewinds) < settings.health.max_rewinds:
+                    watchdog.beat("rewind", step)
                     return _leave_out(plan, step, folder, checkpoints)
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
@@ -111,8 +113,8 @@ def _pretrain(
                 watchdog.beat("save", step)
                 monitor.sync()
                 with monitor.timing("save"):
-                    block = last or leave or not output.async_save
-                    checkpoints.save(engine, step, progress | {"losses": losses.state}, block)
+                    state = progress | {"losses": dict(losses.state)}
+                    checkpoints.save(engine, step, state, block=last or leave or not output.async_save)
             if leave and not last:
                 break
     say(conclusion(step, settings.total_iters, result, output.save, asked))
@@ -121,7 +123,7 @@ def _pretrain(
 
 def _leave_out(plan: Plan, step: int, folder: RunFolder | None, checkpoints: Checkpoints) -> Plan:
     """The plan without the packs that led to the spike at `step`, on the disk before anything else is done with it."""
-    checkpoints.finish_save()  # before it is known which of them fit
+    checkpoints.finish_save()
     kept = on_rank_0(lambda: [at for at in checkpoints.fitting(plan) if at < step])
     shorter = leave_out(plan, step, kept)
     on_rank_0(lambda: folder.record(shorter))

@@ -149,14 +149,13 @@ def _newest(plan: "Plan", recorded: SkippedPacks) -> int:
     folder = Path(plan.settings.output.save) / "checkpoints"
     tracker = folder / "latest_checkpointed_iteration.txt"
     text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
-    steps = []
-    for file in folder.glob("iter_*/state.json"):
+    for file in sorted(folder.glob("iter_*/state.json"), reverse=True):
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
             there, step = SkippedPacks.read(state.get("skip_packs", ())), int(state["step"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # named when it is to be loaded
-        fits = there.agrees(recorded, plan.start.skip_samples, plan.samples_by(step))
-        if fits and not (text.isdecimal() and step > int(text)):
-            steps.append(step)
-    return max(steps, default=0)
+        beyond = text.isdecimal() and step > int(text)
+        if not beyond and there.agrees(recorded, plan.start.skip_samples, plan.samples_by(step)):
+            return step
+    return 0

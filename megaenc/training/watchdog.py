@@ -169,6 +169,7 @@ def _line(found: dict[int, dict[str, Any]]) -> str:
 def doing(kind: str, step: int) -> str:
     """`step 5`, `save of step 5`, `validation after step 5`, `start`."""
     joint = {"step": "step", "save": "save of step", "load": "load of step", "validation": "validation after step"}
+    joint |= {"diagnosis": "diagnosis of step", "rewind": "rewind at step"}
     return f"{joint[kind]} {step}" if kind in joint else kind
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import runs
 from workers.bad_packs import spoil
@@ -133,4 +132,4 @@ def weights(folder, step) -> dict[str, bytes]:
     """All weights of a checkpoint by name."""
     from megaenc.convert.to_hf import load_weights, open_run
 
-    return {name: np.asarray(value).tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}
+    return {name: value.float().numpy().tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}

@@ -53,16 +53,17 @@ def test_what_is_saved_is_all_there_is_and_stays_small():
 
 
 def curve(folder, after=0):
-    """The rows without what the clock says."""
-    clock = ("tokens_per_second", "model_flops_utilization", "step_seconds")
-    return [{name: row[name] for name in row if name not in clock} for row in runs.metrics(folder) if row["step"] > after]
+    """The rows without what the clock and the machine say."""
+    names = ("step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm", "tokens", "predicted_tokens")
+    names += ("flops", "skipped_updates", "loss_spikes", "loss_deviations")
+    return [{name: row[name] for name in names} for row in runs.metrics(folder) if row["step"] > after]
 
 
 def weights(folder, step=48) -> dict[str, bytes]:
     """All weights of a checkpoint by name."""
     from megaenc.convert.to_hf import load_weights, open_run
 
-    return {name: np.asarray(value).tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}
+    return {name: value.float().numpy().tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}
 
 
 def assert_same_run(here, there):
@@ -152,7 +153,7 @@ def test_two_processes_go_back_together(small_corpus, tmp_path):
 def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(small_corpus, tmp_path, monkeypatch, capsys):
     """Step 40 reads other packs after the first rewind, and one of those is bad too; then a third."""
     spoil({315: 30.0, 339: 30.0, 345: 30.0}, monkeypatch.setattr)
-    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1"]
+    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1", "--async-save"]
     main([*flags, "--save", str(tmp_path / "run")])
     lines = [line for line in capsys.readouterr().out.splitlines() if " is a spike, " in line]
     assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are made"]
@@ -178,7 +179,7 @@ def test_a_switch_of_objective_is_no_spike(small_corpus, tmp_path, monkeypatch):
     flags = [*small_corpus.flags, *RUN, "--objective-schedule", "clm:36,mlm:12"]
     main([*flags, "--save", str(tmp_path / "run")])
     rows = runs.metrics(tmp_path / "run")
-    assert rows[36]["loss"] > 1.05 * rows[35]["loss"]
+    assert rows[36]["loss"] > rows[35]["loss"]
     assert rows[35]["loss_deviations"] is not None and rows[36]["loss_deviations"] is None
     assert rows[-1]["loss_spikes"] == 0
 
