@@ -60,9 +60,10 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
     with stop, monitor:
         for step in range(done + 1, settings.total_iters + 1):
-            clock = perf_counter()
-            result, grad_norm = engine.update(step)
-            seconds = perf_counter() - clock
+            with monitor.profile(step):
+                clock = perf_counter()
+                result, grad_norm = engine.update(step)
+                seconds = perf_counter() - clock
 
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
