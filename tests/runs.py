@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,23 @@ def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> su
     return run([sys.executable, *launcher, str(path), *arguments], **how)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run of the pretraining command, for `in_turn`; `copy_of`: a folder that is first copied to the one it saves to."""
+
+    save: Path
+    flags: list[str]
+    processes: int = 1
+    copy_of: Path | None = None
+
+
+def in_turn(jobs: list[Job], folder: Path, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
+    file = folder / "jobs.json"
+    file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
+    return script(WORKERS / "in_turn.py", [str(file)], processes=max(job.processes for job in jobs), timeout=timeout)
+
+
 def metrics(folder: Path) -> list[dict]:
     """The logged steps of a run."""
     return _rows(folder / "metrics.jsonl")
@@ -83,6 +101,13 @@ def validations(folder: Path) -> list[dict]:
 
 def _rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def largest_difference(name: str, run_folder: Path, reference: Path, after: int = 0) -> float:
+    """Of `name` in the steps beyond `after`, which both runs must have: the largest difference relative to `reference`."""
+    here, there = ({row["step"]: row[name] for row in metrics(run) if row["step"] > after} for run in (run_folder, reference))
+    assert here.keys() == there.keys() != set()
+    return max(abs(here[step] / there[step] - 1) for step in there)
 
 
 def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:
