@@ -80,9 +80,10 @@ def _pretrain(
     with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
             watchdog.beat("step", step)
-            clock = perf_counter()
-            result, grad_norm, made = engine.update(step)
-            seconds = perf_counter() - clock
+            with monitor.profile(step):
+                clock = perf_counter()
+                result, grad_norm, made = engine.update(step)
+                seconds = perf_counter() - clock
 
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted

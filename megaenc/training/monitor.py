@@ -13,6 +13,7 @@ from megaenc.backend import Backend
 from megaenc.console import ProgressLine
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
+from megaenc.training.profiling import Profiler
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 from megaenc.training.sinks import Sinks
 from megaenc.training.stragglers import Stragglers
@@ -28,7 +29,8 @@ class Monitor:
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
         self._plan, self._backend, self._engine = plan, backend, engine
         self._sinks = Sinks(plan, folder)
-        monitoring = plan.settings.monitoring
+        monitoring, save = plan.settings.monitoring, plan.settings.output.save
+        self._profiler = Profiler(monitoring, backend, save, done) if monitoring.profile else None
         self._stragglers = Stragglers(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._between = {"evaluation": 0.0, "save": 0.0}
         self._peak = _total_peak_flops(backend, plan.dtype)
@@ -40,7 +42,13 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._line.__exit__(kind, error, trace)
+        if self._profiler:
+            self._profiler.close()
         self._sinks.close()
+
+    def profile(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Around update number `step`."""
+        return self._profiler.over(step) if self._profiler else contextlib.nullcontext()
 
     def step(
         self,
