@@ -99,6 +99,31 @@ def metrics(folder: Path) -> list[dict]:
     return _rows(folder / "metrics.jsonl")
 
 
+def curve(folder: Path, after: int = 0) -> list[dict]:
+    """The logged steps beyond `after` without what the clock and the machine say: equal for runs that are bitwise equal."""
+    rows = [row for row in metrics(folder) if row["step"] > after]
+    return [{name: value for name, value in row.items() if not _of_the_machine(name)} for row in rows]
+
+
+def _of_the_machine(name: str) -> bool:
+    measured = {"model_flops_utilization", "memory_gib", "timers"}
+    return name in measured or name.endswith(("_seconds", "_per_second"))
+
+
+def weights(folder: Path, step: int) -> dict:
+    """The tensors of all weights of a checkpoint by name."""
+    from megaenc.convert.to_hf import load_weights, open_run
+
+    return load_weights(open_run(folder), step)[1]
+
+
+def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
+    """The checkpoints of `step` of two runs hold the same weights, bit by bit."""
+    here, there = weights(run_folder, step), weights(reference, step)
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name].dtype != there[name].dtype or not here[name].equal(there[name])] == []
+
+
 def validations(folder: Path) -> list[dict]:
     """The validations of a run, that of step 0 first."""
     return _rows(folder / "validation.jsonl")

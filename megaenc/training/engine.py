@@ -54,6 +54,17 @@ class BatchResult:
         return self.correct / self.predicted if self.predicted else None
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one update has come to, the same on every rank."""
+
+    result: BatchResult
+    grad_norm: float
+    """Of the gradient before clipping."""
+    made: bool
+    """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
+
+
 class Engine:
     """This rank's part of the model with its optimizer."""
 
@@ -134,11 +145,8 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def update(self, step: int) -> tuple[BatchResult, float, bool]:
-        """Make update number `step` (1, 2, ...): its sums, the norm of the gradient before clipping, and whether it was made.
-
-        It is not where loss or gradient are no finite numbers: then weights and optimizer stay as they were, on all ranks.
-        """
+    def update(self, step: int) -> Update:
+        """Make update number `step` (1, 2, ...)."""
         self.watch.reset()
         reset_timers(self.timers)
         self.clear_gradient()
@@ -148,7 +156,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.watch.measure(OPTIMIZER):
-            return result, *self._step(result.loss_sum)
+            return Update(result, *self._step(result.loss_sum))
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""

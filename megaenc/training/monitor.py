@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine
-from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.engine import Engine, Update
 from megaenc.training.plan import Plan
 from megaenc.training.profiling import Profiler
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
@@ -46,25 +46,21 @@ class Monitor:
             self._profiler.close()
         self._sinks.close()
 
-    def profile(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Around update number `step`."""
-        return self._profiler.over(step) if self._profiler else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def over(self, step: int) -> Iterator[None]:
+        """Around update number `step`: takes its time, and a profile of it where that is asked for."""
+        with self._profiler.over(step) if self._profiler else contextlib.nullcontext():
+            clock = perf_counter()
+            yield
+            self._seconds = perf_counter() - clock
 
-    def step(
-        self,
-        step: int,
-        result: BatchResult,
-        grad_norm: float,
-        seconds: float,
-        progress: dict[str, Any],
-        deviations: float | None,
-        notable: bool,
-    ) -> None:
-        """Update number `step` took `seconds`; `progress` is that of the run so far.
+    def step(self, step: int, update: Update, progress: dict[str, Any], deviations: float | None) -> None:
+        """Show update number `step`; `progress` is that of the run so far, `deviations` that of `spikes.RecentLosses.add`.
 
-        `deviations`: see `spikes.RecentLosses.add`. A `notable` row is logged whatever the interval.
+        A spike and an update that was not made have their row whatever the interval.
         """
-        row = self._row(step, result, grad_norm, seconds, progress) | {"loss_deviations": deviations}
+        row = self._row(step, update, progress) | {"loss_deviations": deviations}
+        notable = not update.made or self._plan.settings.health.is_spike(deviations)
         due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters
         if due and Sinks.wanted(self._plan):
             self._sinks.log(METRICS, row | self._of_all_ranks())
@@ -93,9 +89,9 @@ class Monitor:
         """Put the rows on the disk, before a checkpoint says that they are there."""
         self._sinks.sync()
 
-    def _row(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, step: int, update: Update, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""
-        plan = self._plan
+        plan, result, seconds = self._plan, update.result, self._seconds
         return {
             "step": step,
             "objective": plan.schedule.text_at(step),
@@ -103,7 +99,7 @@ class Monitor:
             "loss": result.loss,
             "accuracy": result.accuracy,
             "learning_rate": plan.learning_rate(step),
-            "grad_norm": grad_norm,
+            "grad_norm": update.grad_norm,
             **progress,
             "tokens_per_second": plan.step_tokens(step) / seconds,
             "tflops_per_second": result.flops / seconds / dist.get_world_size() / 1e12,
