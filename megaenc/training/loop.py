@@ -106,8 +106,9 @@ def _pretrain(
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
-            if checkpoints:
-                checkpoints.finish_save(block=False)
+            if checkpoints and checkpoints.saving:
+                with monitor.timing("save"):
+                    checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 watchdog.beat("save", step)
                 monitor.sync()
