@@ -27,7 +27,7 @@ _ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stan
 
 def margin(limit: float) -> float:
     """Seconds after `limit` (seconds) at which what is slower to speak than the watchdog may speak."""
-    return min(30.0, max(3.0, limit / 2))
+    return min(30.0, max(5.0, limit / 2))
 
 
 def first_limit(limit: float) -> float:

@@ -125,7 +125,7 @@ class Nodes:
 
     def start(self, name, fault=""):
         """Start an agent; what it and its worker say goes to a file of its name."""
-        conf = "join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds; a node is lost after 3
+        conf = "join_timeout=240,keep_alive_interval=2,keep_alive_max_attempt=4"  # seconds; a node is lost after 8
         where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--local-addr", "127.0.0.1"]
         command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", *where, "--rdzv-conf", conf]
         script = [FAULTY, f"{fault}:{self.folder.with_name('struck')}"] if fault else [str(runs.PRETRAIN)]
@@ -142,7 +142,7 @@ class Nodes:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
-    def _wait(self, condition, otherwise, seconds=120):
+    def _wait(self, condition, otherwise, seconds=240):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"{otherwise}\n{self.said()}"

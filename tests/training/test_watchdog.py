@@ -1,5 +1,6 @@
 """A run that stands still ends with every rank's stacks and exit code 70; what is merely slow to begin is left alone."""
 
+import re
 import sys
 
 import psutil
@@ -7,7 +8,7 @@ import runs
 
 from megaenc.training.watchdog import HUNG, _line
 
-SECONDS = 3
+SECONDS = 6  # a step takes a hundredth of it
 
 
 def processes_of(folder):
@@ -21,7 +22,7 @@ def hang(small_corpus, folder, fault):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--distributed-timeout-minutes", str(SECONDS / 60)]
     fault = f"{fault}:1:5:{folder.with_name('struck')}"
     worker = runs.WORKERS / "fault_at_step.py"
-    result = runs.script(worker, [fault, *flags, "--save", str(folder)], processes=2, expect=1, timeout=120)
+    result = runs.script(worker, [fault, *flags, "--save", str(folder)], processes=2, expect=1, timeout=240)
     assert [row["step"] for row in runs.metrics(folder)] == [1, 2, 3, 4]
     assert not processes_of(folder)
     [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
@@ -80,10 +81,10 @@ with watchdog.Watchdog({SECONDS / 60}, None) as dog:
 def test_a_first_step_has_time_and_a_second_one_has_not():
     result = runs.run([sys.executable, "-c", ALONE], expect=HUNG, timeout=60)
     assert result.stdout == "the first step was let be\n"
-    assert (
-        "error: no progress for 3 seconds: rank 0 in <module> (<string>:11), step 2; stacks of all threads in standard error"
-        in (result.stderr)
+    said = (
+        r"error: no progress for \d+ seconds: rank 0 in <module> \(<string>:11\), step 2; stacks of all threads in standard error"
     )
+    assert re.search(said, result.stderr), result.stderr
     assert 'File "<string>", line 11 in <module>' in result.stderr
 
 
