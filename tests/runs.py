@@ -37,6 +37,12 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
+def environment(packages: Path | None = None) -> dict[str, str]:
+    """One thread a process, this repository's code, no accelerator; `packages` as in `run`."""
+    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(
     command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None, packages: Path | None = None
 ) -> subprocess.CompletedProcess:
@@ -44,10 +50,14 @@ def run(
 
     `packages`: a folder of installed packages to import from besides.
     """
-    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(packages),
+        cwd=cwd,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)

@@ -13,7 +13,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import whole_folder, write_whole
+from megaenc.files import left_behind, remove, whole_folder, write_whole
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
@@ -58,6 +58,8 @@ class RunFolder:
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
+        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION))):
+            remove(stale)  # what a start that was killed has left
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
