@@ -37,25 +37,31 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
-def environment(packages: Path | None = None) -> dict[str, str]:
-    """One thread a process, this repository's code, no accelerator; `packages` as in `run`."""
+def surroundings(packages: Path | None = None) -> dict[str, str]:
+    """The environment of a command: one thread a process, this repository's code, no accelerator; `packages` as in `run`."""
     path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run(
-    command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None, packages: Path | None = None
+    command: list[str],
+    *,
+    expect: int | None = 0,
+    timeout: float = 240,
+    cwd: Path | None = None,
+    packages: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
 
-    `packages`: a folder of installed packages to import from besides.
+    `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(packages),
+        env=surroundings(packages) | (environment or {}),
         cwd=cwd,
         start_new_session=True,
     )

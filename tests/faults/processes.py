@@ -21,7 +21,7 @@ class Found:
 
 def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
     """Start `command` in a session of its own, marked, with one thread a process; what it says goes to `log`."""
-    environment = runs.environment() | {MARK: mark}
+    environment = runs.surroundings() | {MARK: mark}
     with open(log, "wb") as stream:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -40,4 +40,4 @@ def test_two_commands_at_once_make_one_run(small_corpus, tmp_path):
 
 
 def start(command: list[str]) -> subprocess.Popen:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=runs.environment())
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=runs.surroundings())
