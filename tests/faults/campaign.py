@@ -19,7 +19,7 @@ from faults.life import Kill, Life
 from faults.moments import KINDS, Pace, SavedRun
 from faults.processes import start
 
-STEPS = 16
+STEPS = 24
 MODEL = [
     "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
     "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "4",
@@ -33,7 +33,12 @@ LAYOUTS = {
     "DP2": ([*TORCHRUN, "2"], ["--use-distributed-optimizer"]),
     "one, torchrun": ([*TORCHRUN, "1"], []),
 }
-SAVES = (["--save-interval", "1", "--keep-last", "3"], ["--save-interval", "2"])
+SAVES = (
+    ["--save-interval", "1", "--keep-last", "3"],
+    ["--save-interval", "1", "--async-save"],
+    ["--save-interval", "2"],
+    ["--save-interval", "2", "--keep-last", "3", "--async-save"],
+)
 
 
 class Campaign:
@@ -54,11 +59,11 @@ class Campaign:
 
     def _life(self, number: int) -> None:
         random = Random(f"{self.seed} {number}")
-        layout, saves = list(LAYOUTS)[number % len(LAYOUTS)], SAVES[number // len(LAYOUTS) % len(SAVES)]
+        layout, saves = list(LAYOUTS)[number % 4], SAVES[(number + number // 4) % 4]  # all 16 pairs, one after the other
         reference, pace = self._left_alone(layout)
         folder = self.root / f"life_{number:03d}"
         life = Life(number, self._command(layout, saves, folder), folder, STEPS, pace, random)
-        for kill in life.live(min(random.randint(2, 6), self.wanted - len(self.kills)), reference):
+        for kill in life.live(min(random.randint(3, 9), self.wanted - len(self.kills)), reference):
             self.kills.append(kill)
             at = f"kill {len(self.kills):3} of {self.wanted}  life {number} ({layout}; {' '.join(saves)})"
             left = f", left: {kill.left}" if kill.left else ""
