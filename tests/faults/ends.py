@@ -14,7 +14,7 @@ MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
 
 
 def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
-    """What differs, in words: the checkpoint of the last `step` bit by bit, every row but what is measured, anything left over."""
+    """What differs, in words: the checkpoint of the last `step` bit by bit, rows but for what is measured, what is left."""
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
         return [*found, f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}"]
