@@ -37,6 +37,12 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
+def surroundings(packages: Path | None = None) -> dict[str, str]:
+    """The environment of a command: one thread a process, this repository's code, no accelerator; `packages` as in `run`."""
+    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(
     command: list[str],
     *,
@@ -50,10 +56,14 @@ def run(
 
     `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
-    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | (environment or {})
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=surroundings(packages) | (environment or {}),
+        cwd=cwd,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)

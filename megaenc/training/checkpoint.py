@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing
 
 from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import write_whole
+from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
@@ -282,10 +282,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
-            if stale.is_dir():
-                shutil.rmtree(stale, ignore_errors=True)
-            else:
-                stale.unlink(missing_ok=True)
+            remove(stale)
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""

@@ -14,7 +14,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import whole_folder, write_whole
+from megaenc.files import left_behind, remove, whole_folder, write_whole
 from megaenc.launcher import started_by_torchrun
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
@@ -54,6 +54,8 @@ class RunFolder:
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
+        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION))):
+            remove(stale)  # what a start that was killed has left
         self.record(plan)
         if not (path / TOKENIZER).exists():
             with whole_folder(path / TOKENIZER) as temporary:

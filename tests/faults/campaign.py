@@ -16,10 +16,10 @@ from random import Random
 
 import runs
 from faults.life import Kill, Life
-from faults.moments import KINDS, Pace, SavedRun
+from faults.moments import KINDS, Moment, Pace, SavedRun
 from faults.processes import start
 
-STEPS = 16
+STEPS = 24
 MODEL = [
     "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
     "--num-query-groups", "2", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "4",
@@ -33,7 +33,12 @@ LAYOUTS = {
     "DP2": ([*TORCHRUN, "2"], ["--use-distributed-optimizer"]),
     "one, torchrun": ([*TORCHRUN, "1"], []),
 }
-SAVES = (["--save-interval", "1", "--keep-last", "3"], ["--save-interval", "2"])
+SAVES = (
+    ["--save-interval", "1", "--keep-last", "3"],
+    ["--save-interval", "1", "--async-save"],
+    ["--save-interval", "2"],
+    ["--save-interval", "2", "--keep-last", "3", "--async-save"],
+)
 
 
 class Campaign:
@@ -50,22 +55,27 @@ class Campaign:
         """Say each kill in a line. What is wrong is in `failures` at the end."""
         while len(self.kills) < self.wanted and len(self.failures) < 10:
             self._life(self.lives)
-            self.lives += 1
 
     def _life(self, number: int) -> None:
         random = Random(f"{self.seed} {number}")
-        layout, saves = list(LAYOUTS)[number % len(LAYOUTS)], SAVES[number // len(LAYOUTS) % len(SAVES)]
+        layout, saves = list(LAYOUTS)[number % 4], SAVES[(number + number // 4) % 4]  # all 16 pairs, one after the other
+        kills = min(random.randint(3, 9), self.wanted - len(self.kills))
+        self.live(layout, saves, [Moment.draw(random, bool(LAYOUTS[layout][0])) for _ in range(kills)])
+
+    def live(self, layout: str, saves: list[str], moments: list[Moment]) -> None:
+        """One more run, killed at these `moments` or until it is over."""
         reference, pace = self._left_alone(layout)
-        folder = self.root / f"life_{number:03d}"
-        life = Life(number, self._command(layout, saves, folder), folder, STEPS, pace, random)
-        for kill in life.live(min(random.randint(2, 6), self.wanted - len(self.kills)), reference):
+        folder = self.root / f"life_{self.lives:03d}"
+        life = Life(self.lives, self._command(layout, saves, folder), folder, STEPS, pace)
+        for kill in life.live(moments, reference):
             self.kills.append(kill)
-            at = f"kill {len(self.kills):3} of {self.wanted}  life {number} ({layout}; {' '.join(saves)})"
+            at = f"kill {len(self.kills):3} of {self.wanted}  life {life.number} ({layout}; {' '.join(saves)})"
             left = f", left: {kill.left}" if kill.left else ""
             print(f"{at}: {kill.target} at {kill.moment}{left}; all gone after {kill.gone_after:.1f} s", flush=True)
         for failure in life.failures:
-            print(f"FAILED  life {number}: {failure}", flush=True)
-        self.failures += [f"life {number} in {folder}: {failure}" for failure in life.failures]
+            print(f"FAILED  life {life.number}: {failure}", flush=True)
+        self.failures += [f"life {life.number} in {folder}: {failure}" for failure in life.failures]
+        self.lives += 1
 
     def _command(self, layout: str, saves: list[str], folder: Path) -> list[str]:
         launcher, flags = LAYOUTS[layout]

@@ -9,12 +9,12 @@ from faults.moments import SavedRun
 
 from megaenc.training.checksums import content_damage, size_damage
 
-# What depends on the clock and not on the run.
-TIMES = {"tokens_per_second", "model_flops_utilization", "step_seconds"}
+# What a row says of the clock and the machine, and not of the run.
+MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
 
 
 def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
-    """What differs, in words: the checkpoint of the last `step` bit by bit, every row but its times, anything left over."""
+    """What differs, in words: the checkpoint of the last `step` bit by bit, rows but for what is measured, what is left."""
     found = [f"half-written and left: {path}" for path in run.leftovers()]
     if run.tracked() != step or step not in run.steps():
         return [*found, f"the newest checkpoint is of step {run.tracked()}, there are {run.steps()}; expected {step}"]
@@ -61,4 +61,4 @@ def _checkpoint(run: SavedRun, step: int) -> dict[str, object]:
 
 def _rows(file: Path) -> list[dict]:
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+    return [{name: value for name, value in row.items() if not name.endswith(MEASURED)} for row in rows]

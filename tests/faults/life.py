@@ -5,14 +5,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 from faults.ends import damaged_checkpoints, differences
 from faults.moments import Moment, Pace, SavedRun, Watch
-from faults.processes import Found, marked, start, wait_until_gone
+from faults.processes import marked, start, wait_until_gone
 
 # Seconds until no process of a killed launcher is alive; and until a run, or one that has lost a worker, has come to its end.
 GONE_WITHIN, OVER_WITHIN = 10.0, 180.0
@@ -34,21 +33,25 @@ class Kill:
     finished_equal: bool = False
 
 
-class Life:
-    """All that chance decides follows from `random`."""
+def has_launcher(command: list[str]) -> bool:
+    """Whether it starts torchrun."""
+    return command[1] == "-m"
 
-    def __init__(self, number: int, command: list[str], folder: Path, steps: int, pace: Pace, random: Random):
+
+class Life:
+    """Life `number`: a run of so many `steps` by `command` in `folder`, at the `pace` of this machine."""
+
+    def __init__(self, number: int, command: list[str], folder: Path, steps: int, pace: Pace):
         self.number, self.command, self.folder, self.steps, self.pace = number, command, folder, steps, pace
-        self.random, self.run, self.mark = random, SavedRun(folder), str(folder)
-        self.has_launcher = command[1] == "-m"
+        self.run, self.mark = SavedRun(folder), str(folder)
         self.failures: list[str] = []
         self.kills: list[Kill] = []
         self._starts = 0
 
-    def live(self, kills: int, reference: SavedRun) -> Iterator[Kill]:
-        """Kill at most so many times, yielding each; then let it finish and compare it with `reference`."""
-        while len(self.kills) < kills:
-            kill = self._start_and_kill()
+    def live(self, moments: Iterable[Moment], reference: SavedRun) -> Iterator[Kill]:
+        """Kill it at each of the `moments`, yielding each kill; then let it finish and compare it with `reference`."""
+        for moment in moments:
+            kill = self._start_and_kill(moment)
             if kill is None:  # it was over before the moment came
                 break
             self.kills.append(kill)
@@ -72,8 +75,7 @@ class Life:
     def _log(self) -> Path:
         return self.folder.with_name(f"{self.folder.name}_start_{self._starts:02d}.log")
 
-    def _start_and_kill(self) -> Kill | None:
-        moment = Moment.draw(self.random, self.has_launcher)
+    def _start_and_kill(self, moment: Moment) -> Kill | None:
         watch, process = Watch(self.run, self.steps), self._start()
         victim = self._victim(moment, process) if watch.wait(moment, process, self.mark, self.pace) else None
         if victim is None:
@@ -96,18 +98,15 @@ class Life:
 
     def _victim(self, moment: Moment, process: subprocess.Popen) -> tuple[str, int] | None:
         """Name and process id of what is to be killed; None where nothing is there any more."""
-        found = marked(self.mark)
-        workers = [one for one in found if one.number == process.pid or (one.parent == process.pid and one.rank is not None)]
-        children = [one for one in found if one.parent in {worker.number for worker in workers} - {process.pid}]
-        if self.has_launcher:
-            workers = [one for one in workers if one.number != process.pid]
-            if moment.kind == "launch" or not workers or self.random.random() < 0.35:
-                return ("launcher", process.pid) if process.poll() is None else None
-        pool: list[Found] = children if children and self.random.random() < 0.5 else workers
-        if not pool:
+        if process.poll() is not None:
             return None
-        one = self.random.choice(sorted(pool, key=lambda one: (one.rank or 0, one.number)))
-        return (f"{'child of ' if pool is children else ''}worker {one.rank or 0}", one.number)
+        workers = [one for one in marked(self.mark) if one.parent == process.pid and one.rank is not None]
+        if has_launcher(self.command):
+            if moment.launcher or not workers:
+                return "launcher", process.pid
+            one = sorted(workers, key=lambda one: one.rank)[int(moment.which * len(workers))]
+            return f"worker {one.rank}", one.number
+        return "worker 0", process.pid
 
     def _end_of(self, process: subprocess.Popen) -> int | None:
         """Its exit code; a failure, and the end of all, where it does not come."""

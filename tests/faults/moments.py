@@ -26,21 +26,27 @@ class Pace:
 
 @dataclass(frozen=True)
 class Moment:
-    """`kind`; which of the steps to come (`ahead`, 0 to 1) where that matters; how far into the moment (`into`, 0 to 1).
+    """`kind`; which of the steps to come (`ahead`) and how far into the moment (`into`, both 0 to 1); what is killed.
 
     start: between the command and its first step. launch: when a launcher's workers begin. step: after a step was logged. save:
     while a save is under way. publish: when a checkpoint has its name, and the tracker does not name it yet.
+
+    `launcher`: it is killed, if there is one, else a worker: `which` (0 to 1) of them.
     """
 
     kind: str
-    ahead: float
-    into: float
+    ahead: float = 0.5
+    into: float = 0.5
+    launcher: bool = False
+    which: float = 0.0
 
     @classmethod
     def draw(cls, random: Random, has_launcher: bool) -> "Moment":
         """Any, in the shares of KINDS."""
         kinds = [kind for kind in KINDS if has_launcher or kind != "launch"]
-        return cls(random.choices(kinds, [KINDS[kind] for kind in kinds])[0], random.random(), random.random())
+        kind = random.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+        launcher = kind == "launch" or random.random() < 0.35
+        return cls(kind, random.random(), random.random(), launcher, random.random())
 
 
 class SavedRun:

@@ -1,6 +1,5 @@
 """The processes of a command, found wherever they went: each carries a mark in its environment that its children inherit."""
 
-import os
 import subprocess
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class Found:
 
 def start(command: list[str], mark: str, log: Path) -> subprocess.Popen:
     """Start `command` in a session of its own, marked, with one thread a process; what it says goes to `log`."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(runs.ROOT), "CUDA_VISIBLE_DEVICES": "", MARK: mark}
+    environment = runs.surroundings() | {MARK: mark}
     with open(log, "wb") as stream:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -53,17 +53,22 @@ def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp
 
 
 def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path):
-    """As a kill leaves them: steps that were logged and not saved, and half a line."""
+    """As a kill leaves them: steps that were logged and not saved, half a line, and files half-written beside."""
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 1.0}) + '\n{"step": 9, "lo')
     with open(folder / "validation.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "objectives": {}}) + "\n")
+    half_written = [folder / f".{name}.4711-0123abcd.tmp" for name in ("run.json", "metrics.jsonl", "tokenizer")]
+    half_written[0].write_text("{")
+    half_written[1].write_text('{"step": 1, "lo')
+    half_written[2].mkdir()
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--exit-interval", "4"]
     runs.script(runs.PRETRAIN, flags)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 9))
     assert "grad_norm" in runs.metrics(folder)[7]
     assert [row["step"] for row in runs.validations(folder)] == [0]
+    assert not any(path.exists() for path in half_written)
 
 
 @pytest.mark.parametrize(
