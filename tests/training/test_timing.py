@@ -1,5 +1,6 @@
 """Where the time goes and how much memory there is: the highest of all ranks, on each row."""
 
+import re
 import time
 from itertools import pairwise
 
@@ -35,6 +36,11 @@ def test_every_row_says_where_the_time_went(timed_run):
     assert [row["step"] for row in timed_run if row["save_seconds"]] == [7, 19], "the first step after a save in the same process"
     assert [row["step"] for row in timed_run if row["evaluation_seconds"]] == [1, 11]
     assert all(0.01 < row["memory_gib"] < 100 for row in timed_run)
+
+
+def test_every_key_is_documented(timed_run):
+    documented = set(re.findall(r"`(\w+)`", (runs.ROOT / "docs" / "monitoring.md").read_text()))
+    assert {key for row in timed_run for key in row} <= documented
 
 
 def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
