@@ -109,15 +109,18 @@ def metrics(folder: Path) -> list[dict]:
     return _rows(folder / "metrics.jsonl")
 
 
+# What a row says of the clock and the machine, and not of the run.
+_MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
+
+
+def lasting(row: dict) -> dict:
+    """A row without what the clock and the machine say: equal for runs that are bitwise equal."""
+    return {name: value for name, value in row.items() if not name.endswith(_MEASURED)}
+
+
 def curve(folder: Path, after: int = 0) -> list[dict]:
-    """The logged steps beyond `after` without what the clock and the machine say: equal for runs that are bitwise equal."""
-    rows = [row for row in metrics(folder) if row["step"] > after]
-    return [{name: value for name, value in row.items() if not _of_the_machine(name)} for row in rows]
-
-
-def _of_the_machine(name: str) -> bool:
-    measured = {"model_flops_utilization", "memory_gib", "timers"}
-    return name in measured or name.endswith(("_seconds", "_per_second"))
+    """What lasts of the logged steps beyond `after`."""
+    return [lasting(row) for row in metrics(folder) if row["step"] > after]
 
 
 def weights(folder: Path, step: int) -> dict:
