@@ -109,6 +109,34 @@ def metrics(folder: Path) -> list[dict]:
     return _rows(folder / "metrics.jsonl")
 
 
+# What a row says of the clock and the machine, and not of the run.
+_MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
+
+
+def lasting(row: dict) -> dict:
+    """A row without what the clock and the machine say: equal for runs that are bitwise equal."""
+    return {name: value for name, value in row.items() if not name.endswith(_MEASURED)}
+
+
+def curve(folder: Path, after: int = 0) -> list[dict]:
+    """What lasts of the logged steps beyond `after`."""
+    return [lasting(row) for row in metrics(folder) if row["step"] > after]
+
+
+def weights(folder: Path, step: int) -> dict:
+    """The tensors of all weights of a checkpoint by name."""
+    from megaenc.convert.to_hf import load_weights, open_run
+
+    return load_weights(open_run(folder), step)[1]
+
+
+def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
+    """The checkpoints of `step` of two runs hold the same weights, bit by bit."""
+    here, there = weights(run_folder, step), weights(reference, step)
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name].dtype != there[name].dtype or not here[name].equal(there[name])] == []
+
+
 def validations(folder: Path) -> list[dict]:
     """The validations of a run, that of step 0 first."""
     return _rows(folder / "validation.jsonl")

@@ -4,13 +4,11 @@ import json
 import pickle
 from pathlib import Path
 
+import runs
 import torch
 from faults.moments import SavedRun
 
 from megaenc.training.checksums import content_damage, size_damage
-
-# What a row says of the clock and the machine, and not of the run.
-MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
 
 
 def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:
@@ -60,5 +58,4 @@ def _checkpoint(run: SavedRun, step: int) -> dict[str, object]:
 
 
 def _rows(file: Path) -> list[dict]:
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.endswith(MEASURED)} for row in rows]
+    return [runs.lasting(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]

@@ -54,11 +54,6 @@ def folder_of(small_corpus, tmp_path_factory):
     return folder
 
 
-def curve(folder: Path, after: int = 0) -> list[list]:
-    names = ("step", "objective", "loss", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
-    return [[row[name] for name in names] for row in runs.metrics(folder) if row["step"] > after]
-
-
 def shards(folder: Path, step: int) -> dict[str, str]:
     """The checksums of what holds the weights and the optimizer's state."""
     state = json.loads((folder / "checkpoints" / f"iter_{step:07d}" / "state.json").read_text())
@@ -69,7 +64,7 @@ def shards(folder: Path, step: int) -> dict[str, str]:
 def test_a_branch_is_bitwise_the_run_from_the_beginning(layout, precision, folder_of):
     branch, whole = (folder_of(what, layout, precision) for what in ("branch", "whole"))
     assert [row["step"] for row in runs.metrics(branch)] == [9, 10, 11]
-    assert curve(branch) == curve(whole, after=8)
+    assert runs.curve(branch) == runs.curve(whole, after=8)
     assert shards(branch, 11) == shards(whole, 11) != {}
 
 
@@ -83,5 +78,5 @@ def test_off_a_parent_in_the_other_layout_it_is_the_same_up_to_rounding(layout, 
 @pytest.mark.parametrize(("layout", "precision"), WAYS)
 def test_with_a_parents_weights_it_is_a_new_run_given_those_weights(layout, precision, folder_of):
     initialised, by_hand = (folder_of(what, layout, precision) for what in ("initialised", "by hand"))
-    assert curve(initialised) == curve(by_hand)
+    assert runs.curve(initialised) == runs.curve(by_hand)
     assert shards(initialised, 4) == shards(by_hand, 4) != {}
