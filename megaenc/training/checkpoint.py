@@ -18,7 +18,7 @@ from megatron.core import dist_checkpointing
 
 from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import write_whole
+from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
@@ -166,12 +166,17 @@ class Checkpoints:
         if block:
             self.finish_save()
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save was begun that is not done yet; the same on all ranks."""
+        return self._work is not None
+
     def finish_save(self, block: bool = True) -> None:
         """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
 
         Errors are those of `save`.
         """
-        while self._work and (block or self._done_on_all()):
+        while self.saving and (block or self._done_on_all()):
             futures.wait([self._work])
             self._work = None  # an error ends the save
             self._work = next(self._parts, None)
@@ -208,7 +213,7 @@ class Checkpoints:
             together = isinstance(error, InputError) and not isinstance(error, LocalInputError)
             if together or dist.get_world_size() == 1:
                 self.finish_save()
-            elif self._work:
+            elif self.saving:
                 futures.wait([self._work])
             raise
         self.finish_save()
@@ -277,10 +282,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
-            if stale.is_dir():
-                shutil.rmtree(stale, ignore_errors=True)
-            else:
-                stale.unlink(missing_ok=True)
+            remove(stale)
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""

@@ -54,6 +54,17 @@ class BatchResult:
         return self.correct / self.predicted if self.predicted else None
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one update has come to, the same on every rank."""
+
+    result: BatchResult
+    grad_norm: float
+    """Of the gradient before clipping."""
+    made: bool
+    """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
+
+
 class Engine:
     """This rank's part of the model with its optimizer."""
 
@@ -134,11 +145,8 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def update(self, step: int) -> tuple[BatchResult, float, bool]:
-        """Make update number `step` (1, 2, ...): its sums, the norm of the gradient before clipping, and whether it was made.
-
-        It is not where loss or gradient are no finite numbers: then weights and optimizer stay as they were, on all ranks.
-        """
+    def update(self, step: int) -> Update:
+        """Make update number `step` (1, 2, ...)."""
         self.watch.reset()
         reset_timers(self.timers)
         self.clear_gradient()
@@ -148,7 +156,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.watch.measure(OPTIMIZER):
-            return result, *self._step(result.loss_sum)
+            return Update(result, *self._step(result.loss_sum))
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""
@@ -265,17 +273,9 @@ class Engine:
             loss, correct = summed_loss(logits_NV, batch.labels)
             predicted = batch.labels.numel()
             counts["predicted"] += predicted
-            counts["flops"] += self._flops(batch)
+            shape, vocabulary = self.plan.settings.shape, self.plan.vocabulary.size
+            counts["flops"] += shape.training_flops(vocabulary, predicted, batch.packing.spans())
             sums = torch.stack([loss.detach().double(), correct.double()])
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
         return output, loss_of
-
-    def _flops(self, batch: MicroBatch) -> float:
-        """Operations of the matrix products of one micro-batch, forward and backward, as executed: documents and predictions."""
-        shape = self.plan.settings.shape
-        attention = sum(
-            shape.attention_flops(stop - start, prefix=prefix - start) for start, prefix, stop in batch.packing.spans()
-        )
-        head = 6 * shape.hidden_size * self.plan.vocabulary.size * batch.labels.numel()
-        return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

@@ -3,7 +3,6 @@
 import gc
 from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from megaenc.backend import Backend
@@ -80,19 +79,19 @@ def _pretrain(
     with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
             watchdog.beat("step", step)
-            clock = perf_counter()
-            result, grad_norm, made = engine.update(step)
-            seconds = perf_counter() - clock
+            with monitor.over(step):
+                update = engine.update(step)
 
+            result = update.result
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
-            progress["skipped_updates"] += not made
+            progress["skipped_updates"] += not update.made
             deviations = losses.add(step, plan.schedule.text_at(step), result.loss)
             spike = settings.health.is_spike(deviations)
             progress["loss_spikes"] += spike
-            monitor.step(step, result, grad_norm, seconds, progress, deviations, notable=spike or not made)
-            if not made:
+            monitor.step(step, update, progress, deviations)
+            if not update.made:
                 watchdog.beat("diagnosis", step)
                 report_skipped(engine, step, result, progress["skipped_updates"])
             if spike:
@@ -107,8 +106,9 @@ def _pretrain(
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
-            if checkpoints:
-                checkpoints.finish_save(block=False)
+            if checkpoints and checkpoints.saving:
+                with monitor.timing("save"):
+                    checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
                 watchdog.beat("save", step)
                 monitor.sync()

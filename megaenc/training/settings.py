@@ -180,7 +180,6 @@ class PretrainSettings:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
-        self.monitoring.check(self.output.save)
         self.shape.check(self.layout.tensor_model_parallel_size)
         self._check_rewinds()
         values = flags.flatten(self)
@@ -214,6 +213,7 @@ class PretrainSettings:
                 f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
                 f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
+        self.monitoring.check(self.output.save, self.total_iters, world_size)
 
     def _check_rewinds(self) -> None:
         """InputError where a run that may go back could not."""
@@ -272,7 +272,7 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval")
+_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
 _LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),

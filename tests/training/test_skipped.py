@@ -70,11 +70,6 @@ def test_plan_counts_on_over_what_is_left_out(small_corpus):
     assert [row.packs for row in plan.reading] == [row.packs for row in plain.reading] == [96]
 
 
-def curve(folder, after=0):
-    names = ("step", "loss", "grad_norm", "tokens", "predicted_tokens", "flops", "skipped_updates")
-    return [[row[name] for name in names] for row in runs.metrics(folder) if row["step"] > after]
-
-
 @pytest.fixture(scope="module")
 def without(small_corpus, tmp_path_factory):
     """All 12 steps, told from the beginning to leave out pack 37 of step 5 and packs 80 to 83."""
@@ -98,15 +93,15 @@ def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, w
     main([*flags, "--skip-packs", "80-83", "37"])
     said = capfd.readouterr().out
     assert "going on after step 6" in said and "; 5 packs left out: 37 80-83" in said
-    assert curve(tmp_path / "run") == curve(without)
-    assert weights(tmp_path / "run", 12) == weights(without, 12)
+    assert runs.curve(tmp_path / "run") == runs.curve(without)
+    runs.assert_same_weights(tmp_path / "run", without, 12)
 
 
 def test_resumed_without_the_flag_it_leaves_out_what_it_did(small_corpus, without, tmp_path):
     folder = shutil.copytree(without, tmp_path / "run")
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("9")
     main([*small_corpus.flags, *RUN, "--save", str(folder), "--save-interval", "3"])
-    assert curve(folder) == curve(without)
+    assert runs.curve(folder) == runs.curve(without)
     assert json.loads((folder / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
 
 
@@ -114,7 +109,7 @@ def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_pat
     start = ["--branch-from", str(without), "--branch-at", "6"]
     flags = [*small_corpus.flags, *RUN, *start]
     main([*flags, "--save", str(tmp_path / "run")])
-    assert curve(tmp_path / "run") == curve(without, after=6)
+    assert runs.curve(tmp_path / "run") == runs.curve(without, after=6)
     line = refusal(main, [*flags, "--skip-packs", "80-83", "--save", tmp_path / "other"])
     assert "--branch-at 6: skip_packs is 37 80-83 there, 80-83 here" in line
     assert plan_of(*flags, "--skip-packs", "37").first_sample(12) == 8 * 11 + 1
@@ -126,10 +121,3 @@ def test_new_data_begin_after_what_the_parent_has_read(small_corpus, without):
     assert (plan.start.skip_samples, plan.skipped.ranges) == (24, ())
     plan = plan_of(*flags)
     assert (plan.start.skip_samples, plan.start.before[0].tokens) == (12 * 8 + 5, 12 * 8 * 64)
-
-
-def weights(folder, step) -> dict[str, bytes]:
-    """All weights of a checkpoint by name."""
-    from megaenc.convert.to_hf import load_weights, open_run
-
-    return {name: value.float().numpy().tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}

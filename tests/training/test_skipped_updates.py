@@ -140,4 +140,4 @@ def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatc
     assert seen == [([False] * len(groups), None)] * 3
     assert alone[0] == alone[2] != alone[1] and min(min(alone)) > 0
     assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)
-    assert engine.update(1)[2]
+    assert engine.update(1).made

@@ -52,24 +52,10 @@ def test_what_is_saved_is_all_there_is_and_stays_small():
     assert [second.add(step, "clm", values[step - 1]) for step in range(301, 401)] == found[300:]
 
 
-def curve(folder, after=0):
-    """The rows without what the clock and the machine say."""
-    names = ("step", "objective", "phase", "loss", "accuracy", "learning_rate", "grad_norm", "tokens", "predicted_tokens")
-    names += ("flops", "skipped_updates", "loss_spikes", "loss_deviations")
-    return [{name: row[name] for name in names} for row in runs.metrics(folder) if row["step"] > after]
-
-
-def weights(folder, step=48) -> dict[str, bytes]:
-    """All weights of a checkpoint by name."""
-    from megaenc.convert.to_hf import load_weights, open_run
-
-    return {name: value.float().numpy().tobytes() for name, value in load_weights(open_run(folder), step)[1].items()}
-
-
 def assert_same_run(here, there):
-    assert curve(here) == curve(there)
+    assert runs.curve(here) == runs.curve(there)
     assert runs.validations(here) == runs.validations(there)
-    assert weights(here) == weights(there)
+    runs.assert_same_weights(here, there, 48)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +106,8 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
 def test_a_branch_leaves_out_what_rewinds_did(small_corpus, rewound, without, tmp_path):
     start = ["--branch-from", str(rewound[0]), "--branch-at", "35", "--save", str(tmp_path / "run")]
     main([*small_corpus.flags, *RUN, *start])
-    assert curve(tmp_path / "run") == curve(without, after=35)
-    assert weights(tmp_path / "run") == weights(without)
+    assert runs.curve(tmp_path / "run") == runs.curve(without, after=35)
+    runs.assert_same_weights(tmp_path / "run", without, 48)
 
 
 def test_a_step_that_a_rewind_made_void_cannot_be_branched(small_corpus, rewound, tmp_path, refusal):
@@ -145,8 +131,8 @@ def test_two_processes_go_back_together(small_corpus, tmp_path):
     rewind = [*REWIND[:4], "--save-interval", "20", "--save", str(tmp_path / "run")]
     runs.script(runs.WORKERS / "bad_packs.py", [json.dumps(SPIKE), *flags, *rewind], processes=2)
     runs.script(runs.PRETRAIN, [*flags, "--skip-packs", "296-319", "--save", str(tmp_path / "whole")], processes=2)
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
+    runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 48)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["rewinds"] == ["296-319"]
 
 
@@ -169,7 +155,7 @@ def test_spikes_are_counted_and_found_again_after_a_stop(small_corpus, tmp_path,
     assert " deviations above the recent ones\n" in capsys.readouterr().out
     for _ in range(2):
         main([*flags, str(tmp_path / "run"), "--exit-interval", "36"])
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     rows = {row["step"]: row for row in runs.metrics(tmp_path / "whole")}
     assert list(rows) == [*range(3, 40, 3), 40, 42, 45, 48]  # the spike has a row of its own
     assert rows[40]["loss_deviations"] > 6 and [rows[step]["loss_spikes"] for step in (39, 40, 42, 48)] == [0, 1, 1, 1]
