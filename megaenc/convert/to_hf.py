@@ -139,7 +139,10 @@ def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int
     kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]
     with torch.device("meta"):  # no weights are drawn only to be replaced
         model = kind(config)
-    model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
+    weights = core_to_hf(state, run.model, run.vocab_size)
+    if not run.model.untie_embeddings_and_output_weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True, strict=True)
     model.tie_weights()
     with whole_folder(output) as temporary:
         model.save_pretrained(temporary)

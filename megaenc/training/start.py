@@ -25,7 +25,8 @@ _OF_A_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr",
 _OF_A_BRANCH |= {"eval_iters", "start", "skip_samples"}
 # What weights mean nothing without, and what says which pack a sample number stands for.
 _OF_WEIGHTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
-_OF_WEIGHTS += ("norm_epsilon", "tokenizer")
+_OF_WEIGHTS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
+_OF_WEIGHTS += ("tokenizer",)
 _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
