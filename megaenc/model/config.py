@@ -37,6 +37,8 @@ class ModelConfig:
     """standard deviation of the initial weights, without depth scaling"""
     untie_embeddings_and_output_weights: bool = True
     """the output layer has a matrix of its own, as in the study; otherwise it is the embedding"""
+    vocab_size: int | None = None
+    """rows of the embedding; the tokenizer's number of ids unless given (weights that come from elsewhere may have spare rows)"""
     make_vocab_size_divisible_by: int = 128
     """each tensor-parallel rank's share of the vocabulary is padded to a multiple of this; exports are stripped of it"""
 

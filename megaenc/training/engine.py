@@ -68,7 +68,7 @@ class Engine:
         )
         encoders = build_chunks(
             settings.shape,
-            plan.vocabulary.size,
+            plan.vocab_size,
             settings.data.seq_length,
             settings.layout,
             plan.dtype,
@@ -201,5 +201,5 @@ class Engine:
         attention = sum(
             shape.attention_flops(stop - start, prefix=prefix - start) for start, prefix, stop in batch.packing.spans()
         )
-        head = 6 * shape.hidden_size * self.plan.vocabulary.size * batch.labels.numel()
+        head = 6 * shape.hidden_size * self.plan.vocab_size * batch.labels.numel()
         return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

@@ -15,7 +15,7 @@ def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
     start = f"going on after step {resumed}" if resumed else plan.start.describe()
     phases = _phases(plan.schedule.phases)
-    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
+    millions = settings.shape.parameters(plan.vocab_size) / 1e6
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
