@@ -219,6 +219,17 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
     _load_model(checkpoints.path(step), [module])
 
 
+def save_weights(checkpoints: Checkpoints, module: torch.nn.Module, identity: dict[str, Any]) -> None:
+    """Write the weights of `module`, a whole model in this one process, as the checkpoint of step 0, without an optimizer.
+
+    InputError where the folder cannot be written to.
+    """
+    attempt = checkpoints._begin(0)
+    files = write_sharded({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt)
+    progress = {"tokens": 0, "predicted_tokens": 0, "flops": 0.0}
+    checkpoints._publish(attempt, {"step": 0, **progress, "identity": identity, "files": dict(sorted(files.items()))})
+
+
 def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:
     """A model in one part or, where pipeline stages are interleaved, in several."""
     wanted = {str(number): chunk.sharded_state_dict(prefix="model.") for number, chunk in enumerate(chunks)}

@@ -26,19 +26,21 @@ _OF_A_BRANCH |= {"eval_iters", "start", "skip_samples"}
 # What weights mean nothing without, and what says which pack a sample number stands for.
 _OF_WEIGHTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
 _OF_WEIGHTS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
-_OF_WEIGHTS += ("tokenizer",)
+_OF_WEIGHTS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size")
 _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run whose training is in the first weights of another."""
+    """A run whose training is in the first weights of another, or a model that was converted."""
 
     run: str
     """Its folder, as given."""
     step: int
     schedule: str
     tokens: int
+    source: str = ""
+    """What it was converted from, in words: then the rest is not known, and `schedule` is what the model is for."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,7 @@ class Parent:
         try:
             facts = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
             self.identity, self.start = dict(facts["identity"]), Start.read(facts)
+            self.converted = "source" in facts
         except OSError as error:
             why = error.strerror or error
             raise InputError(f"{self.flag}: no run there ({FACTS}: {why}), expected what a run got as --save") from None
@@ -198,6 +201,10 @@ def _recorded(settings: PretrainSettings) -> Start | None:
 
 
 def _branch(plan: "Plan", parent: Parent) -> Start:
+    if parent.converted:
+        raise InputError(
+            f"{parent.flag}: holds converted weights and no optimizer to go on with; expected --init-from {parent.run}"
+        )
     settings, at = plan.settings, parent.check_kept("--branch-at", plan.settings.start.branch_at)
     if at >= settings.total_iters:
         raise InputError(f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}")
@@ -290,8 +297,8 @@ def _weights(plan: "Plan", parent: Parent) -> Start:
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
         skip = parent.start.skip_samples + parent.samples_by(at)
     tokens = parent.samples_by(at) * parent.settings.data.seq_length
-    stage = Stage(parent.run, at, parent.settings.objective_schedule, tokens)
-    return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, stage))
+    stages = () if parent.converted else (Stage(parent.run, at, parent.settings.objective_schedule, tokens),)
+    return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))
 
 
 def _listed(steps: list[int]) -> str:
