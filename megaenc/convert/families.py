@@ -188,6 +188,10 @@ def config_of(
         raise InputError(f"--as {family.model_type}: has no {missing}; expected --as {' or '.join(able) or 'nothing known'}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    if family.encoder and tokenizer.mask_token_id is None:
+        raise InputError(
+            f"--as {family.model_type}: found a tokenizer without a mask token, expected --as llama or another decoder"
+        )
     pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
     rope = {"rope_type": "default", "rope_theta": model.rotary_base}
     if model.use_rope_scaling:

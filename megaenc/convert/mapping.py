@@ -106,7 +106,7 @@ def rules(model: ModelConfig) -> tuple[Rule, ...]:
     return (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ()))
 
 
-def _lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule for each layer it is about, with its names filled in."""
     for rule in rules(model):
         for layer in range(model.num_layers) if "{}" in rule.core else (0,):
@@ -116,7 +116,7 @@ def _lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
 def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
     """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
     out: dict[str, Tensor] = {}
-    for rule, core, names in _lines(model):
+    for rule, core, names in lines(model):
         tensor = state[core][:vocab_size] if core in VOCABULARY_ROWS else state[core]
         out.update(zip(names, rule.to_hf(tensor, model), strict=True))
     return out
@@ -124,4 +124,4 @@ def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) ->
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The way back, without vocabulary padding."""
-    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in _lines(model)}
+    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in lines(model)}
