@@ -74,11 +74,15 @@ export: {attention}.
 
 def _descent(start: Start) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
-    parts = [f"Its first weights are those of {stage.source}. " for stage in start.before if stage.source]
+    parts = [
+        f"Its first weights are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
+        for stage in start.before
+        if stage.family
+    ]
     stages = [
         f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)"
         for stage in start.before
-        if not stage.source
+        if not stage.family
     ]
     if stages:
         parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")

@@ -18,6 +18,7 @@ from megaenc.convert.hf_folder import HFFolder
 from megaenc.convert.mapping import VOCABULARY_ROWS, lines
 from megaenc.convert.mask_token import MaskToken, give_mask_token
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
@@ -144,43 +145,46 @@ def from_hf(
     tokenizer = _tokenizer(found)
     mask = give_mask_token(tokenizer, add_mask_token)
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
-    found_dtype = DTYPES.get(dtype, found.dtype)
+    weights = DTYPES.get(dtype, found.dtype)
     with whole_folder(output) as folder:
         tokenizer.save_pretrained(folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
-        facts = found.facts | {"mask_token": dataclasses.asdict(mask), "tied_here": tie}
-        identity = (
-            flags.flatten(model)
-            | {
-                "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
-                "tokenizer": vocabulary.fingerprint,
-                "bf16": found_dtype == torch.bfloat16,
-                "source": hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16],
-            }
-        )
-        given = {name: value for name, value in flags.flatten(model).items() if value is not None} | {
-            "tokenizer": str(output / TOKENIZER),
-            "seq_length": min(found.config.max_position_embeddings, LONGEST_PACK),
-            "bf16": identity["bf16"],
-            "objective_schedule": trained_on(found.config, found.family),
-        }
-        (folder / CONFIG).write_text(yaml.safe_dump(given, sort_keys=False), encoding="utf-8")
-        words = f"`{facts['name']}`, {found.family.model_type} weights of Hugging Face"
-        start = Start(before=(Stage(str(output), 0, given["objective_schedule"], 0, source=words),))
-        _write_json(
-            folder / FACTS,
-            {
-                "megaenc": __version__,
-                "vocab_size": model.vocab_size,
-                "parameters": model.parameters(model.vocab_size),
-                "reading": [],
-                "start": dataclasses.asdict(start),
-                "source": facts,
-                "identity": identity,
-            },
-        )
-        _write_checkpoint(folder, found, model, found_dtype, mask, identity)
+        shared = _flags(found, model, weights) | {"tokenizer": str(output / TOKENIZER)}
+        facts = _facts(found, model, vocabulary, shared, mask)
+        (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
+        (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        _write_checkpoint(folder, found, model, weights, mask, facts["identity"])
     return found, mask
+
+
+def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.yaml holds: the flags that a run which begins with these weights shares with them."""
+    return {name: value for name, value in flags.flatten(model).items() if value is not None} | {
+        "seq_length": min(source.config.max_position_embeddings, LONGEST_PACK),
+        "bf16": dtype == torch.bfloat16,
+        "objective_schedule": trained_on(source.config, source.family),
+    }
+
+
+def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
+    """What run.json holds, as of a run; `source` is in no run's."""
+    origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
+    stage = Stage(str(source.folder.path), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
+    return {
+        "megaenc": __version__,
+        "vocab_size": model.vocab_size,
+        "parameters": model.parameters(model.vocab_size),
+        "reading": [],
+        "start": dataclasses.asdict(Start(before=(stage,))),
+        "source": origin,
+        "identity": {
+            **flags.flatten(model),
+            "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
+            "tokenizer": vocabulary.fingerprint,
+            "bf16": shared["bf16"],
+            "source": hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16],
+        },
+    }
 
 
 def _tokenizer(source: Source) -> Any:
@@ -204,10 +208,6 @@ def _tokenizer(source: Source) -> Any:
             f"{source.folder.config_file}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
         )
     return tokenizer
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    file.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
 
 def _write_checkpoint(

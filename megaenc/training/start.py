@@ -32,15 +32,17 @@ _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 @dataclass(frozen=True)
 class Stage:
-    """A run whose training is in the first weights of another, or a model that was converted."""
+    """A run whose training is in the first weights of another, or a Hugging Face model that they came from."""
 
     run: str
     """Its folder, as given."""
     step: int
     schedule: str
     tokens: int
-    source: str = ""
-    """What it was converted from, in words: then the rest is not known, and `schedule` is what the model is for."""
+    family: str = ""
+    """Of a Hugging Face model: its type there. What it was trained on is not known, so `schedule` is what it was made for."""
+    context: int = 0
+    """Of a Hugging Face model: the tokens that it reads at most."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megaenc.console import quiet
 quiet()
 
 SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LLAMA3 = dict(rope_type="llama3", rope_theta=1000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 = dict(rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3 |= dict(original_max_position_embeddings=8192)
 # What each family has that the others have not, tied and untied.
 MODELS = {
@@ -37,7 +37,9 @@ def build(name: str, *, vocab_size: int = 400, **options):
         if parameter_name.endswith("o_proj.bias"):
             torch.nn.init.zeros_(parameter)
         else:
-            torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=0.1)
+            # Sharp attention, so that what it looks at matters.
+            std = 0.4 if parameter_name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
+            torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
     return model
 
 

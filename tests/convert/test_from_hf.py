@@ -171,7 +171,10 @@ def test_it_can_go_out_again(llama, tmp_path):
     found = hf_models.weights(tmp_path / "hf")
     assert_same(found, hf_models.weights(llama))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"] == hf_models.LLAMA3
-    assert "Its first weights are those of `llama`, llama weights of Hugging Face." in (tmp_path / "hf" / "README.md").read_text()
+    assert (
+        "Its first weights are those of `llama`, a Hugging Face model of type llama."
+        in (tmp_path / "hf" / "README.md").read_text()
+    )
 
 
 def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, tmp_path, refusal):
