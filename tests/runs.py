@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +38,20 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
 
 
 def run(
-    command: list[str], *, expect: int | None = 0, timeout: float = 240, cwd: Path | None = None, packages: Path | None = None
+    command: list[str],
+    *,
+    expect: int | None = 0,
+    timeout: float = 240,
+    cwd: Path | None = None,
+    packages: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Run `command` with one thread a process; kill everything that it started when time is up. Checks the exit code.
 
-    `packages`: a folder of installed packages to import from besides.
+    `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
     path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | (environment or {})
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
     )
@@ -65,6 +72,23 @@ def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> su
     return run([sys.executable, *launcher, str(path), *arguments], **how)
 
 
+@dataclass(frozen=True)
+class Job:
+    """A run of the pretraining command, for `in_turn`; `copy_of`: a folder that is first copied to the one it saves to."""
+
+    save: Path
+    flags: list[str]
+    processes: int = 1
+    copy_of: Path | None = None
+
+
+def in_turn(jobs: list[Job], folder: Path, timeout: float = 240) -> subprocess.CompletedProcess:
+    """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
+    file = folder / "jobs.json"
+    file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
+    return script(WORKERS / "in_turn.py", [str(file)], processes=max(job.processes for job in jobs), timeout=timeout)
+
+
 def metrics(folder: Path) -> list[dict]:
     """The logged steps of a run."""
     return _rows(folder / "metrics.jsonl")
@@ -77,6 +101,13 @@ def validations(folder: Path) -> list[dict]:
 
 def _rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def largest_difference(name: str, run_folder: Path, reference: Path, after: int = 0) -> float:
+    """Of `name` in the steps beyond `after`, which both runs must have: the largest difference relative to `reference`."""
+    here, there = ({row["step"]: row[name] for row in metrics(run) if row["step"] > after} for run in (run_folder, reference))
+    assert here.keys() == there.keys() != set()
+    return max(abs(here[step] / there[step] - 1) for step in there)
 
 
 def assert_same_curve(run_folder: Path, reference: Path, tolerance: float = 1e-4) -> None:

@@ -1,7 +1,10 @@
 """megatron-core made ready: its version checked, its adapters put in where this machine needs them."""
 
+import contextlib
 import functools
+import sys
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 
 from megaenc.backend.device import detect
@@ -24,13 +27,35 @@ def check_version(found: str | None = None) -> str:
     return found
 
 
+@contextlib.contextmanager
+def _without(*modules: str) -> Iterator[None]:
+    """Importing one of `modules` fails inside, unless somebody has done so before."""
+    hidden = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+@functools.cache
+def import_megatron() -> None:
+    """Import megatron.core without W&B and TensorBoard: it would load both, for a second, where nobody asks for them."""
+    with _without("wandb", "torch.utils.tensorboard"), warnings.catch_warnings():
+        # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
+        warnings.simplefilter("ignore")
+        import megatron.core
+        import megatron.core.timers  # noqa: F401
+
+
 @functools.cache
 def prepare_megatron() -> None:
     """Import megatron-core quietly and install the adapters. Call it before anything of megatron.core is used; again is free."""
     check_version()
+    import_megatron()
     with warnings.catch_warnings():
-        # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # as above
         from megaenc.backend import host_adapter, optimizer_adapter
 
         if detect().is_host:

@@ -9,14 +9,16 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
+from megaenc.backend.rendezvous import meet
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
 
-def start(layout: Layout, seed: int, chunks: int = 1) -> Backend:
+def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
     """Join the process groups of this run and lay the model-parallel ones out; returns the backend.
 
-    `chunks`: parts of the model that each pipeline stage holds (`Layout.chunks`).
+    `chunks`: parts of the model that each pipeline stage holds (`Layout.chunks`). `timeout`: how long a collective may wait for
+    processes that do not come.
 
     Works under torchrun and, as a world of one, in a plain process. InputError if the processes do not fit the layout.
     """
@@ -30,13 +32,15 @@ def start(layout: Layout, seed: int, chunks: int = 1) -> Backend:
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
         device = None if backend.is_host else backend.device
-        dist.init_process_group(backend.process_group, timeout=timedelta(minutes=10), device_id=device)
+        store, rank, size = meet(timeout)
+        dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         layout.tensor_model_parallel_size,
         layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        distributed_timeout_minutes=timeout / timedelta(minutes=1),
     )
     # Nothing of ours reads this state (randomness is counted, not stored); megatron-core forks it around dropout.
     tensor_parallel.model_parallel_cuda_manual_seed(seed % 2**31, force_reset_rng=True)

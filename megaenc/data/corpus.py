@@ -44,6 +44,9 @@ class Corpus:
         prefix = str(prefix)
         token_type = check_index(prefix)
         # Here and not at the top: it takes seconds and pulls in torch, and whoever wants only the split needs neither.
+        from megaenc.backend.megatron import import_megatron
+
+        import_megatron()
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         try:

@@ -1,6 +1,6 @@
 """Micro-batches: packs in one row with their targets, made by each rank for itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ class MicroBatch:
     labels: Tensor  # int64[N]
 
 
-def micro_batch(packs: Packs, samples: range, objective: Objective, seed: int, device: torch.device) -> MicroBatch:
+def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed: int, device: torch.device) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
     edges, tokens, positions, predict_at, labels, prefixes = [0], [], [], [], [], []
     for sample in samples:

@@ -5,6 +5,10 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,7 @@ from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import cannot_be_written, sync, write_sharded
+from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync, sync_all
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
@@ -36,8 +40,13 @@ class Damaged(InputError):
 class Checkpoints:
     """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int | None = None):
+        """`keep_last` and `keep_every` say what `retain` leaves."""
         self.folder = folder
+        self._keep = (keep_last, keep_every)
+        self._thread = ThreadPoolExecutor(1)  # the end of the process waits for it, or ends it
+        self._memory = HostMemory()
+        self._work: Future | None = None  # of a save that is under way: what the thread is at
         self._attempt: Path | None = None
 
     def latest(self) -> int | None:
@@ -115,24 +124,70 @@ class Checkpoints:
             steps = sorted({step for step in steps if step < named} | {named})
         return steps[::-1]
 
-    def save(self, engine: Engine, step: int, progress: dict[str, Any]) -> None:
-        """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together.
+    def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
+        """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
 
-        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows last. InputError
-        where that cannot be: then nothing of the attempt is left, and the checkpoints that were there are as they were.
+        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows, and what the
+        save made superfluous goes. Without `block` a thread does most of that from a copy while training goes on; `finish_save`
+        is to be called until it is done. A save that is not done yet is waited for first. InputError where that cannot be: then
+        nothing of the attempt is left, and the checkpoints that were there are as they were.
         """
+        self.finish_save()
+        self._parts = self._save(engine, step, progress, None if block else self._memory)
+        self._work = next(self._parts)
+        self._device = engine.device
+        if block:
+            self.finish_save()
+
+    def finish_save(self, block: bool = True) -> None:
+        """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
+
+        Errors are those of `save`.
+        """
+        while self._work and (block or self._done_on_all()):
+            futures.wait([self._work])
+            self._work = None  # an error ends the save
+            self._work = next(self._parts, None)
+
+    def _done_on_all(self) -> bool:
+        done = torch.tensor([self._work.done()], dtype=torch.int, device=self._device)
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        return bool(done)
+
+    def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
+        """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
+        state = {"step": step, **progress, "identity": engine.plan.identity}
         try:
-            files = write_sharded(sharded_state(engine, is_loading=False), attempt)
-            state = {"step": step, **progress, "identity": engine.plan.identity, "files": dict(sorted(files.items()))}
-            on_rank_0(lambda: self._publish(attempt, state))
+            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
+            yield (writing := self._thread.submit(sharded.write))
+            shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
+            sharded.complete()
+            self._attempt = None  # rank 0 alone goes on with it
+            publish = partial(self._publish, attempt, state, shards) if rank() == 0 else lambda: None
+            yield (publishing := self._thread.submit(publish))
+            on_rank_0(publishing.result)
         except InputError as error:
             if rank() == 0 and not isinstance(error, LocalInputError):
-                self.abandon()
+                shutil.rmtree(attempt, ignore_errors=True)
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
+    @contextlib.contextmanager
+    def finished(self) -> Iterator[None]:
+        """However the block ends, no save is under way after it: it is finished, where all ranks leave the block together."""
+        try:
+            yield
+        except BaseException as error:
+            together = isinstance(error, InputError) and not isinstance(error, LocalInputError)
+            if together or dist.get_world_size() == 1:
+                self.finish_save()
+            elif self._work:
+                futures.wait([self._work])
+            raise
+        self.finish_save()
+
     def abandon(self) -> None:
-        """Remove what a save that failed has written. After an error of one rank: once no other can write any more."""
+        """Remove what a save has written that an error of one rank cut off: once no other can write any more."""
         if self._attempt:
             shutil.rmtree(self._attempt, ignore_errors=True)
 
@@ -150,8 +205,9 @@ class Checkpoints:
             raise InputError(f"{cannot_be_written(self.folder, error)}; step {step} is not saved, {self._kept(step)}") from None
         return attempt
 
-    def _publish(self, attempt: Path, state: dict[str, Any]) -> None:
+    def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests) -> None:
         target = self.path(state["step"])
+        state["files"] = sync_all(attempt, shards)
         try:
             write_whole(attempt / STATE, json.dumps(state, indent=1))
             sync(attempt)
@@ -162,6 +218,7 @@ class Checkpoints:
             write_whole(self.folder / TRACKER, f"{state['step']}\n")
         except OSError as error:
             raise InputError(cannot_be_written(self.folder, error)) from None
+        self.retain(state["step"])
 
     def _remove(self, path: Path) -> None:
         """Under another name first: a removal that is cut off leaves nothing that looks like a checkpoint."""
@@ -169,17 +226,17 @@ class Checkpoints:
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
-    def retain(self, newest: int, keep_last: int | None, keep_every: int | None) -> None:
+    def retain(self, newest: int) -> None:
         """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is damaged and older.
 
         A damaged checkpoint is not one of the last that stay; nothing goes unless `newest` is whole. Steps beyond it, left by a
         run that has gone back, stay until they are made again. What cannot be removed now is tried after the next save.
         """
-        if not (keep_last or keep_every) or not self._is_whole(newest):
+        if not any(self._keep) or not self._is_whole(newest):
             return
         older = [step for step in self.steps() if step < newest]
         whole = [step for step in older if self._is_whole(step)]
-        for step in {*older} - {*whole} | {*superfluous(whole, keep_last, keep_every)}:
+        for step in {*older} - {*whole} | {*superfluous(whole, *self._keep)}:
             with contextlib.suppress(OSError):
                 self._remove(self.path(step))
 

@@ -5,17 +5,30 @@ from collections.abc import Sequence
 
 from megaenc.console import quiet
 from megaenc.errors import InputError, LocalInputError, one_line_errors
+from megaenc.launcher import for_good, leave_if_told
 from megaenc.processes import die_with_launcher
 
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Read the flags, work the run out, join the process groups, train."""
+    """Read the flags, work the run out, join the process groups, train.
+
+    What was stopped, or cannot go on for a wrong input, is not begun again by the torchrun that started it.
+    """
     die_with_launcher()
+    leave_if_told()
     quiet()
+    try:
+        _run(sys.argv[1:] if argv is None else argv, prog)
+    except InputError:
+        for_good(2)
+        raise
+
+
+def _run(argv: Sequence[str], prog: str) -> None:
     from megaenc.training.settings import read_settings
 
-    settings = read_settings(sys.argv[1:] if argv is None else argv, prog)
+    settings = read_settings(argv, prog)
     from megaenc.training.plan import make_plan
 
     plan = make_plan(settings)
@@ -25,10 +38,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         describe(plan)
         return
     from megaenc import backend
+    from megaenc.training.watchdog import process_group_timeout
 
-    device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers))
+    timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
+    device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers), timeout)
     from megaenc.training.loop import pretrain
     from megaenc.training.stopping import STOPPED
+    from megaenc.training.together import on_all
 
     try:
         complete = pretrain(plan, device)
@@ -36,6 +52,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         if not isinstance(error, LocalInputError):  # then every rank is on its way out
             backend.stop()
         raise
+    if not complete:
+        on_all(lambda: for_good(STOPPED))  # on every machine, before the first to leave makes torchrun start others
     backend.stop()
     if not complete:
         sys.exit(STOPPED)

@@ -1,7 +1,9 @@
 """The model under megatron-core: one call runs a global batch through its schedules, another makes an update."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -21,6 +23,7 @@ from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
 from megaenc.training.plan import Plan
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Engine:
         self.plan = plan
         self.layout = settings.layout
         self.device = backend.device
-        self.row_length = settings.micro_batch_size * settings.data.seq_length
+        self.own_loss = torch.zeros((), dtype=torch.float64, device=backend.device)
         self.share = Share(
             settings.global_batch_size,
             settings.micro_batch_size,
@@ -76,6 +79,8 @@ class Engine:
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
+        self.watch = Stopwatch()
+        self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -107,6 +112,7 @@ class Engine:
                 overlap_param_gather=self.layout.overlap_param_gather,
                 bf16=settings.bf16,
                 params_dtype=plan.dtype,
+                timers=self.timers,
             ),
             self.chunks,
             config_overrides={},  # no exceptions: norms decay like everything else, as in the study
@@ -128,19 +134,79 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def update(self, step: int) -> tuple[BatchResult, float]:
-        """Make update number `step` (1, 2, ...); returns its sums and the norm of the gradient before clipping."""
+    def update(self, step: int) -> tuple[BatchResult, float, bool]:
+        """Make update number `step` (1, 2, ...): its sums, the norm of the gradient before clipping, and whether it was made.
+
+        It is not where loss or gradient are no finite numbers: then weights and optimizer stay as they were, on all ranks.
+        """
+        self.watch.reset()
+        reset_timers(self.timers)
+        self.clear_gradient()
+        objective = self.plan.schedule.objective(step)
+        with self.watch.measure(FORWARD_BACKWARD):
+            result = self._run(self.rows(step), self.plan.packs, objective, self.plan.settings.seed, train=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.plan.learning_rate(step)
+        with self.watch.measure(OPTIMIZER):
+            return result, *self._step(result.loss_sum)
+
+    def rows(self, step: int) -> list[Sequence[int]]:
+        """The samples of each micro-batch that this rank reads for update number `step`."""
+        share = dataclasses.replace(self.share, global_batch_size=self.plan.settings.batch_sizes.size(step))
+        return list(share.samples(self.plan.first_sample(step)))
+
+    def clear_gradient(self) -> None:
+        """Forget the gradient that is there."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        settings = self.plan.settings
-        objective = self.plan.schedule.objective(step)
-        share = dataclasses.replace(self.share, global_batch_size=settings.batch_sizes.size(step))
-        result = self._run(share, self.plan.packs, self.plan.first_sample(step), objective, settings.seed, train=True)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.learning_rate(step)
-        _, grad_norm, _ = self.optimizer.step()
-        return result, float(grad_norm)
+
+    def _step(self, loss_sum: float) -> tuple[float, bool]:
+        """megatron-core's `step` in its parts: the gradient's norm, and whether the weights were updated from it."""
+        self.optimizer.prepare_grads()
+        [optimizer] = self.optimizer.chained_optimizers
+        grad_norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
+        finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+        if self.share.size > 1 and not self.layout.use_distributed_optimizer:
+            # Each copy of the model has found its own norm: where one of them alone is faulty, they would part here.
+            all_finite = torch.tensor([finite], dtype=torch.int32, device=self.device)
+            dist.all_reduce(all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group())
+            finite = bool(all_finite)
+        if finite:
+            self.optimizer.step_with_ready_grads()
+        return grad_norm, finite
+
+    @contextlib.contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Let `gradient_alone` leave each rank its own gradient: nothing is added up over the copies of the model."""
+        names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
+        before = {name: getattr(self.config, name) for name in names}
+        self.gather_parameters()
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+                if self.layout.overlap_param_gather:
+                    chunk.disable_forward_pre_hook()
+                    stack.callback(chunk.enable_forward_pre_hook)
+            for name in names:
+                setattr(self.config, name, None)
+            try:
+                yield
+            finally:
+                for name, value in before.items():
+                    setattr(self.config, name, value)
+                self.clear_gradient()
+
+    def gradient_alone(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
+        """Under `unreduced`: the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
+
+        The ranks of one copy of the model call it together with the same row, those of all copies with as many packs.
+        """
+        self.clear_gradient()
+        repeated = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # interleaved stages take no fewer
+        sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
+        norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
+        return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
@@ -149,25 +215,35 @@ class Engine:
             if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
                 chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
-        results = [self._run(self.share, packs, start, objective, seed=0, train=False) for start in starts]
+        results = [self._run(list(self.share.samples(start)), packs, objective, seed=0, train=False) for start in starts]
         for chunk in self.chunks:
             chunk.train()
             if self.layout.overlap_param_gather:
                 chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
-    def _run(self, share: Share, packs: Packs, start: int, objective: Objective, seed: int, train: bool) -> BatchResult:
-        """The global batch that begins with sample `start` through the pipeline, forward and, to train, backward."""
+    def _run(self, rows: list[Sequence[int]], packs: Packs, objective: Objective, seed: int, train: bool) -> BatchResult:
+        """The global batch of which this rank reads `rows` through the pipeline, forward and, to train, backward."""
+        sums = self._sums(rows, packs, objective, seed, train)
+        if train:
+            self.own_loss = sums[0].clone()
+        dist.all_reduce(sums)
+        loss_sum, correct, predicted, flops = sums.tolist()
+        return BatchResult(loss_sum, int(predicted), int(correct), flops)
+
+    def _sums(self, rows: list[Sequence[int]], packs: Packs, objective: Objective, seed: int, train: bool) -> torch.Tensor:
+        """float64[4] of this rank: loss, correct, predicted, FLOPs of its micro-batches, each of the samples of one of `rows`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in share.samples(start))
+        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in rows)
+        batches = self.watch.over(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward_step, counts),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
-                num_microbatches=share.micro_batches,
-                seq_length=self.row_length,
+                num_microbatches=len(rows),
+                seq_length=len(rows[0]) * self.plan.settings.data.seq_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )
@@ -176,9 +252,7 @@ class Engine:
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums[:2] = torch.stack(outputs).sum(0)
             sums[2:] = torch.tensor([counts["predicted"], counts["flops"]], dtype=torch.float64)
-        dist.all_reduce(sums)
-        loss_sum, correct, predicted, flops = sums.tolist()
-        return BatchResult(loss_sum, int(predicted), int(correct), flops)
+        return sums
 
     def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
         """megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""

@@ -1,5 +1,6 @@
 """Pretraining, as the paragraph that describes it reads: resume or begin, then update, validate, log and save until the end."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 
@@ -7,6 +8,7 @@ from megaenc.backend import Backend
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.training.checkpoint import Checkpoints, Damaged
+from megaenc.training.diagnosis import report_skipped
 from megaenc.training.engine import Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.introduction import conclusion, introduction
@@ -16,6 +18,7 @@ from megaenc.training.run_folder import RunFolder
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
+from megaenc.training.watchdog import STACKS, Watchdog
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
@@ -23,18 +26,22 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
     False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
     """
-    save = plan.settings.output.save
-    checkpoints = Checkpoints(Path(save) / "checkpoints") if save else None
+    output = plan.settings.output
+    checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
+        watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
         try:
-            return _pretrain(plan, backend, folder, checkpoints)
+            with watchdog:
+                return _pretrain(plan, backend, folder, checkpoints, watchdog)
         finally:
             if folder:
                 folder.close()
 
 
-def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None) -> bool:
+def _pretrain(
+    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None, watchdog: Watchdog
+) -> bool:
     settings, output = plan.settings, plan.settings.output
     if folder:
         checkpoints.clean()
@@ -46,41 +53,48 @@ def _pretrain(plan: Plan, backend: Backend, folder: RunFolder | None, checkpoint
         return True
     progress = {name: (saved if resumed else vars(plan.start))[name] for name in PROGRESS}
     engine = Engine(plan, backend)
+    watchdog.beat("load", done)
     if resumed:
         checkpoints.load(engine, resumed)
     else:
         _begin(engine, plan.start)
     say(introduction(plan, backend, resumed))
     validation = Validation(plan) if plan.validation else None
-    if folder:
-        folder.cut(resumed or -1)
-    monitor = Monitor(plan, backend, folder, done)
+    monitor = Monitor(plan, backend, engine, folder, done)
+    monitor.cut(resumed or -1)
     if validation and not resumed:
-        monitor.validation(done, progress, validation(engine))
+        watchdog.beat("validation", done)
+        monitor.validation(done, progress, validation)
 
     stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
-    with stop, monitor:
+    with stop, monitor, checkpoints.finished() if checkpoints else nullcontext():
         for step in range(done + 1, settings.total_iters + 1):
+            watchdog.beat("step", step)
             clock = perf_counter()
-            result, grad_norm = engine.update(step)
+            result, grad_norm, made = engine.update(step)
             seconds = perf_counter() - clock
 
             progress["tokens"] += plan.step_tokens(step)
             progress["predicted_tokens"] += result.predicted
             progress["flops"] += result.flops
+            progress["skipped_updates"] += not made
             monitor.step(step, result, grad_norm, seconds, progress)
+            if not made:
+                report_skipped(engine, step, result, progress["skipped_updates"])
             last = step == settings.total_iters
             if validation and (_due(step, settings.eval_every) or last):
-                monitor.validation(step, progress, validation(engine))
+                watchdog.beat("validation", step)
+                monitor.validation(step, progress, validation)
 
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
+            if checkpoints:
+                checkpoints.finish_save(block=False)
             if checkpoints and (last or leave or _due(step, output.save_interval)):
-                if folder:
-                    folder.sync()
-                checkpoints.save(engine, step, progress)
-                if folder:
-                    checkpoints.retain(step, output.keep_last, output.keep_every)
+                watchdog.beat("save", step)
+                monitor.sync()
+                with monitor.timing("save"):
+                    checkpoints.save(engine, step, progress, block=last or leave or not output.async_save)
             if leave and not last:
                 break
     say(conclusion(step, settings.total_iters, result, output.save, asked))

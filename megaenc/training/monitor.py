@@ -1,26 +1,33 @@
 """What a run tells while it trains: a row a step and one a validation, the same numbers in the folder and on the console."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from time import perf_counter
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine
-from megaenc.training.engine import BatchResult
+from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.sinks import Sinks
+from megaenc.training.timing import highest, longest, memory
 
 
 class Monitor:
     """Makes the rows, on all ranks alike, and shows them; `folder` is there on rank 0 of a run with `--save` alone.
 
-    As a context it holds the progress line, which begins at step `done`.
+    As a context it holds the progress line, which begins at step `done`, and closes what the rows go to.
     """
 
-    def __init__(self, plan: Plan, backend: Backend, folder: RunFolder | None, done: int):
-        self._plan, self._folder = plan, folder
+    def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
+        self._plan, self._backend, self._engine = plan, backend, engine
+        self._sinks = Sinks(plan, folder)
+        self._between = {"evaluation": 0.0, "save": 0.0}
         self._peak = _total_peak_flops(backend, plan.dtype)
         self._line = ProgressLine(plan.schedule.text_at(done + 1), total=plan.settings.total_iters)
 
@@ -30,18 +37,35 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._line.__exit__(kind, error, trace)
+        self._sinks.close()
 
     def step(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> None:
         """Update number `step` took `seconds`; `progress` is that of the run so far."""
         row = self._row(step, result, grad_norm, seconds, progress)
-        if self._folder and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
-            self._folder.log(METRICS, row)
+        if Sinks.wanted(self._plan) and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
+            self._sinks.log(METRICS, row | self._of_all_ranks())
         self._line.update(step, description=row["objective"], **_shown(row))
 
-    def validation(self, step: int, progress: dict[str, Any], found: dict[str, Any]) -> None:
-        """A validation after `step` has `found` this (see `Validation`)."""
-        if self._folder:
-            self._folder.log(VALIDATION, {"step": step, **progress, **found})
+    def validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
+        """Let `validate` look at the model after `step` and show what it finds (see `Validation`)."""
+        with self.timing("evaluation"):
+            found = validate(self._engine)
+        self._sinks.log(VALIDATION, {"step": step, **progress, **found})
+
+    @contextlib.contextmanager
+    def timing(self, what: Literal["evaluation", "save"]) -> Iterator[None]:
+        """Something between two steps; the next row tells how long it took."""
+        clock = perf_counter()
+        yield
+        self._between[what] += perf_counter() - clock
+
+    def cut(self, step: int) -> None:
+        """Steps beyond `step` are about to be made, or made again: rows of them that are there no longer count."""
+        self._sinks.cut(step)
+
+    def sync(self) -> None:
+        """Put the rows on the disk, before a checkpoint says that they are there."""
+        self._sinks.sync()
 
     def _row(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""
@@ -56,9 +80,18 @@ class Monitor:
             "grad_norm": grad_norm,
             **progress,
             "tokens_per_second": plan.step_tokens(step) / seconds,
+            "tflops_per_second": result.flops / seconds / dist.get_world_size() / 1e12,
             "model_flops_utilization": result.flops / seconds / self._peak if self._peak else None,
             "step_seconds": seconds,
         }
+
+    def _of_all_ranks(self) -> dict[str, Any]:
+        """What differs between ranks, the highest of any; all call this together."""
+        seconds = self._engine.watch.seconds() | self._between
+        self._between = dict.fromkeys(self._between, 0.0)
+        mine = {f"{name}_seconds": value for name, value in seconds.items()} | memory(self._backend)
+        timers = {"timers": longest(self._engine.timers)} if self._engine.timers else {}
+        return highest(mine, self._backend.device) | timers
 
 
 def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
@@ -72,4 +105,6 @@ def _total_peak_flops(backend: Backend, dtype: torch.dtype) -> float:
 
 def _shown(row: dict[str, Any]) -> dict[str, str]:
     loss = "-" if row["loss"] is None else f"{row['loss']:.3f}"
-    return {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
+    used = row["model_flops_utilization"]
+    shown = {"loss": loss, "tokens/s": f"{row['tokens_per_second']:,.0f}"}
+    return shown if used is None else shown | {"MFU": f"{100 * used:.1f} %"}

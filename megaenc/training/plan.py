@@ -79,7 +79,8 @@ class Plan:
         """
         free = {"train_tokens", "config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
-        free |= set(flags.flatten(self.settings.start))
+        for group in (self.settings.start, self.settings.health, self.settings.monitoring):
+            free |= set(flags.flatten(group))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
         values = {
             name: list(value) if isinstance(value, tuple) else value  # as JSON has it

@@ -5,6 +5,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ import yaml
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import whole_folder, write_whole
+from megaenc.launcher import started_by_torchrun
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
 
+_PATIENCE = 10.0
 CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
 METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
 
@@ -46,14 +49,7 @@ class RunFolder:
 
     def _begin(self, plan: "Plan") -> None:
         path = self.path
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"--save {path}: another process is training in this folder; wait for it or choose another"
-            ) from None
-        except OSError as error:
-            raise InputError(f"--save {path}: cannot be locked ({error.strerror}); expected a file system with locks") from None
+        take_lock(self._lock, path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         if (path / FACTS).exists():
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
@@ -98,6 +94,25 @@ class RunFolder:
             raise
         except OSError as error:
             raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
+
+
+def take_lock(descriptor: int, path: Path, patience: float) -> None:
+    """Lock the folder `path` by a file of it. InputError if another process holds the lock for `patience` seconds more.
+
+    Those that torchrun replaces may be on their way out still, on another machine.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise InputError(
+                    f"--save {path}: another process is training in this folder; wait for it or choose another"
+                ) from None
+            time.sleep(0.1)
+        except OSError as error:
+            raise InputError(f"--save {path}: cannot be locked ({error.strerror}); expected a file system with locks") from None
 
 
 def _step_of(row: str) -> float:

@@ -12,6 +12,7 @@ from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 from megaenc.training.batch_sizes import BatchSizes, batch_sizes
+from megaenc.training.monitoring_settings import MonitoringSettings
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,15 @@ class StartSettings:
 
 
 @dataclass(frozen=True)
+class HealthSettings:
+    """What a run does about numbers that go wrong."""
+
+    max_skipped_updates: int = 10
+    """updates of the whole run that may be left out because loss or gradient are no finite numbers; one more ends it, naming
+    step, pack and rank"""
+
+
+@dataclass(frozen=True)
 class OutputSettings:
     """What a run writes, and when."""
 
@@ -97,6 +107,8 @@ class OutputSettings:
     """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
     save_interval: int | None = None
     """steps between checkpoints; the last step is always saved"""
+    async_save: bool = False
+    """go on training while a checkpoint is written, from a copy of it in host memory"""
     keep_last: int | None = None
     """newest checkpoints that are kept; all unless this or --keep-every is given"""
     keep_every: int | None = None
@@ -105,6 +117,9 @@ class OutputSettings:
     """save and stop after the next step that is a multiple of this"""
     exit_duration_in_mins: float | None = None
     """save and stop after the step in which this many minutes of training are over; exit code 75"""
+    distributed_timeout_minutes: float = 10.0
+    """minutes without progress after which every process writes its stacks and ends, exit code 70; the first step, validation,
+    save and load have three times as long, 10 minutes at least"""
     eval_interval: int | None = None
     """steps between validations, 0 for none; a tenth of the run unless given"""
     eval_iters: int = 4
@@ -145,12 +160,15 @@ class PretrainSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     start: StartSettings = field(default_factory=StartSettings)
     layout: Layout = field(default_factory=Layout)
+    health: HealthSettings = field(default_factory=HealthSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
 
     def check(self, world_size: int) -> None:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
+        self.monitoring.check(self.output.save)
         self.shape.check(self.layout.tensor_model_parallel_size)
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
@@ -239,9 +257,9 @@ _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_
 _LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
-    (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
+    (("eval_interval", "branch_at", "init_at", "skip_samples", "max_skipped_updates"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
-    (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
+    (("exit_duration_in_mins", "distributed_timeout_minutes"), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )

@@ -20,6 +20,8 @@ def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
     """What `dist_checkpointing` saves of `engine`, or (`is_loading`) what it is to load into it. All ranks call this together."""
     if not is_loading:
         engine.gather_parameters()
+        for optimizer in engine.optimizer.chained_optimizers:  # zeros for each weight that no update has reached yet
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
     model = {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others

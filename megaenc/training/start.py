@@ -17,7 +17,7 @@ from megaenc.training.settings import PretrainSettings, settings_from
 if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
-PROGRESS = ("tokens", "predicted_tokens", "flops")
+PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates")
 """What metrics and checkpoints count from a run's first step on."""
 
 # A branch may change these; what they do up to its first step is compared step by step. Validations train nothing.
@@ -62,6 +62,7 @@ class Start:
     """What a branch's parent had read when it was left, and had done, so that a branch counts on."""
     predicted_tokens: int = 0
     flops: float = 0.0
+    skipped_updates: int = 0
     before: tuple[Stage, ...] = ()
     """Whose weights step 1 began with, the oldest first."""
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc.errors import InputError, LocalInputError
+from megaenc.launcher import for_good
 from megaenc.ranks import rank
 
 Result = TypeVar("Result")
-_FAILED, _TOLD = "megaenc/failed", "megaenc/told"
+_WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
@@ -69,6 +70,8 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
                 deadline = time.monotonic() + 20
                 while time.monotonic() < deadline and not store.check([_TOLD]):  # a launcher ends all when the first has gone
                     time.sleep(poll_seconds)
+                if store.check([_WRONG]):
+                    for_good(2)
                 os._exit(2)
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -78,6 +81,8 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
     except Exception as error:
         if isinstance(error, InputError) and not isinstance(error, LocalInputError):
             raise
+        if isinstance(error, InputError):
+            store.set(_WRONG, "")
         if store.add(_FAILED, 1) > 1:  # another was first, and this is likely how it is noticed here
             watcher.join()
         left.set()

@@ -1,43 +1,126 @@
 """A sharded checkpoint put on the disk by megatron-core's writer, in threads of this process, with the checksums of its files."""
 
+import contextlib
 import os
 import queue
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.ranks import rank
 from megaenc.training.checksums import digest, digests
-from megaenc.training.together import on_all
 
 Digests = dict[str, dict[str, Any]]
+Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in the metadata, (items and bytes, items and tensors)
 
 
-def write_sharded(state: dict[str, Any], folder: Path) -> Digests:
-    """Write `state` (megatron-core's sharded state dict) to the empty `folder`; all ranks call this together.
+class HostMemory:
+    """Memory for a copy of this rank's shards, the same for each save: to ask for it anew costs more than to copy.
 
-    When it returns, all of it is on the disk; it returns `digest` of every file, on every rank. InputError, on all ranks, where
-    a shard cannot be written; LocalInputError, for `together.shared_fate` to spread, where rank 0 cannot write the rest.
+    Copies from an accelerator are in memory that torch keeps for the next ones; these are for weights that are in host memory.
     """
-    # Where megatron-core's writers leave their results. Its own is a server process, which a signal to the process group ends
-    # and the death of this process does not.
-    filesystem_async._results_queue = queue.Queue()
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, torch.Tensor] = {}
+
+    def copies(self, buckets: list[Bucket], in_use: set[int]) -> list[Bucket]:
+        """`buckets` with a copy of each tensor whose storage's address is `in_use`; they hold until the next call."""
+        return [
+            (path, name, (plain, [(item, self._copy(item.index, tensor, in_use)) for item, tensor in tensors]))
+            for path, name, (plain, tensors) in buckets
+        ]
+
+    def _copy(self, index: Any, tensor: torch.Tensor, in_use: set[int]) -> torch.Tensor:
+        if _address(tensor) not in in_use:  # megatron-core has copied what is a part of another tensor
+            return tensor
+        if index not in self._kept:
+            self._kept[index] = torch.empty_like(tensor)
+        return self._kept[index].copy_(tensor)
+
+
+class ShardedWrite:
+    """megatron-core's sharded state dict on its way to the disk: constructed, written and completed.
+
+    All ranks construct and complete it together, on the main thread; `write` can be called on another.
+    """
+
+    def __init__(self, state: dict[str, Any], folder: Path, memory: HostMemory | None) -> None:
+        """Plan how `state` goes into the empty `folder`, and take this rank's shards off the accelerator.
+
+        With `memory` they are copied from host memory too, and `state` may change before they are written. LocalInputError,
+        for `together.shared_fate` to spread, where rank 0 cannot write to the folder.
+        """
+        self.folder = folder
+        in_use = {_address(each.data) for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor)}
+        # Where megatron-core's writers leave their results. Its own is a server process, which a signal to the process group
+        # ends and the death of this process does not.
+        self._results = filesystem_async._results_queue = queue.Queue()
+        with _one_line(folder, LocalInputError):
+            self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []  # none: nothing to write here
+        if memory:
+            self._buckets = memory.copies(self._buckets, in_use)
+
+    def write(self) -> Digests:
+        """Write this rank's shards, each by a thread that then reads it again, from memory still, for its checksum.
+
+        megatron-core would fork a process for each: beside threads of gloo or a GPU that may hang, and one that is killed is
+        waited for without end. A thread ends with its process, however that ends. When it returns, all of it is on the disk; it
+        returns `digest` of each file. InputError where one cannot be written.
+        """
+        if not self._buckets:
+            return {}
+        [transforms, _] = self._request.async_fn.args
+        buckets, self._buckets = self._buckets, []
+        results: queue.Queue = queue.Queue()
+        running: queue.Queue = queue.Queue()
+
+        def write(number: int) -> tuple[str, dict[str, Any]]:
+            running.put(number)
+            file = Path(buckets[number][0])
+            write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+            write_bucket(transforms, number, buckets[number], results, running, True)
+            return file.name, digest(file) if file.exists() else {}
+
+        with _one_line(self.folder, InputError):
+            with ThreadPoolExecutor(len(buckets)) as pool:
+                digests_of_shards = dict(pool.map(write, range(len(buckets))))
+            written = dict(results.get() for _ in buckets)
+            for result in written.values():
+                if isinstance(result, Exception):
+                    raise result
+        self._results.put(written)
+        return digests_of_shards
+
+    def complete(self) -> None:
+        """Write what says which shard holds what, once all ranks have written theirs. LocalInputError as above."""
+        with _one_line(self.folder, LocalInputError):
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+
+def sync_all(folder: Path, shards: Digests) -> Digests:
+    """Put the files of `folder` besides the `shards`, and all names, on the disk; returns `digest` of all. InputError if not."""
+    with _one_line(folder, InputError):
+        files = [file for file in sorted(folder.iterdir()) if file.name not in shards]
+        for path in (*files, folder):
+            sync(path)
+        return dict(sorted((shards | digests(files)).items()))
+
+
+def sync(path: Path) -> None:
+    """Put a file or the names in a folder on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
-        shards = {name: entry for each in on_all(lambda: _write_shards(request)) for name, entry in each.items()}
-        for finalize in request.finalize_fns:
-            finalize()
-        rest = on_all(lambda: _sync_rest(folder, set(shards)) if rank() == 0 else {})[0]
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_writers(error):
-            raise
-        raise LocalInputError(cannot_be_written(folder, error)) from None
-    return shards | rest
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def cannot_be_written(folder: Path, error: Exception) -> str:
@@ -49,54 +132,21 @@ def cannot_be_written(folder: Path, error: Exception) -> str:
     return f"{folder}: cannot be written to: {reason}"
 
 
+@contextlib.contextmanager
+def _one_line(folder: Path, kind: type[InputError]) -> Iterator[None]:
+    """An error of the disk becomes one of `kind`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _is_writers(error):
+            raise
+        raise kind(cannot_be_written(folder, error)) from None
+
+
 def _is_writers(error: RuntimeError) -> bool:
     """Whether it is how torch's writer in C++ reports a full disk."""
     return "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
 
 
-def _write_shards(request: AsyncRequest) -> Digests:
-    """Write this rank's shards, each by a thread that then reads it again, from memory still, for its checksum.
-
-    megatron-core would fork a process for each: beside threads of gloo or a GPU that may hang, and one that is killed is waited
-    for without end.
-    """
-    if request.async_fn is None:  # nothing to write on this rank
-        return {}
-    [transforms, _] = request.async_fn.args
-    buckets = request.preload_fn()
-    results: queue.Queue = queue.Queue()
-    running: queue.Queue = queue.Queue()
-
-    def write(number: int) -> tuple[str, dict[str, Any]]:
-        running.put(number)
-        file = Path(buckets[number][0])
-        write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        write_bucket(transforms, number, buckets[number], results, running, True)
-        return file.name, digest(file) if file.exists() else {}
-
-    with ThreadPoolExecutor(len(buckets)) as pool:
-        digests_of_shards = dict(pool.map(write, range(len(buckets))))
-    written = dict(results.get() for _ in buckets)
-    for result in written.values():
-        if isinstance(result, (OSError, RuntimeError)):
-            raise InputError(cannot_be_written(Path(buckets[0][0]).parent, result))
-        if isinstance(result, Exception):
-            raise result
-    filesystem_async._results_queue.put(written)
-    return digests_of_shards
-
-
-def _sync_rest(folder: Path, shards: set[str]) -> Digests:
-    files = [file for file in sorted(folder.iterdir()) if file.name not in shards]
-    for path in (*files, folder):
-        sync(path)
-    return digests(files)
-
-
-def sync(path: Path) -> None:
-    """Put a file or the names in a folder on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

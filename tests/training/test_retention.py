@@ -25,32 +25,36 @@ def test_rules_beside_a_checkpoint_of_step_50(keep_last, keep_every, gone):
 
 
 @pytest.fixture
-def checkpoints(tmp_path):
+def folder(tmp_path):
     for step in (10, 20, 30, 40, 50):
         whole_checkpoint(tmp_path / f"iter_{step:07d}", step)
-    return Checkpoints(tmp_path)
+    return tmp_path
 
 
-def test_a_damaged_one_is_not_counted(checkpoints):
+def test_a_damaged_one_is_not_counted(folder):
+    checkpoints = Checkpoints(folder, keep_last=2)
     (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
-    checkpoints.retain(50, keep_last=2, keep_every=None)
+    checkpoints.retain(50)
     assert checkpoints.steps() == [30, 50]
 
 
-def test_nothing_goes_beside_a_newest_that_is_damaged(checkpoints):
+def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
+    checkpoints = Checkpoints(folder, keep_last=1)
     (checkpoints.path(50) / "state.json").unlink()
-    checkpoints.retain(50, keep_last=1, keep_every=None)
+    checkpoints.retain(50)
     assert checkpoints.steps() == [10, 20, 30, 40, 50]
 
 
-def test_steps_that_a_run_has_gone_back_from_stay(checkpoints):
-    checkpoints.retain(30, keep_last=1, keep_every=None)
+def test_steps_that_a_run_has_gone_back_from_stay(folder):
+    checkpoints = Checkpoints(folder, keep_last=1)
+    checkpoints.retain(30)
     assert checkpoints.steps() == [30, 40, 50]
 
 
-def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(checkpoints, monkeypatch):
+def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
+    checkpoints = Checkpoints(folder, keep_last=4)
     monkeypatch.setattr("megaenc.training.checkpoint.shutil.rmtree", lambda *how, **more: None)  # as a kill there would have it
-    checkpoints.retain(50, keep_last=4, keep_every=None)
+    checkpoints.retain(50)
     assert checkpoints.steps() == [20, 30, 40, 50]
     monkeypatch.undo()
     assert [path.name[:14] for path in checkpoints.folder.glob(".*")] == [".iter_0000010."]

@@ -1,0 +1,43 @@
+"""What processes that torchrun has started leave for those that it starts in their place."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+_FILE = "megaenc_exit_code"
+
+
+def for_good(code: int) -> None:
+    """Have every process that this torchrun starts from now on, on this machine, end at once with `code`.
+
+    torchrun takes whatever is not 0 for a failure and, given `--max-restarts`, would go on with a run that was asked to stop.
+    Does nothing without torchrun, or where it has no folder of its own.
+    """
+    if file := _memory():
+        with contextlib.suppress(OSError):  # then the run is merely started again
+            file.write_text(f"{code}\n", encoding="ascii")
+
+
+def leave_if_told() -> None:
+    """Exit with the code that a process before this one gave `for_good`, if one did; called before anything that takes time."""
+    file = _memory()
+    if file and file.exists():
+        with contextlib.suppress(OSError, ValueError):
+            sys.exit(int(file.read_text(encoding="ascii")))
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is a worker of torchrun."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _memory() -> Path | None:
+    """A file in the folder that torchrun makes for its logs: one a launch and node, which no other launch can take for its own.
+
+    The folder is known by what torchrun tells each worker: the path LAUNCH/attempt_N/LOCAL_RANK/error.json.
+    """
+    error_file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):
+        return None
+    return error_file.parents[2] / _FILE

@@ -1,0 +1,261 @@
+"""Where the rows of a run go: its folder, TensorBoard, Weights & Biases. Each gets the same row; only the first can end a run."""
+
+import json
+import os
+import queue
+import secrets
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaenc import flags
+from megaenc.console import say
+from megaenc.files import write_whole
+from megaenc.ranks import rank
+from megaenc.training.monitoring_settings import MonitoringSettings
+from megaenc.training.plan import Plan
+from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+
+WANDB_ID = "wandb_run_id"
+"""File of the run folder: under which id Weights & Biases knows the run, so that it goes on there."""
+
+_GROUPS = {METRICS: "train", VALIDATION: "validation"}
+
+
+class Sinks:
+    """All of them that `plan` asks for. Rank 0 holds them, as it holds the run folder; elsewhere nothing happens."""
+
+    def __init__(self, plan: Plan, folder: RunFolder | None):
+        monitoring = plan.settings.monitoring
+        self._folder = folder
+        self._boards: list[_Background] = []
+        if rank():
+            return
+        if monitoring.tensorboard_dir:
+            self._boards.append(_Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, _config(plan))))
+        if monitoring.wandb_project:
+            run_id, save = _wandb_id(folder.path) if folder else secrets.token_hex(4), plan.settings.output.save
+            self._boards.append(
+                _Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, run_id, _config(plan)))
+            )
+
+    @staticmethod
+    def wanted(plan: Plan) -> bool:
+        """Whether rows go anywhere; the same on all ranks."""
+        monitoring = plan.settings.monitoring
+        return bool(plan.settings.output.save or monitoring.tensorboard_dir or monitoring.wandb_project)
+
+    def log(self, file: str, row: dict[str, Any]) -> None:
+        """Give `row`, which has a `step`, to all of them; `file`: METRICS or VALIDATION."""
+        if self._folder:
+            self._folder.log(file, row)
+        for board in self._boards:
+            board.do("log", _GROUPS[file], row)
+
+    def cut(self, step: int) -> None:
+        """Steps beyond `step` are about to be made (again): their rows, if there are any, no longer count."""
+        if self._folder:
+            self._folder.cut(step)
+        for board in self._boards:
+            board.do("cut", step)
+
+    def sync(self) -> None:
+        """Put the rows on the disk, before a checkpoint says that they are there."""
+        if self._folder:
+            self._folder.sync()
+        for board in self._boards:
+            board.flush()
+
+    def close(self) -> None:
+        """No more rows; the run folder is closed by who opened it."""
+        for board in self._boards:
+            board.close()
+
+
+class Board(ABC):
+    """Something that shows numbers by step. Whatever it raises is said once, and the run goes on without it."""
+
+    @abstractmethod
+    def log(self, group: str, row: dict[str, Any]) -> None:
+        """Show `row` as it is in the run folder, under names that begin with `group`/."""
+
+    @abstractmethod
+    def cut(self, step: int) -> None:
+        """What was shown of steps beyond `step` no longer counts; called before the first row too."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Put what was shown on the disk."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The end."""
+
+
+class TensorBoard(Board):
+    """Event files in `folder`. Numbers are float64, as in metrics.jsonl, which the usual scalars (float32) would round."""
+
+    def __init__(self, folder: str, config: dict[str, Any]):
+        self._folder, self._config = folder, config
+        self._writer = None
+        self._texts: dict[str, str] = {}
+
+    def cut(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer:
+            self._writer.close()
+        self._writer = SummaryWriter(self._folder, purge_step=step + 1)  # readers leave out what older files say from there on
+        self._texts = {}
+        lines = yaml.safe_dump(self._config, sort_keys=False).splitlines()
+        self._writer.add_text("config", "\n".join("    " + line for line in lines), step + 1)  # Markdown: as it stands
+
+    def log(self, group: str, row: dict[str, Any]) -> None:
+        step = row["step"]
+        for name, value in flat(row, group).items():
+            if not isinstance(value, str):
+                self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
+            elif self._texts.get(name) != value:  # where it changes
+                self._texts[name] = value
+                self._writer.add_text(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Board):
+    """A run of `--wandb-project`, drawn over `step`. Without a key or a network it is kept in its folder, for `wandb sync`."""
+
+    def __init__(self, monitoring: MonitoringSettings, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        import wandb
+
+        folder = Path(monitoring.wandb_save_dir or save)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def start(mode: str | None):
+            return wandb.init(
+                project=monitoring.wandb_project,
+                entity=monitoring.wandb_entity or None,
+                name=monitoring.wandb_exp_name or Path(save or ".").resolve().name,
+                id=run_id,
+                resume="allow" if mode is None else None,
+                dir=folder,
+                config=config,
+                mode=mode,
+                settings=wandb.Settings(console="off", silent=True, init_timeout=patience, finish_timeout=30),
+            )
+
+        if os.environ.get("WANDB_MODE"):
+            self._run = start(os.environ["WANDB_MODE"])
+        elif not wandb.api.api_key:  # it would ask for one, and wait
+            self._run = start("offline")
+            say(f"Weights & Biases: no key (wandb login), so kept in {folder / 'wandb'}; `wandb sync` sends it")
+        else:
+            try:
+                self._run = start(None)
+            except Exception as error:
+                wandb.teardown()  # its server still holds the id
+                self._run = start("offline")
+                say(f"Weights & Biases: {_one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, group: str, row: dict[str, Any]) -> None:
+        self._run.log({"step": row["step"], **flat(row, group)})
+
+    def cut(self, step: int) -> None:
+        """Nothing can be taken back there: steps that are made again stand there again, and the later row counts."""
+
+    def flush(self) -> None:
+        """A process of its own writes what it is given, and outlives this one for as long as that takes."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Background:
+    """A Board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
+
+    def __init__(self, name: str, make: Callable[[], Board]):
+        self._name, self._make = name, make
+        self._todo: queue.SimpleQueue = queue.SimpleQueue()
+        self._opened = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, method: str, *arguments: Any) -> None:
+        """Call `method` of the board, some time."""
+        self._todo.put((method, arguments, threading.Event()))
+
+    def flush(self, seconds: float = 5.0) -> None:
+        """Wait until everything so far is on the disk, but not for a board that is still looking for its network."""
+        done = threading.Event()
+        if self._opened.is_set():
+            self._todo.put(("flush", (), done))
+            done.wait(seconds)
+
+    def close(self, seconds: float = 90.0) -> None:
+        """Let the board end; one that does not in `seconds` is left to itself."""
+        self.do("close")
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            say(f"{self._name}: not done after {seconds:.0f} seconds, left to itself")
+
+    def _work(self) -> None:
+        board, method = None, ""
+        try:
+            board = self._make()
+            self._opened.set()
+        except Exception as error:
+            self._give_up(error)
+        while method != "close":
+            method, arguments, done = self._todo.get()
+            try:
+                if board:
+                    getattr(board, method)(*arguments)
+            except Exception as error:
+                self._give_up(error)
+                board = None
+            done.set()
+
+    def _give_up(self, error: Exception) -> None:
+        say(f"{self._name}: {_one_line(error)}; the run goes on without it")
+
+
+def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
+    """The numbers and texts of `row` but for its step, by names like validation/mlm/loss; what JSON has as null is left out."""
+    found: dict[str, float | str] = {}
+    for name, value in row.items():
+        path = group if name == "objectives" else f"{group}/{name}"
+        if isinstance(value, dict):
+            found |= flat(value, path)
+        elif name != "step" and isinstance(value, (int, float, str)) and not (isinstance(value, float) and not isfinite(value)):
+            found[path] = value
+    return found
+
+
+def _config(plan: Plan) -> dict[str, Any]:
+    """Every flag and what was found out about data and tokenizer, JSON-ready."""
+    return json.loads(json.dumps(flags.flatten(plan.settings) | plan.facts))
+
+
+def _wandb_id(folder: Path) -> str:
+    """The one that is kept there, or a new one, which then is."""
+    file = folder / WANDB_ID
+    if not file.exists():
+        write_whole(file, secrets.token_hex(4) + "\n")
+    return file.read_text(encoding="utf-8").strip()
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

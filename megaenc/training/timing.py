@@ -1,0 +1,97 @@
+"""Where the time of a step goes, and how much memory a run takes: the highest value of any rank."""
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from megatron.core.timers import Timers
+
+from megaenc.backend import Backend
+
+Item = TypeVar("Item")
+
+DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
+
+
+class Stopwatch:
+    """Seconds of the parts of a step, on this rank: `wall` by the clock, `processor` those in which this thread computed.
+
+    Nothing waits for a device here. The parts end where a step waits for it in any case: forward_backward with its sums,
+    optimizer with the norm of the gradient.
+    """
+
+    def __init__(self) -> None:
+        self.wall: Counter[str] = Counter()
+        self.processor: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.wall.clear()
+        self.processor.clear()
+
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Add what happens inside to `part`."""
+        wall, processor = time.perf_counter(), time.thread_time()
+        yield
+        self.wall[part] += time.perf_counter() - wall
+        self.processor[part] += time.thread_time() - processor
+
+    def over(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, the making of each being added to `part`."""
+        iterator = iter(items)
+        while True:
+            with self.measure(part):
+                item = next(iterator, None)
+            if item is None:
+                return
+            yield item
+
+    def seconds(self) -> dict[str, float]:
+        """By the clock: making micro-batches, computing with them, updating the weights; the first is not in the second."""
+        forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
+        return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
+
+
+def memory(backend: Backend) -> dict[str, float]:
+    """GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
+    resident = psutil.Process().memory_info().rss / 2**30
+    if backend.is_host:
+        return {"memory_gib": resident}
+    return {
+        "memory_gib": torch.cuda.max_memory_allocated(backend.device) / 2**30,
+        "memory_reserved_gib": torch.cuda.max_memory_reserved(backend.device) / 2**30,
+        "host_memory_gib": resident,
+    }
+
+
+def highest(values: dict[str, float], device: torch.device) -> dict[str, float]:
+    """The largest that any rank has of each value; all ranks call this together, with the same names."""
+    found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return dict(zip(values, found.tolist(), strict=True))
+
+
+def megatron_timers(level: int) -> Timers | None:
+    """For megatron-core's configurations; None at level 0, where nothing is timed. Each timer waits for the device."""
+    return Timers(level, "max") if level else None
+
+
+def reset_timers(timers: Timers | None) -> None:
+    """Forget what they have counted so far."""
+    for timer in timers._timers.values() if timers else ():
+        timer.reset()
+
+
+def longest(timers: Timers) -> dict[str, float]:
+    """Seconds of each timer on the rank where it took longest; all ranks call this together."""
+    mine = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
+    of_all: list = [None] * dist.get_world_size()  # names and all: stages of a pipeline need not have the same timers
+    dist.all_gather_object(of_all, mine)
+    names = sorted({name for found in of_all for name in found})
+    return {name: max(found.get(name, 0.0) for found in of_all) for name in names}

@@ -1,0 +1,188 @@
+"""A run that stands still ends, and leaves the Python stack of every thread of every rank behind."""
+
+import contextlib
+import faulthandler
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megaenc.ranks import rank, world_size
+
+HUNG = 70  # sysexits.h: EX_SOFTWARE
+STACKS = "stacks"
+_KEY = "megaenc/hang"
+_LIBRARY = Path(threading.__file__).parent
+_FIRST_SECONDS = 600.0  # what the first step may take at least: kernels are compiled, files read for the first time
+_ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand
+
+
+def margin(limit: float) -> float:
+    """Seconds after `limit` (seconds) at which what is slower to speak than the watchdog may speak."""
+    return min(30.0, max(3.0, limit / 2))
+
+
+def first_limit(limit: float) -> float:
+    """Seconds that the first step, validation, save or load of a process may take, where later ones may take `limit`."""
+    return max(3 * limit, _FIRST_SECONDS)
+
+
+def process_group_timeout(minutes: float) -> timedelta:
+    """How long collectives may wait under a watchdog of `minutes`: long enough for it, and its fallback, to be first."""
+    return timedelta(seconds=first_limit(60 * minutes) + 2 * margin(60 * minutes))
+
+
+class Watchdog:
+    """A context that ends this process, with exit code HUNG, when `minutes` have passed since the last `beat`.
+
+    Before, it writes the stack of each thread to `folder`/rank_00003.txt (standard error without a folder), tells the other ranks
+    to do the same whatever they do, and waits until they have: a launcher ends all when the first has gone. One rank prints one
+    line that says which rank stands where. All of this is done by a thread. Where none can run, because the one that hangs holds
+    the interpreter's lock, `faulthandler` writes the stacks to standard error a margin later and ends the process with 1.
+
+    What is done for the first time has longer (`first_limit`). For the main thread, and one process group in all.
+    """
+
+    def __init__(self, minutes: float, folder: Path | None) -> None:
+        self._limit, self._folder = 60 * minutes, folder
+        self._margin = margin(self._limit)
+        self._poll = min(1.0, self._limit / 10)
+        self._known: set[str] = set()
+        self._written = False
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # A connection of its own: the main thread may hang in a call to the store, and holds it then.
+        self._store = _get_default_store().clone()
+
+    def __enter__(self) -> Self:
+        self.beat("start", 0)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._left.set()
+        self._thread.join(self._margin)  # it may wait for a store that is gone
+        faulthandler.cancel_dump_traceback_later()
+
+    def beat(self, kind: str, step: int) -> None:
+        """Say that what was done before is done, and what begins: `step`, `validation`, `save` or `load`, and of which step."""
+        limit = self._limit if kind in self._known else first_limit(self._limit)
+        self._known.add(kind)
+        now = time.monotonic()
+        self._now = (kind, step, now, now + limit)  # one assignment: the thread sees all of it or nothing
+        faulthandler.dump_traceback_later(limit + self._margin, exit=True, file=sys.__stderr__)
+
+    def _watch(self) -> None:
+        while not self._left.wait(self._poll):
+            if time.monotonic() > self._now[3] or self._is_told():
+                self._end()
+
+    def _is_told(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
+            return self._store.check([_KEY])
+        return False
+
+    def _end(self) -> None:
+        """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""
+        faulthandler.cancel_dump_traceback_later()
+        threading.Thread(target=self._end_at_last, daemon=True).start()
+        kind, step, since, _ = self._now
+        here = {"doing": doing(kind, step), "at": _place(), "quiet": time.monotonic() - since, "stacks": self._write()}
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"{_KEY}/{rank()}", json.dumps(here))
+            self._store.set(_KEY, "")
+            found = self._collect(_ANSWER_SECONDS)
+            if self._store.add(f"{_KEY}/chosen", 1) == 1:
+                print(_line(found), file=sys.stderr, flush=True)
+                self._store.set(f"{_KEY}/said", "")
+            self._store.wait([f"{_KEY}/said"], timedelta(seconds=self._margin))
+            self._collect(2 * self._margin)  # who is silent holds the interpreter's lock: its own stacks come a margin later
+        os._exit(HUNG)
+
+    def _end_at_last(self) -> None:
+        """Where the store or the file system does not answer either."""
+        time.sleep(_ANSWER_SECONDS + 5 * self._margin)
+        os._exit(HUNG)
+
+    def _write(self) -> str:
+        """Write the stacks of this process; returns where to. A file system that hangs itself gets them on standard error."""
+        head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank()} of {world_size()}, process {os.getpid()} on "
+        head += f"{socket.gethostname()}, {doing(*self._now[:2])}"
+        if self._folder:
+            writer = threading.Thread(target=self._write_file, args=(head,), daemon=True)
+            writer.start()
+            writer.join(self._margin)
+            if self._written:
+                return str(self._folder)
+        print(head, file=sys.__stderr__, flush=True)
+        faulthandler.dump_traceback(sys.__stderr__)
+        return "standard error"
+
+    def _write_file(self, head: str) -> None:
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with open(self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8") as file:  # the next attempt may hang too
+                print(head, file=file, flush=True)
+                faulthandler.dump_traceback(file)
+                print(file=file)
+            self._written = True
+
+    def _collect(self, seconds: float) -> dict[int, dict[str, str]]:
+        """What each rank says of itself, as soon as all have; after `seconds`, of those that have."""
+        deadline, found = time.monotonic() + seconds, {}
+        while True:
+            for other in set(range(world_size())) - set(found):
+                if self._store.check([f"{_KEY}/{other}"]):
+                    found[other] = json.loads(self._store.get(f"{_KEY}/{other}"))
+            if len(found) == world_size() or time.monotonic() > deadline:
+                return found
+            time.sleep(self._poll / 4)
+
+
+def _line(found: dict[int, dict[str, Any]]) -> str:
+    """Ranks by the place they stand at: the odd ones, who are likely the reason, first."""
+    places: dict[str, list[int]] = {}
+    for number, there in sorted(found.items()):
+        places.setdefault(f"{there['at']}, {there['doing']}", []).append(number)
+    parts = [f"{_ranks(numbers)} in {place}" for place, numbers in sorted(places.items(), key=lambda item: len(item[1]))]
+    parts = parts[:4] + [f"others in {len(parts) - 4} more places"] * (len(parts) > 4)
+    if silent := sorted(set(range(world_size())) - set(found)):
+        parts.insert(0, f"{_ranks(silent)} silent (stacks follow on standard error, unless the process is gone)")
+    quiet = max(there["quiet"] for there in found.values())
+    where = ", ".join(sorted({there["stacks"] for there in found.values()}))
+    time_text = f"{quiet / 60:.3g} minutes" if quiet >= 60 else f"{quiet:.0f} seconds"
+    return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {where}"
+
+
+def doing(kind: str, step: int) -> str:
+    """`step 5`, `save of step 5`, `validation after step 5`, `start`."""
+    joint = {"step": "step", "save": "save of step", "load": "load of step", "validation": "validation after step"}
+    return f"{joint[kind]} {step}" if kind in joint else kind
+
+
+def _place() -> str:
+    """Where the main thread stands, beneath Python's own library: `all_reduce (distributed_c10d.py:2810)`."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame.f_back and Path(frame.f_code.co_filename).parent == _LIBRARY:
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+
+
+def _ranks(numbers: list[int]) -> str:
+    """`rank 1`, `ranks 0, 2-191`: in order, neighbours joined, the end of a long list left out."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    shown = ", ".join(texts if len(texts) <= 8 else [*texts[:8], "..."])
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"

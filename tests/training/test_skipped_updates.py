@@ -1,0 +1,120 @@
+"""A loss or a gradient that is no finite number changes nothing, is counted, and ends the run beyond a limit, naming its pack."""
+
+import json
+import subprocess
+
+import pytest
+import runs
+import torch
+from workers.bad_packs import spoil
+
+from megaenc import backend
+from megaenc.training.command import main
+
+# Eight packs a step: step 5 reads packs 32 to 39, in micro-batches of two.
+RUN = [*runs.SHORT_RUN, "--train-iters", "8", "--lr-wsd-decay-iters", "2", "--eval-interval", "0", "--save-interval", "1"]
+
+
+def tensors(folder, step) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds of model and optimizer, and how many updates the optimizer has made."""
+    from megatron.core import dist_checkpointing
+
+    path = str(folder / "checkpoints" / f"iter_{step:07d}")
+    found = dist_checkpointing.load_plain_tensors(path)
+    found = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    return found | {"updates": torch.tensor(_updates(dist_checkpointing.load_common_state_dict(path)))}
+
+
+def _updates(node) -> list[int]:
+    """Each `step` of an optimizer's state dict."""
+    if isinstance(node, dict):
+        return [at for name, value in node.items() for at in ([value] if name == "step" else _updates(value))]
+    return [at for value in node for at in _updates(value)] if isinstance(node, (list, tuple)) else []
+
+
+def assert_step_5_was_left_out(folder) -> None:
+    backend.start(backend.Layout(), seed=0)  # a world of one, to read them
+    try:
+        before, after, later = (tensors(folder, step) for step in (4, 5, 6))
+    finally:
+        backend.stop()
+    assert before.keys() == after.keys() and len(before["updates"]) > 0
+    assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in before)
+    for name in before:
+        assert torch.equal(before[name], after[name]), name
+        assert not torch.equal(before[name], later[name]), name
+    rows = runs.metrics(folder)
+    assert [row["skipped_updates"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert None in (rows[4]["loss"], rows[4]["grad_norm"])
+    assert rows[4]["tokens"] == 5 * rows[0]["tokens"]
+    assert all(row["loss"] and row["grad_norm"] for row in rows[:4] + rows[5:])
+
+
+def run_with(packs, flags, folder, processes, **how) -> subprocess.CompletedProcess:
+    arguments = [json.dumps(packs), *flags, "--save", str(folder)]
+    return runs.script(runs.WORKERS / "bad_packs.py", arguments, processes=processes, **how)
+
+
+@pytest.mark.parametrize(("precision", "what"), [("--no-bf16", "loss"), ("--bf16", "gradient")])
+def test_nothing_changes_and_the_pack_is_named(precision, what, small_corpus, tmp_path, monkeypatch, capsys):
+    spoil({37: what}, monkeypatch.setattr)
+    main([*small_corpus.flags, *RUN, precision, "--save", str(tmp_path / "run")])
+    assert_step_5_was_left_out(tmp_path / "run")
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 5: ")]
+    assert line.startswith(f"step 5: {what} is no finite number, from pack 37 of {small_corpus.prefix} on rank 0 (")
+    assert line.endswith("); update skipped, 1 so far")
+
+
+SHARED = ["--use-distributed-optimizer", "--bf16"]
+LAYOUTS = {
+    "tensor": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--bf16"], "ranks 0-1"),
+    # Pack 37 is the sixth of its step: the third micro-batch, which the first of two data-parallel ranks reads.
+    "data": (2, ["--use-distributed-optimizer", "--no-bf16"], "rank 0"),
+    "interleaved": (
+        4,
+        ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1", *SHARED],
+        "ranks 0 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, tmp_path):
+    processes, flags, ranks = LAYOUTS[layout]
+    said = run_with({37: "loss"}, [*small_corpus.flags, *RUN, *flags], tmp_path / "run", processes).stdout
+    assert_step_5_was_left_out(tmp_path / "run")
+    [line] = [line for line in said.splitlines() if line.startswith("step 5: ")]
+    assert f"from pack 37 of {small_corpus.prefix} on {ranks} (" in line
+
+
+def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *RUN, "--no-bf16", "--max-skipped-updates", "1"]
+    result = run_with({37: "loss", 46: "loss", 47: "gradient"}, flags, tmp_path / "run", 2, expect=1)
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: step 6: loss is no finite number, from packs 46-47 of {small_corpus.prefix} on rank 1 (")
+    assert "update skipped, 2 so far, --max-skipped-updates allows 1; give the same command with --skip-packs 46-47" in line
+    assert (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "5\n"
+    assert [row["skipped_updates"] for row in runs.metrics(tmp_path / "run")] == [0, 0, 0, 0, 1, 2]
+
+
+def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypatch, refusal):
+    """It is there when the step is made and gone when its packs are run again."""
+    spoil({37: "loss"}, monkeypatch.setattr)
+    from megaenc.training import diagnosis
+
+    def healed(*arguments):
+        monkeypatch.undo()
+        return before(*arguments)
+
+    before = diagnosis.diagnose
+    monkeypatch.setattr(diagnosis, "diagnose", healed)
+    flags = [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
+    line = refusal(main, flags)
+    assert "from none of its 8 packs when each is run alone, which points to the hardware; in the step itself the loss" in line
+    assert "of rank 0 (" in line and "allows 0; give the same command again, on other machines" in line
+
+
+def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monkeypatch, refusal):
+    spoil(dict.fromkeys(range(32, 40), "loss"), monkeypatch.setattr)
+    line = refusal(main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"])
+    assert "from each of its 8 packs: the weights themselves are no good" in line and "lower --lr" in line

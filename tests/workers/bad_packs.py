@@ -1,0 +1,42 @@
+"""Pretraining on packs that go wrong: `bad_packs.py '{"97": "loss"}' FLAGS...` spoils the micro-batches that hold sample 97.
+
+`loss`: it is NaN; `gradient`: it is infinite while the loss is not; a number: the loss is multiplied by it.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+
+
+def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
+    """Let the engine of this process find `packs` as they should not be; `put` is setattr or monkeypatch's."""
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
+    from megaenc.training import engine
+
+    make, loss_of = engine.micro_batch, engine.summed_loss
+
+    def marked(data, samples, *arguments):
+        batch = make(data, samples, *arguments)
+        batch.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
+        return batch
+
+    def spoiled(logits_NV, labels):
+        loss, correct = loss_of(logits_NV, labels)
+        how = labels.spoiled if loss.requires_grad else 1  # held-out packs have the same numbers
+        if how == "gradient":
+            loss = loss * 1
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+            return loss, correct
+        return loss * (float("nan") if how == "loss" else how), correct
+
+    put(engine, "micro_batch", marked)
+    put(engine, "summed_loss", spoiled)
+
+
+if __name__ == "__main__":
+    from megaenc.training.command import main
+
+    spoil({int(sample): how for sample, how in json.loads(sys.argv.pop(1)).items()})
+    main(prog="pretrain_encoder.py")

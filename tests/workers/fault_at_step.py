@@ -1,0 +1,60 @@
+"""Pretraining that goes wrong once: argv[1] is `FAULT:RANK:STEP:FILE`, the rest are flags.
+
+RANK may be `any`; FILE is made when the fault happens, and tells later attempts not to.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from megaenc.training import engine
+from megaenc.training.command import main
+
+
+def stand_still() -> None:
+    """As reading from a file system that has gone away does."""
+    threading.Event().wait()
+
+
+def hold_the_lock() -> None:
+    """As a call into C that does not come back and keeps the interpreter to itself."""
+    ctypes.PyDLL(None).pause()
+
+
+def die() -> None:
+    """As the kernel ends a process when memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_launcher() -> None:
+    """As a node goes away: torchrun, and with it this process."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def strike(fault: str, step: int, mark: Path) -> None:
+    """Let `fault` happen where this rank reads its packs for `step`, unless it has happened before."""
+    now = []
+    update, read = engine.Engine.update, engine.micro_batch
+
+    def update_and_tell(self, number, *rest):
+        now[:] = [number]
+        return update(self, number, *rest)
+
+    def read_or_fail(*arguments):
+        if now == [step] and not mark.exists():
+            mark.touch()
+            globals()[fault]()
+        return read(*arguments)
+
+    engine.Engine.update, engine.micro_batch = update_and_tell, read_or_fail
+
+
+if __name__ == "__main__":
+    fault, rank, step, mark = sys.argv.pop(1).split(":")
+    if rank in ("any", os.environ.get("RANK", "0")):
+        strike(fault, int(step), Path(mark))
+    main(prog="pretrain_encoder.py")

@@ -1,0 +1,38 @@
+"""Runs one after the other under one torchrun, each by as many of its processes as it wants: `in_turn.py JOBS.json`.
+
+Between two runs all processes leave the process groups; those of the next join new ones, laid out as it says.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+from megaenc.training.command import main
+
+
+def run_all(jobs: list[dict]) -> None:
+    """`jobs`: the fields of each `runs.Job`."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launcher = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "localhost"}  # each run has a store of its own
+    for number, job in enumerate(jobs):
+        if rank == 0:
+            if job["copy_of"]:
+                shutil.copytree(job["copy_of"], job["save"])
+            store = TCPStore("localhost", 0, is_master=True, multi_tenant=True, wait_for_workers=False)
+            launcher.set(f"port {number}", str(store.port))
+        if rank < job["processes"]:
+            os.environ["MASTER_PORT"] = launcher.get(f"port {number}").decode()
+            os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(job["processes"])
+            main([*job["flags"], "--save", job["save"]], prog="in_turn.py")
+        if launcher.add(f"left {number}", 1) == world:
+            launcher.set(f"over {number}", "")
+        launcher.wait([f"over {number}"])
+
+
+if __name__ == "__main__":
+    run_all(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
