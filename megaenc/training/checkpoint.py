@@ -172,6 +172,14 @@ class Checkpoints:
                 shutil.rmtree(attempt, ignore_errors=True)
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
+    def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
+        """Write `module`, a whole model in this one process, as the checkpoint of step 0 without an optimizer. Errors as above."""
+        attempt = self._begin(0)
+        weights = ShardedWrite({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt, None)
+        shards = weights.write()
+        weights.complete()
+        self._publish(attempt, {"step": 0, "identity": identity}, shards)
+
     @contextlib.contextmanager
     def finished(self) -> Iterator[None]:
         """However the block ends, no save is under way after it: it is finished, where all ranks leave the block together."""
@@ -274,17 +282,6 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
     _load_model(checkpoints.path(step), [module])
-
-
-def save_weights(checkpoints: Checkpoints, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-    """Write the weights of `module`, a whole model in this one process, as the checkpoint of step 0, without an optimizer.
-
-    InputError where the folder cannot be written to.
-    """
-    attempt = checkpoints._begin(0)
-    files = write_sharded({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt)
-    progress = {"tokens": 0, "predicted_tokens": 0, "flops": 0.0}
-    checkpoints._publish(attempt, {"step": 0, **progress, "identity": identity, "files": dict(sorted(files.items()))})
 
 
 def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:

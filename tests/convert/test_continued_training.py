@@ -10,7 +10,6 @@ import torch
 from megaenc.convert.command import main
 from megaenc.convert.mapping import core_to_hf
 from megaenc.convert.to_hf import load_weights, open_run
-from megaenc.training.command import main as pretrain
 from megaenc.training.plan import make_plan
 from megaenc.training.settings import read_settings
 
@@ -26,33 +25,38 @@ def learning_rate(n: int) -> float:
     return PEAK * (STEPS - n + 1) / DECAY if n > STEPS - DECAY else PEAK
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def came_in(request, small_corpus, tmp_path_factory):
-    """A model with ten spare rows of the vocabulary and the run folder that it came in as, with the flags of a run from it."""
-    folder = tmp_path_factory.mktemp("continued")
-    model = hf_models.build(request.param, vocab_size=410, attn_implementation="eager")
-    hf_models.write(model, folder / "hf", small_corpus.tokenizer)
-    main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
-    core = folder / "core"
-    return model, ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
+@pytest.fixture(scope="module")
+def continued(small_corpus, tmp_path_factory):
+    """By name: a model with ten spare rows of the vocabulary, the flags of a run that begins with it, and the folder of two such
+    runs: `one` by one process, `two` by two tensor-parallel ranks."""
+    found, jobs = {}, []
+    for name in MODELS:
+        folder = tmp_path_factory.mktemp("continued")
+        model = hf_models.build(name, vocab_size=410, attn_implementation="eager")
+        hf_models.write(model, folder / "hf", small_corpus.tokenizer)
+        main(["from-hf", "--input", str(folder / "hf"), "--output", str(folder / "core")])
+        core = folder / "core"
+        flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *RUN, "--init-from", str(core)]
+        jobs += [runs.Job(folder / "one", flags), runs.Job(folder / "two", [*flags, "--tensor-model-parallel-size", "2"], 2)]
+        found[name] = (model, flags, folder)
+    runs.in_turn(jobs, folder, timeout=480)
+    return found
 
 
-def test_ten_steps_equal_those_of_a_plain_loop(came_in, tmp_path):
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_steps_equal_those_of_a_plain_loop(name, continued):
     """Losses, norms and every weight at the end, among them the biases and the norms of queries and keys."""
-    model, flags = came_in
-    pretrain([*flags, "--save", str(tmp_path / "one")])
-    runs.script(runs.PRETRAIN, [*flags, "--tensor-model-parallel-size", "2", "--save", str(tmp_path / "two")], processes=2)
-
+    model, flags, folder = continued[name]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plan = make_plan(read_settings(flags, "test"))
     losses, norms = plain_loop.train(model, plan, STEPS, learning_rate, CLIP)
     assert max(norms) > CLIP > min(norms), "the clip was not tested"
     expected = model.state_dict()
-    for folder in (tmp_path / "one", tmp_path / "two"):
-        rows = runs.metrics(folder)
+    for run_folder in (folder / "one", folder / "two"):
+        rows = runs.metrics(run_folder)
         np.testing.assert_allclose([row["loss"] for row in rows], losses, rtol=1e-4)
         np.testing.assert_allclose([row["grad_norm"] for row in rows], norms, rtol=1e-4)
-        run = open_run(folder)
+        run = open_run(run_folder)
         for name, tensor in core_to_hf(load_weights(run, None)[1], run.model, run.vocab_size).items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
             assert (tensor - before[name]).abs().max() > 1e-3, f"{name} was not trained"

@@ -20,6 +20,8 @@ from megaenc.training.run_folder import TOKENIZER
 # Smaller than any rounding: an update that changes no weight.
 STANDSTILL = ["--objective-schedule", "mlm", "--train-iters", "1", "--lr", "1e-30", "--eval-interval", "0"]
 STANDSTILL += ["--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64"]
+# Sizes of the tensor-parallel and the pipeline-parallel groups.
+LAYOUTS = [(name, (2, 2)) for name in hf_models.MODELS] + [("qwen3 with biases", (2, 1)), ("qwen2", (1, 2))]
 
 
 def convert(folder, output, *flags):
@@ -61,16 +63,28 @@ def test_every_weight_is_there_as_it_was(name, small_corpus, tmp_path):
     assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if name.startswith("eurobert") else "clm")
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("qwen3 with biases", ["--tensor-model-parallel-size", "2"]), ("qwen2", ["--pipeline-model-parallel-size", "2"])],
-)
-def test_a_run_in_any_layout_begins_with_these_weights(name, layout, small_corpus, tmp_path):
-    folder = hf_models.write(hf_models.build(name, vocab_size=410), tmp_path / "hf", small_corpus.tokenizer)
-    core = convert(folder, tmp_path / "core")
-    flags = ["--config", str(core / "config.yaml"), *small_corpus.flags, *STANDSTILL, "--init-from", str(core)]
-    runs.script(runs.PRETRAIN, [*flags, *layout, "--save", str(tmp_path / "run")], processes=2)
-    assert_same(held(tmp_path / "run", 1), hf_models.weights(folder))
+@pytest.fixture(scope="module")
+def begun(small_corpus, tmp_path_factory):
+    """By model and layout: the Hugging Face folder, and a run that began with it in that layout and changed nothing."""
+    folder, jobs, found = tmp_path_factory.mktemp("begun"), [], {}
+    cores = {}
+    for name in hf_models.MODELS:
+        hf = hf_models.write(hf_models.build(name, vocab_size=410), folder / name / "hf", small_corpus.tokenizer)
+        cores[name] = convert(hf, folder / name / "core")
+    for name, layout in LAYOUTS:
+        flags = ["--config", str(cores[name] / "config.yaml"), *small_corpus.flags, *STANDSTILL, "--init-from", str(cores[name])]
+        tensor, pipeline = (str(size) for size in layout)
+        flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+        found[name, layout] = (folder / name / "hf", folder / name / f"TP{tensor} PP{pipeline}")
+        jobs.append(runs.Job(found[name, layout][1], flags, processes=layout[0] * layout[1]))
+    runs.in_turn(jobs, folder, timeout=480)
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_run_in_any_layout_begins_with_these_weights(name, layout, begun):
+    folder, run = begun[name, layout]
+    assert_same(held(run, 1), hf_models.weights(folder))
 
 
 def test_shards_and_a_base_model_hold_the_same(llama, small_corpus, tmp_path):
