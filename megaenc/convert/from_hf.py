@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from megaenc.training.start import Stage, Start
 
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
 _TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -231,12 +233,19 @@ def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: Ma
     """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero."""
     parameters = dict(encoder.named_parameters())
     for rule, core, names in lines(model):
-        weights = rule.to_core(tuple(source.folder.tensor(name) for name in names), model)
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
-            parameter[len(weights) :] = 0
-            parameter[: len(weights)] = weights
+            _fill_rows(parameter, source.folder.in_parts(*names, _ROWS))
             if mask.origin == "added":  # the ids before it are all that the tokenizer had
-                parameter[mask.id] = weights[: mask.id].mean(dim=0, dtype=torch.float32)
+                others = parameter[: mask.id].split(_ROWS)
+                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / mask.id
         else:
-            parameter.copy_(weights)
+            parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
+
+
+def _fill_rows(parameter: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
+    done = 0
+    for part in parts:
+        parameter[done : done + len(part)] = part
+        done += len(part)
+    parameter[done:] = 0

@@ -1,7 +1,7 @@
 """A Hugging Face model folder: its config.json and its safetensors, one tensor at a time."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ class HFFolder:
         file, stored = self._stored[name]
         with _opened(file) as tensors:
             return tensors.get_tensor(stored)
+
+    def in_parts(self, name: str, rows: int) -> Iterator[Tensor]:
+        """The same in pieces of `rows` rows, for the largest ones."""
+        file, stored = self._stored[name]
+        for start in range(0, self.shapes[name][0], rows):
+            with _opened(file) as tensors:
+                yield tensors.get_slice(stored)[start : start + rows]
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:

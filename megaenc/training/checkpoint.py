@@ -173,7 +173,7 @@ class Checkpoints:
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write `module`, a whole model in this one process, as the checkpoint of step 0 without an optimizer. Errors as above."""
+        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not."""
         attempt = self._begin(0)
         weights = ShardedWrite({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt, None)
         shards = weights.write()

@@ -38,7 +38,7 @@ def build(name: str, *, vocab_size: int = 400, **options):
             torch.nn.init.zeros_(parameter)
         else:
             # Sharp attention, so that what it looks at matters.
-            std = 0.4 if parameter_name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
+            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
             torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
     return model
 
