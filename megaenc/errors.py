@@ -3,9 +3,13 @@
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 
-from megaenc.ranks import rank
+from megaenc.launcher import for_good, started_by_torchrun
+from megaenc.ranks import local_rank, rank
+
+_TIME_TO_SAY = 3.0
 
 
 class InputError(Exception):
@@ -22,7 +26,8 @@ class LocalInputError(InputError):
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2, Ctrl-C one word and 130.
 
-    torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same.
+    torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same. A command that asks `leave_if_told` is
+    not tried again by it.
     """
 
     @functools.wraps(main)
@@ -33,6 +38,10 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
             where = f"rank {rank()}: " if rank() else ""
             if rank() == 0 or isinstance(error, LocalInputError):
                 print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
+            elif started_by_torchrun():
+                time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
+            if local_rank() == 0 or isinstance(error, LocalInputError):
+                for_good(2)
             sys.exit(2)
         except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -74,6 +74,15 @@ def left_behind(*paths: Path) -> list[Path]:
         return []
 
 
+def remove(path: Path) -> None:
+    """Remove a file or a folder with all that is in it, as far as that can be done."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 def longest_name(*paths: Path) -> str:
     """The longest name in bytes, be it a temporary one, that writing one of `paths` takes."""
     return max((_temporary(path).name for path in paths), key=lambda name: len(os.fsencode(name)))

@@ -38,10 +38,30 @@ def die_with_parent(parent: int) -> None:
 def die_with_launcher() -> None:
     """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
 
-    Call it before anything that takes time: a launcher that is gone by then is not noticed.
+    A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(os.getppid())
+        if not _is_below_python():
+            os._exit(1)
+
+
+def _is_below_python() -> bool:
+    """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
+    try:
+        own, process = os.readlink("/proc/self/exe"), os.getppid()
+        while process:
+            folder = Path("/proc", str(process))
+            try:
+                program = os.readlink(folder / "exe")
+            except PermissionError:  # of another user, or one that lets nobody look
+                program = (folder / "cmdline").read_text(errors="replace").partition("\0")[0]
+            if program == own or os.path.basename(program).startswith("python"):
+                return True
+            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # hidden, or just ended: then the kernel ends this process too
+        return True
+    return False
 
 
 class Workers:

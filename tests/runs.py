@@ -37,6 +37,12 @@ def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     return path
 
 
+def surroundings(packages: Path | None = None) -> dict[str, str]:
+    """The environment of a command: one thread a process, this repository's code, no accelerator; `packages` as in `run`."""
+    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+
+
 def run(
     command: list[str],
     *,
@@ -50,10 +56,14 @@ def run(
 
     `packages`: a folder of installed packages to import from besides; `environment`: variables to set besides.
     """
-    path = os.pathsep.join([str(ROOT), *([str(packages)] if packages else [])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""} | (environment or {})
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=surroundings(packages) | (environment or {}),
+        cwd=cwd,
+        start_new_session=True,
     )
     try:
         out, err = process.communicate(timeout=timeout)
@@ -74,15 +84,20 @@ def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> su
 
 @dataclass(frozen=True)
 class Job:
-    """A run of the pretraining command, for `in_turn`; `copy_of`: a folder that is first copied to the one it saves to."""
+    """A run of the pretraining command, for `in_turn`.
+
+    `copy_of`: a folder that is first copied to the one it saves to; `weights`: a file of torch's with whole matrices by their
+    global names, to begin with instead of new ones (not for tensor parallelism).
+    """
 
     save: Path
     flags: list[str]
     processes: int = 1
     copy_of: Path | None = None
+    weights: Path | None = None
 
 
-def in_turn(jobs: list[Job], folder: Path, timeout: float = 240) -> subprocess.CompletedProcess:
+def in_turn(jobs: list[Job], folder: Path, timeout: float = 480) -> subprocess.CompletedProcess:
     """Runs one after the other under one torchrun, which spares most of the start of each; `folder` is for their list."""
     file = folder / "jobs.json"
     file.write_text(json.dumps([asdict(job) for job in jobs], default=str), encoding="utf-8")
@@ -92,6 +107,34 @@ def in_turn(jobs: list[Job], folder: Path, timeout: float = 240) -> subprocess.C
 def metrics(folder: Path) -> list[dict]:
     """The logged steps of a run."""
     return _rows(folder / "metrics.jsonl")
+
+
+# What a row says of the clock and the machine, and not of the run.
+_MEASURED = ("_seconds", "_per_second", "_utilization", "_gib", "timers")
+
+
+def lasting(row: dict) -> dict:
+    """A row without what the clock and the machine say: equal for runs that are bitwise equal."""
+    return {name: value for name, value in row.items() if not name.endswith(_MEASURED)}
+
+
+def curve(folder: Path, after: int = 0) -> list[dict]:
+    """What lasts of the logged steps beyond `after`."""
+    return [lasting(row) for row in metrics(folder) if row["step"] > after]
+
+
+def weights(folder: Path, step: int) -> dict:
+    """The tensors of all weights of a checkpoint by name."""
+    from megaenc.convert.to_hf import load_weights, open_run
+
+    return load_weights(open_run(folder), step)[1]
+
+
+def assert_same_weights(run_folder: Path, reference: Path, step: int) -> None:
+    """The checkpoints of `step` of two runs hold the same weights, bit by bit."""
+    here, there = weights(run_folder, step), weights(reference, step)
+    assert here.keys() == there.keys()
+    assert [name for name in here if here[name].dtype != there[name].dtype or not here[name].equal(there[name])] == []
 
 
 def validations(folder: Path) -> list[dict]:

@@ -1,9 +1,12 @@
 import heapq
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
+import runs
 
 from megaenc.errors import InputError
 from megaenc.processes import Workers
@@ -85,3 +88,26 @@ def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
     with Workers(work, 2) as workers, pytest.raises(InputError, match=message) as error:
         list(workers.map([item] * 10))
     assert "of 2 (process " in str(error.value)
+
+
+ORPHAN = """
+import os, time
+from megaenc.processes import die_with_launcher
+launcher = os.getpid()
+if os.fork():
+    os._exit(0)
+while os.getppid() == launcher:
+    time.sleep(0.01)
+print("begins", flush=True)
+die_with_launcher()
+print("goes on", flush=True)
+"""
+
+
+def test_a_worker_whose_launcher_died_before_it_began_ends(monkeypatch):
+    if "python" in Path("/proc/1/cmdline").read_text():
+        pytest.skip("orphans are adopted by a Python program here")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\n"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\ngoes on\n"

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from dataclasses import dataclass
 
 import torch
@@ -9,19 +10,40 @@ import torch
 from megaenc.errors import InputError
 from megaenc.ranks import local_rank, local_world_size
 
-# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets; the first name that fits counts. An MI250X shows as two
-# devices, one a die.
+# Dense bf16 peak of one device in FLOP/s, from the makers' data sheets (which often print twice as much: with sparsity). The
+# first name that fits counts, so what is more exact stands first. An MI250X or MI250 shows as two devices, one a die: half the
+# card's peak.
 PEAK_BF16 = {
     "A100": 312e12,
+    "A800": 312e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
     "H100": 989e12,
+    "H800": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
+    "GH200": 989e12,
+    "H20": 148e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "MI210": 181e12,
     "MI250X": 191.5e12,
+    "MI250": 181e12,
+    "MI300A": 980e12,
     "MI300X": 1307e12,
+    "MI325X": 1307e12,
+    "MI350X": 2300e12,
     "MI355X": 2500e12,
 }
+
+
+def peak_bf16(name: str) -> float:
+    """Dense bf16 FLOP/s of the device that calls itself `name`, by whole words of it; 0.0 for one that is not in the table."""
+    found = (peak for part, peak in PEAK_BF16.items() if re.search(rf"(?<![a-z0-9]){part}(?![a-z0-9])", name, re.IGNORECASE))
+    return next(found, 0.0)
 
 
 @dataclass(frozen=True)
@@ -50,9 +72,7 @@ class Backend:
         """
         if self.is_host:
             return _measured_gemm(dtype)
-        name = torch.cuda.get_device_name(self.device)
-        peak = next((flops for part, flops in PEAK_BF16.items() if part in name), 0.0)
-        return peak if dtype == torch.bfloat16 else 0.0
+        return peak_bf16(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0
 
 
 @functools.cache

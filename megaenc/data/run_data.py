@@ -84,11 +84,15 @@ class RunData:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
-    def reading(self, end: int, first: int = 0) -> list[Reading]:
-        """What samples `first` to `end` - 1 read of each corpus."""
+    def reading(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[Reading]:
+        """What samples `first` to `end` - 1 read of each corpus, but for the ranges `without`, each its first and last sample."""
+        spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         rows = []
         for number, (corpus, part, share) in enumerate(zip(self.corpora, self.train_parts, self.shares, strict=True)):
-            before, after = (self.train.samples_of(number, samples) for samples in (first, end))
-            epochs = part.epochs_after(after) - part.epochs_after(before)
-            rows.append(Reading(corpus.prefix, float(share), after - before, epochs, part.dropped))
+            packs, epochs = 0, 0.0
+            for start, stop, sign in spans:
+                before, after = (self.train.samples_of(number, samples) for samples in (start, stop))
+                packs += sign * (after - before)
+                epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
+            rows.append(Reading(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows

@@ -1,5 +1,6 @@
 """The shape of a model, its presets and what follows from them by arithmetic alone."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaenc.errors import InputError
@@ -74,8 +75,22 @@ class ModelConfig:
 
         q is the width of all heads; p, the `prefix`, counts tokens that see each other: none under causal attention, all s under
         bidirectional attention.
+        The half of the scores that a causal mask hides is not counted: kernels leave it out.
         """
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
+
+    def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
+        """Operations of the matrix products of a row, forward and backward, as executed: documents and predictions.
+
+        `spans`: (start, prefix, stop) of each document, as `Packing.spans` has them; the head computes `predicted` positions.
+        What recomputation repeats is not counted, nor what padding of the vocabulary adds.
+        """
+        head = 6 * self.hidden_size * vocab_size * predicted
+        documents = sum(
+            self.body_flops_per_token() * (stop - start) + self.attention_flops(stop - start, prefix=prefix - start)
+            for start, prefix, stop in spans
+        )
+        return head + documents
 
     def check(self, tensor_parallel: int = 1) -> None:
         """InputError, naming the flag, if the shape is impossible or `tensor_parallel` ranks cannot share its layers."""

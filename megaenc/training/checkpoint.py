@@ -18,14 +18,16 @@ from megatron.core import dist_checkpointing
 
 from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import write_whole
+from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
 from megaenc.training.pickles import check_pickles
+from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
+from megaenc.training.skipped import read_alike
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync, sync_all
 
@@ -101,12 +103,13 @@ class Checkpoints:
         on_rank_0(lambda: check_pickles(path))
         return state
 
-    def newest_good(self, identity: dict[str, Any]) -> dict[str, Any] | None:
+    def newest_good(self, plan: Plan) -> dict[str, Any] | None:
         """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
 
-        Those up to the step that the tracker names are looked at. A damaged one is named in a line; InputError if all are.
+        Those up to the step that the tracker names are looked at, but for those that have read packs which `plan` leaves out. A
+        damaged one is named in a line; InputError if all are.
         """
-        steps = on_rank_0(self._candidates)
+        identity, steps = plan.identity, on_rank_0(lambda: self._candidates(plan))
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
                 return self.check(step, identity)
@@ -116,13 +119,37 @@ class Checkpoints:
                 say(f"{damage}: trying that of step {before}")
         return None
 
-    def _candidates(self) -> list[int]:
+    def _candidates(self, plan: Plan) -> list[int]:
         """Newest first. A save that was cut off before its tracker was written left a whole checkpoint and no tracker."""
         named = self.latest()
         steps = self.steps()
         if named is not None:
             steps = sorted({step for step in steps if step < named} | {named})
-        return steps[::-1]
+        return [step for step in steps[::-1] if self._fits(step, plan)]
+
+    def _fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
+        try:
+            return read_alike(plan, self.state(step))
+        except Damaged:
+            return damaged  # to be named
+
+    def fitting(self, plan: Plan) -> list[int]:
+        """The steps whose checkpoints look whole and have read no pack that `plan` leaves out."""
+        return [step for step in self.steps() if self._fits(step, plan, damaged=False)]
+
+    def leave_behind(self, plan: Plan) -> None:
+        """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
+
+        Those checkpoints stay until their steps are made again.
+        """
+        named = self.latest()
+        if named is None or self._fits(named, plan):
+            return
+        before = [step for step in self.fitting(plan) if step < named]
+        if before:
+            write_whole(self.folder / TRACKER, f"{before[-1]}\n")
+        else:
+            (self.folder / TRACKER).unlink()
 
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
@@ -139,12 +166,17 @@ class Checkpoints:
         if block:
             self.finish_save()
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save was begun that is not done yet; the same on all ranks."""
+        return self._work is not None
+
     def finish_save(self, block: bool = True) -> None:
         """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
 
         Errors are those of `save`.
         """
-        while self._work and (block or self._done_on_all()):
+        while self.saving and (block or self._done_on_all()):
             futures.wait([self._work])
             self._work = None  # an error ends the save
             self._work = next(self._parts, None)
@@ -157,7 +189,7 @@ class Checkpoints:
     def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
         """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
-        state = {"step": step, **progress, "identity": engine.plan.identity}
+        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
         try:
             sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
             yield (writing := self._thread.submit(sharded.write))
@@ -189,7 +221,7 @@ class Checkpoints:
             together = isinstance(error, InputError) and not isinstance(error, LocalInputError)
             if together or dist.get_world_size() == 1:
                 self.finish_save()
-            elif self._work:
+            elif self.saving:
                 futures.wait([self._work])
             raise
         self.finish_save()
@@ -258,10 +290,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
-            if stale.is_dir():
-                shutil.rmtree(stale, ignore_errors=True)
-            else:
-                stale.unlink(missing_ok=True)
+            remove(stale)
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""

@@ -13,22 +13,14 @@ from megaenc.processes import die_with_launcher
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
     """Read the flags, work the run out, join the process groups, train.
 
-    What was stopped, or cannot go on for a wrong input, is not begun again by the torchrun that started it.
+    What was stopped, or refused for a wrong input, is not begun again by the torchrun that started it.
     """
     die_with_launcher()
     leave_if_told()
     quiet()
-    try:
-        _run(sys.argv[1:] if argv is None else argv, prog)
-    except InputError:
-        for_good(2)
-        raise
-
-
-def _run(argv: Sequence[str], prog: str) -> None:
     from megaenc.training.settings import read_settings
 
-    settings = read_settings(argv, prog)
+    settings = read_settings(sys.argv[1:] if argv is None else argv, prog)
     from megaenc.training.plan import make_plan
 
     plan = make_plan(settings)

@@ -5,16 +5,16 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.ranks import rank
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
+from megaenc.training.skipped import SkippedPacks
 from megaenc.training.together import on_all
 
-_SHOWN = 8  # packs that a line names
+_SHOWN = 8  # ranges of packs or ranks that a line names
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class Findings:
             return f"from each of its {self.read} packs: the weights themselves are no good"
         corpora = {plan.data.corpora[plan.packs.corpus_of_sample(sample)].prefix for sample in self.packs}
         places = self._places({place for ranks in self.packs.values() for place in ranks})
-        return f"from pack{'s' * (len(self.packs) > 1)} {_ranges(self.packs)} of {', '.join(sorted(corpora))} on {places}"
+        return f"from pack{'s' * (len(self.packs) > 1)} {_listed(self.packs)} of {', '.join(sorted(corpora))} on {places}"
 
-    @property
-    def remedy(self) -> str:
+    def remedy(self, plan: Plan) -> str:
         """What to do next."""
         if not self.packs:
             return "give the same command again, on other machines if it comes back"
         if len(self.packs) == self.read > 1:
             return "begin anew or from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
-        return f"give the same command with --skip-packs {_ranges(self.packs)} besides what it leaves out already"
+        skipped = plan.skipped | SkippedPacks.of((sample, sample) for sample in self.packs)
+        return f"give the same command with --skip-packs {' '.join(skipped.texts)}"
 
     def _places(self, ranks: Iterable[int]) -> str:
         """`rank 3 (node-1)`, or several with their hosts."""
         ranks = sorted(ranks)
         hosts = sorted({self.hosts[rank] for rank in ranks})
-        return f"rank{'s' * (len(ranks) > 1)} {_ranges(ranks)} ({', '.join(hosts)})"
+        return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} ({', '.join(hosts)})"
 
 
 def diagnose(engine: Engine, step: int) -> Findings:
@@ -96,14 +96,11 @@ def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int)
     what = "gradient" if math.isfinite(result.loss_sum) else "loss"
     line = f"step {step}: {what} is no finite number, {findings.describe(engine.plan)}; update skipped, {skipped} so far"
     if skipped > limit:
-        raise InputError(f"{line}, --max-skipped-updates allows {limit}; {findings.remedy}")
+        raise InputError(f"{line}, --max-skipped-updates allows {limit}; {findings.remedy(engine.plan)}")
     say(line)
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """`3`, `3-5 9`: as `--skip-packs` reads them, the end of many left out."""
-    ordered = sorted(numbers)
-    cuts = [0, *(at for at, (before, here) in enumerate(pairwise(ordered), start=1) if here != before + 1), len(ordered)]
-    spans = [(ordered[start], ordered[end - 1]) for start, end in pairwise(cuts)]
-    texts = [f"{first}-{last}" if last > first else f"{first}" for first, last in spans]
-    return " ".join(texts[:_SHOWN]) + (f" ... ({len(ordered)})" if len(texts) > _SHOWN else "")
+def _listed(numbers: Iterable[int]) -> str:
+    """`3` or `3-5 9`, as `--skip-packs` reads it, the end of many left out."""
+    texts = SkippedPacks.of((number, number) for number in numbers).texts
+    return " ".join(texts[:_SHOWN]) + (" ..." if len(texts) > _SHOWN else "")

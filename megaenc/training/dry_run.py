@@ -29,7 +29,8 @@ def describe(plan: Plan) -> None:
         f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
     )
-    console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {plan.start.describe()}", soft_wrap=True)
+    start = f"{plan.start.describe()}{plan.skipped.describe()}"
+    console.print(f"makes steps {plan.start.step + 1:,} to {total:,}, {start}", soft_wrap=True)
     console.print(_data(plan))
     console.print(_phases(plan))
     console.print(_objectives(plan))

@@ -54,6 +54,17 @@ class BatchResult:
         return self.correct / self.predicted if self.predicted else None
 
 
+@dataclass(frozen=True)
+class Update:
+    """What one update has come to, the same on every rank."""
+
+    result: BatchResult
+    grad_norm: float
+    """Of the gradient before clipping."""
+    made: bool
+    """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
+
+
 class Engine:
     """This rank's part of the model with its optimizer."""
 
@@ -134,11 +145,8 @@ class Engine:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
-    def update(self, step: int) -> tuple[BatchResult, float, bool]:
-        """Make update number `step` (1, 2, ...): its sums, the norm of the gradient before clipping, and whether it was made.
-
-        It is not where loss or gradient are no finite numbers: then weights and optimizer stay as they were, on all ranks.
-        """
+    def update(self, step: int) -> Update:
+        """Make update number `step` (1, 2, ...)."""
         self.watch.reset()
         reset_timers(self.timers)
         self.clear_gradient()
@@ -148,12 +156,13 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.watch.measure(OPTIMIZER):
-            return result, *self._step(result.loss_sum)
+            return Update(result, *self._step(result.loss_sum))
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""
         share = dataclasses.replace(self.share, global_batch_size=self.plan.settings.batch_sizes.size(step))
-        return list(share.samples(self.plan.first_sample(step)))
+        positions = share.samples(self.plan.samples_by(step - 1))
+        return [[self.plan.sample(position) for position in row] for row in positions]
 
     def clear_gradient(self) -> None:
         """Forget the gradient that is there."""
@@ -183,11 +192,9 @@ class Engine:
         before = {name: getattr(self.config, name) for name in names}
         self.gather_parameters()
         with contextlib.ExitStack() as stack:
-            for chunk in self.chunks:
-                stack.enter_context(chunk.no_sync())
-                if self.layout.overlap_param_gather:
-                    chunk.disable_forward_pre_hook()
-                    stack.callback(chunk.enable_forward_pre_hook)
+            for chunk in self.chunks if self.layout.overlap_param_gather else ():
+                chunk.disable_forward_pre_hook()
+                stack.callback(chunk.enable_forward_pre_hook)
             for name in names:
                 setattr(self.config, name, None)
             try:
@@ -204,7 +211,10 @@ class Engine:
         """
         self.clear_gradient()
         repeated = self.layout.pipeline_model_parallel_size if len(self.chunks) > 1 else 1  # interleaved stages take no fewer
-        sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
+            sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -263,17 +273,9 @@ class Engine:
             loss, correct = summed_loss(logits_NV, batch.labels)
             predicted = batch.labels.numel()
             counts["predicted"] += predicted
-            counts["flops"] += self._flops(batch)
+            shape, rows = self.plan.settings.shape, self.plan.vocab_size
+            counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())
             sums = torch.stack([loss.detach().double(), correct.double()])
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 
         return output, loss_of
-
-    def _flops(self, batch: MicroBatch) -> float:
-        """Operations of the matrix products of one micro-batch, forward and backward, as executed: documents and predictions."""
-        shape = self.plan.settings.shape
-        attention = sum(
-            shape.attention_flops(stop - start, prefix=prefix - start) for start, prefix, stop in batch.packing.spans()
-        )
-        head = 6 * shape.hidden_size * self.plan.vocab_size * batch.labels.numel()
-        return float(shape.body_flops_per_token() * batch.tokens.numel() + head + attention)

@@ -1,4 +1,4 @@
-"""What the console says of a run before its first step and after its last."""
+"""What the console says of a run before its first step, after its last, and where its loss leaps."""
 
 import torch.distributed as dist
 
@@ -33,6 +33,15 @@ def conclusion(step: int, total: int, result: BatchResult, save: str, asked: str
     return f"step {step} of {total}: {loss}{where}{why}"
 
 
+def spike_found(plan: Plan, step: int, result: BatchResult, deviations: float) -> str:
+    """What a spike of the loss at `step` looks like, and what becomes of it."""
+    allowed, made = plan.settings.health.max_rewinds, len(plan.rewinds)
+    what = f"rewind {made + 1} of {allowed}" if made < allowed else f"all of --max-rewinds {allowed} are made"
+    return f"step {step}: loss {result.loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones" + (
+        f"; {what}" if allowed else ""
+    )
+
+
 def _reading(plan: Plan) -> str:
     """How much of each corpus the whole run reads."""
     rows = plan.reading
@@ -40,7 +49,7 @@ def _reading(plan: Plan) -> str:
         f"{row.prefix}: " + (f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "") + f"{row.epochs:.2f} epochs"
         for row in rows
     ]
-    return "; ".join(parts)
+    return "; ".join(parts) + plan.skipped.describe()
 
 
 def _phases(phases: tuple[Phase, ...], most: int = 6) -> str:

@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine
-from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.engine import Engine, Update
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.profiling import Profiler
+from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 from megaenc.training.sinks import Sinks
+from megaenc.training.stragglers import Stragglers
 from megaenc.training.timing import highest, longest, memory
 
 
@@ -27,6 +29,9 @@ class Monitor:
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
         self._plan, self._backend, self._engine = plan, backend, engine
         self._sinks = Sinks(plan, folder)
+        monitoring, save = plan.settings.monitoring, plan.settings.output.save
+        self._profiler = Profiler(monitoring, backend, save, done) if monitoring.profile else None
+        self._stragglers = Stragglers(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._between = {"evaluation": 0.0, "save": 0.0}
         self._peak = _total_peak_flops(backend, plan.dtype)
         self._line = ProgressLine(plan.schedule.text_at(done + 1), total=plan.settings.total_iters)
@@ -37,13 +42,30 @@ class Monitor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._line.__exit__(kind, error, trace)
+        if self._profiler:
+            self._profiler.close()
         self._sinks.close()
 
-    def step(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> None:
-        """Update number `step` took `seconds`; `progress` is that of the run so far."""
-        row = self._row(step, result, grad_norm, seconds, progress)
-        if Sinks.wanted(self._plan) and (step % self._plan.log_every == 0 or step == self._plan.settings.total_iters):
+    @contextlib.contextmanager
+    def over(self, step: int) -> Iterator[None]:
+        """Around update number `step`: takes its time, and a profile of it where that is asked for."""
+        with self._profiler.over(step) if self._profiler else contextlib.nullcontext():
+            clock = perf_counter()
+            yield
+            self._seconds = perf_counter() - clock
+
+    def step(self, step: int, update: Update, progress: dict[str, Any], deviations: float | None) -> None:
+        """Show update number `step`; `progress` is that of the run so far, `deviations` that of `spikes.RecentLosses.add`.
+
+        A spike and an update that was not made have their row whatever the interval.
+        """
+        row = self._row(step, update, progress) | {"loss_deviations": deviations}
+        notable = not update.made or self._plan.settings.health.is_spike(deviations)
+        due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters
+        if due and Sinks.wanted(self._plan):
             self._sinks.log(METRICS, row | self._of_all_ranks())
+        if self._stragglers and (report := self._stragglers.step(step)):
+            self._sinks.log(STRAGGLERS, report)
         self._line.update(step, description=row["objective"], **_shown(row))
 
     def validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
@@ -67,9 +89,9 @@ class Monitor:
         """Put the rows on the disk, before a checkpoint says that they are there."""
         self._sinks.sync()
 
-    def _row(self, step: int, result: BatchResult, grad_norm: float, seconds: float, progress: dict[str, Any]) -> dict[str, Any]:
+    def _row(self, step: int, update: Update, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""
-        plan = self._plan
+        plan, result, seconds = self._plan, update.result, self._seconds
         return {
             "step": step,
             "objective": plan.schedule.text_at(step),
@@ -77,7 +99,7 @@ class Monitor:
             "loss": result.loss,
             "accuracy": result.accuracy,
             "learning_rate": plan.learning_rate(step),
-            "grad_norm": grad_norm,
+            "grad_norm": update.grad_norm,
             **progress,
             "tokens_per_second": plan.step_tokens(step) / seconds,
             "tflops_per_second": result.flops / seconds / dist.get_world_size() / 1e12,

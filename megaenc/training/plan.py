@@ -17,6 +17,7 @@ from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, O
 from megaenc.ranks import world_size
 from megaenc.training.learning_rate import LearningRate, steps_of
 from megaenc.training.settings import PretrainSettings
+from megaenc.training.skipped import NOTHING_SKIPPED, SkippedPacks, find_skipped
 from megaenc.training.start import NEW_WEIGHTS, Start, find_start, resolved
 
 
@@ -31,6 +32,9 @@ class Plan:
     schedule: Schedule
     learning_rate: LearningRate
     start: Start = NEW_WEIGHTS
+    skipped: SkippedPacks = NOTHING_SKIPPED
+    rewinds: tuple[str, ...] = ()
+    """The packs that each rewind so far has added to `skipped`."""
 
     @property
     def packs(self) -> Packs:
@@ -54,11 +58,25 @@ class Plan:
 
     def first_sample(self, step: int) -> int:
         """The sample that update number `step` begins with: the position in the data follows from the step."""
-        return self.start.skip_samples + self.settings.batch_sizes.first_sample(step)
+        return self.sample(self.samples_by(step - 1))
+
+    def samples_by(self, step: int) -> int:
+        """Packs that the updates up to number `step` read."""
+        return self.settings.batch_sizes.first_sample(step + 1)
+
+    def sample(self, position: int) -> int:
+        """The sample that is read as number `position` (0, 1, ...) of the run."""
+        return self.skipped.sample(self.start.skip_samples, position)
 
     def step_tokens(self, step: int) -> int:
         """What update number `step` reads."""
         return self.settings.batch_sizes.size(step) * self.settings.data.seq_length
+
+    def leaving_out(self, skipped: SkippedPacks, rewinds: tuple[str, ...]) -> "Plan":
+        """This plan with other packs left out."""
+        data = dataclasses.replace(self.settings.data, skip_packs=skipped.texts)
+        settings = dataclasses.replace(self.settings, data=data)
+        return dataclasses.replace(self, settings=settings, skipped=skipped, rewinds=rewinds)
 
     @property
     def log_every(self) -> int:
@@ -69,15 +87,19 @@ class Plan:
     @property
     def reading(self) -> list[Reading]:
         """What the steps of the whole run read of each corpus; those of a branch's parent are its own too."""
-        return self.data.reading(self.first_sample(self.settings.total_iters + 1), self.first_sample(1))
+        first = self.start.skip_samples
+        end = self.skipped.end(first, self.samples_by(self.settings.total_iters))
+        return self.data.reading(end, first, without=self.skipped.between(first, end).ranges)
 
     @property
     def identity(self) -> dict[str, Any]:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
-        Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same.
+        Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same. Packs that are
+        left out are compared by what has been read (`skipped.read_alike`).
         """
-        free = {"train_tokens", "config", "model", "data_path", "tokenizer", "micro_batch_size", "objective_schedule"}
+        free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer"}
+        free |= {"micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
         for group in (self.settings.start, self.settings.health, self.settings.monitoring):
             free |= set(flags.flatten(group))
@@ -108,6 +130,8 @@ class Plan:
             "parameters": self.settings.shape.parameters(self.vocab_size),
             "reading": [dataclasses.asdict(row) for row in self.reading],
             "start": dataclasses.asdict(self.start),
+            "skip_packs": list(self.skipped.texts),
+            "rewinds": list(self.rewinds),
             "identity": self.identity,
         }
 
@@ -164,4 +188,5 @@ def make_plan(settings: PretrainSettings) -> Plan:
         for sample in range(2):
             check_targets(objective, run_data.train[sample], settings.seed)
     start = find_start(plan)
-    return dataclasses.replace(plan, settings=resolved(settings, start), start=start)
+    plan = dataclasses.replace(plan, settings=resolved(settings, start), start=start)
+    return plan.leaving_out(*find_skipped(plan))

@@ -14,7 +14,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import whole_folder, write_whole
+from megaenc.files import left_behind, remove, whole_folder, write_whole
 from megaenc.launcher import started_by_torchrun
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not to
 
 _PATIENCE = 10.0
 CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
-METRICS, VALIDATION = "metrics.jsonl", "validation.jsonl"
+METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
 
 class RunFolder:
@@ -30,7 +30,7 @@ class RunFolder:
 
     `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer,
     `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `validation.jsonl` one a validation (step 0 included),
-    `checkpoints/` the checkpoints.
+    `stragglers.jsonl` one a report, where asked for, `checkpoints/` the checkpoints.
     """
 
     def __init__(self, path: Path, plan: "Plan"):
@@ -54,34 +54,41 @@ class RunFolder:
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
+        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION))):
+            remove(stale)  # what a start that was killed has left
+        self.record(plan)
+        if not (path / TOKENIZER).exists():
+            with whole_folder(path / TOKENIZER) as temporary:
+                plan.tokenizer.save_pretrained(temporary)
+
+    def record(self, plan: "Plan") -> None:
+        """Write what `plan` is to run.json and config.yaml."""
+        path = self.path
         write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
-        if not (path / TOKENIZER).exists():
-            with whole_folder(path / TOKENIZER) as temporary:
-                plan.tokenizer.save_pretrained(temporary)
 
     def close(self) -> None:
         """Give the folder free; the end of the process, however it comes, does so too."""
         os.close(self._lock)
 
     def cut(self, step: int) -> None:
-        """Drop the rows beyond `step` from metrics and validations: steps that are about to be made again."""
-        for file in (METRICS, VALIDATION):
+        """Drop the rows beyond `step` from all files of rows: steps that are about to be made again."""
+        for file in (METRICS, VALIDATION, STRAGGLERS):
             if (self.path / file).exists():
                 rows = (self.path / file).read_text(encoding="utf-8").splitlines()
                 write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
 
     def log(self, file: str, row: dict[str, Any]) -> None:
-        """Append one object to METRICS or VALIDATION; a number that is none (NaN, infinity) becomes null, as JSON has it."""
+        """Append one object to a file of rows; a number that is none (NaN, infinity) becomes null, as JSON has it."""
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         with self._one_line(file), open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
         """Put the rows on the disk, before a checkpoint says that they are there."""
-        for file in (METRICS, VALIDATION):
+        for file in (METRICS, VALIDATION, STRAGGLERS):
             with contextlib.suppress(FileNotFoundError), self._one_line(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
 

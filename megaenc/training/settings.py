@@ -31,6 +31,8 @@ class DataSettings:
     packing: Literal["concat", "random-length", "sentences"] = "concat"
     """how packs are cut. concat: documents end to end, nothing wasted; random-length: the study's, two chunks of random length a
     pack, which may span documents; sentences: every pack starts at a sentence (data made with --split-sentences)"""
+    skip_packs: tuple[str, ...] = ()
+    """packs to leave out, by their place in the order of the data: 1200-1215 1300; those after them move up"""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,16 @@ class HealthSettings:
     max_skipped_updates: int = 10
     """updates of the whole run that may be left out because loss or gradient are no finite numbers; one more ends it, naming
     step, pack and rank"""
+    loss_spike_sigmas: float = 6.0
+    """a loss that is more than so many deviations above the recent ones of its objective is a spike; 0 looks for none"""
+    max_rewinds: int = 0
+    """how often in all a run may, at a spike, go back to a checkpoint and leave out the packs that led to it; 0 only says so"""
+    rewind_skip_iters: int = 10
+    """steps, up to that of the spike, whose packs a rewind leaves out"""
+
+    def is_spike(self, deviations: float | None) -> bool:
+        """Whether a loss so far above the recent ones, None where that is not known, is a spike."""
+        return bool(self.loss_spike_sigmas) and deviations is not None and deviations > self.loss_spike_sigmas
 
 
 @dataclass(frozen=True)
@@ -168,8 +180,8 @@ class PretrainSettings:
         """InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
-        self.monitoring.check(self.output.save)
         self.shape.check(self.layout.tensor_model_parallel_size)
+        self._check_rewinds()
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
@@ -201,6 +213,13 @@ class PretrainSettings:
                 f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
                 f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
+        self.monitoring.check(self.output.save, self.total_iters, world_size)
+
+    def _check_rewinds(self) -> None:
+        """InputError where a run that may go back could not."""
+        if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
+            missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
+            raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
 
     def _check_rampup(self, divisor: int) -> None:
         """InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
@@ -253,14 +272,16 @@ _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
     *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
 )
-_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval")
-_LAYERS = ("recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
+_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
+_LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
-    (("eval_interval", "branch_at", "init_at", "skip_samples", "max_skipped_updates"), lambda value: value >= 0, "0 or more"),
+    (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
+    (("max_skipped_updates", "max_rewinds"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
     (("exit_duration_in_mins", "distributed_timeout_minutes"), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
     (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    (("loss_spike_sigmas",), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
 )
 

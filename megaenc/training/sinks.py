@@ -19,12 +19,12 @@ from megaenc.files import write_whole
 from megaenc.ranks import rank
 from megaenc.training.monitoring_settings import MonitoringSettings
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import METRICS, VALIDATION, RunFolder
+from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 
 WANDB_ID = "wandb_run_id"
 """File of the run folder: under which id Weights & Biases knows the run, so that it goes on there."""
 
-_GROUPS = {METRICS: "train", VALIDATION: "validation"}
+_GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
 
 
 class Sinks:
@@ -51,7 +51,7 @@ class Sinks:
         return bool(plan.settings.output.save or monitoring.tensorboard_dir or monitoring.wandb_project)
 
     def log(self, file: str, row: dict[str, Any]) -> None:
-        """Give `row`, which has a `step`, to all of them; `file`: METRICS or VALIDATION."""
+        """Give `row`, which has a `step`, to all of them; `file`: METRICS, VALIDATION or STRAGGLERS."""
         if self._folder:
             self._folder.log(file, row)
         for board in self._boards:

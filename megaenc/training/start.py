@@ -13,11 +13,12 @@ from megaenc.objectives import Phase, Schedule
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.run_folder import CONFIG, FACTS, difference
 from megaenc.training.settings import PretrainSettings, settings_from
+from megaenc.training.skipped import SkippedPacks
 
 if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
-PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates")
+PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
 """What metrics and checkpoints count from a run's first step on."""
 
 # A branch may change these; what they do up to its first step is compared step by step. Validations train nothing.
@@ -63,6 +64,9 @@ class Start:
     predicted_tokens: int = 0
     flops: float = 0.0
     skipped_updates: int = 0
+    loss_spikes: int = 0
+    skip_packs: tuple[str, ...] = ()
+    """What a branch's parent leaves out."""
     before: tuple[Stage, ...] = ()
     """Whose weights step 1 began with, the oldest first."""
 
@@ -70,7 +74,8 @@ class Start:
     def read(cls, facts: dict[str, Any]) -> Self:
         """Out of what run.json holds; new weights where it says nothing. TypeError for what no run wrote."""
         values = facts.get("start", {})
-        return cls(**{**values, "before": tuple(Stage(**stage) for stage in values.get("before", ()))})
+        before = tuple(Stage(**stage) for stage in values.get("before", ()))
+        return cls(**{**values, "skip_packs": tuple(values.get("skip_packs", ())), "before": before})
 
     @property
     def step(self) -> int:
@@ -134,6 +139,7 @@ class Parent:
             facts = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
             self.identity, self.start = dict(facts["identity"]), Start.read(facts)
             self.converted = "source" in facts
+            self.skipped = SkippedPacks.read(facts.get("skip_packs", ()))
         except OSError as error:
             why = error.strerror or error
             raise InputError(f"{self.flag}: no run there ({FACTS}: {why}), expected what a run got as --save") from None
@@ -144,6 +150,10 @@ class Parent:
     def samples_by(self, step: int) -> int:
         """Packs that its steps up to `step` have read."""
         return self.settings.batch_sizes.first_sample(step + 1)
+
+    def data_end(self, step: int) -> int:
+        """The sample after the last one that its steps up to `step` have read."""
+        return self.left_out(step).end(self.start.skip_samples, self.samples_by(step))
 
     @property
     def learning_rate(self) -> LearningRate:
@@ -175,10 +185,17 @@ class Parent:
 
     def progress(self, step: int) -> dict[str, Any]:
         """The PROGRESS of its checkpoint of `step`."""
+        return {name: self._saved(step)[name] for name in PROGRESS}
+
+    def left_out(self, step: int) -> SkippedPacks:
+        """The packs that its checkpoint of `step` was told to leave out."""
+        return SkippedPacks.read(self._saved(step)["skip_packs"])
+
+    def _saved(self, step: int) -> dict[str, Any]:
         state = self.path / "checkpoints" / f"iter_{step:07d}" / "state.json"
         try:
             values = json.loads(state.read_text(encoding="utf-8"))
-            return {name: values[name] for name in PROGRESS}
+            return {name: values[name] for name in (*PROGRESS, "skip_packs")}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{state}: {error!r}; expected what a save wrote, choose another checkpoint") from None
 
@@ -220,6 +237,10 @@ def _branch(plan: "Plan", parent: Parent) -> Start:
         )
     _check_schedule(plan, parent, at)
     _check_rate(plan.learning_rate, parent, at)
+    if not parent.left_out(at).agrees(parent.skipped, parent.start.skip_samples, parent.samples_by(at)):
+        raise InputError(
+            f"--branch-at {at}: {parent.run} has gone back since and left packs out that this step read; choose another"
+        )
     return Start(
         kind="branch",
         run=parent.run,
@@ -227,6 +248,7 @@ def _branch(plan: "Plan", parent: Parent) -> Start:
         parent=digest(parent.identity),
         skip_samples=parent.start.skip_samples,
         **parent.progress(at),
+        skip_packs=parent.skipped.texts,
         before=parent.start.before,
     )
 
@@ -298,7 +320,7 @@ def _weights(plan: "Plan", parent: Parent) -> Start:
     skip = 0
     if given.skip_samples == "parent":
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
-        skip = parent.start.skip_samples + parent.samples_by(at)
+        skip = parent.data_end(at)
     tokens = parent.samples_by(at) * parent.settings.data.seq_length
     stages = () if parent.converted else (Stage(parent.run, at, parent.settings.objective_schedule, tokens),)
     return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))

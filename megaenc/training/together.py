@@ -65,14 +65,13 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
     store, left = _get_default_store(), threading.Event()
 
     def watch() -> None:
-        while not left.wait(poll_seconds):
-            if store.check([_FAILED]):
-                deadline = time.monotonic() + 20
-                while time.monotonic() < deadline and not store.check([_TOLD]):  # a launcher ends all when the first has gone
-                    time.sleep(poll_seconds)
-                if store.check([_WRONG]):
-                    for_good(2)
-                os._exit(2)
+        with contextlib.suppress(RuntimeError):  # without the store's process, which is rank 0 or torchrun, collectives fail too
+            while not left.wait(poll_seconds):
+                if store.check([_FAILED]):
+                    try:
+                        _wait_until_told(store, poll_seconds)
+                    finally:
+                        os._exit(2)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -93,3 +92,12 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
     finally:
         left.set()
         watcher.join()
+
+
+def _wait_until_told(store: dist.Store, poll_seconds: float) -> None:
+    """Until the rank that failed has said why: a launcher ends all when the first has gone."""
+    if store.check([_WRONG]):
+        for_good(2)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and not store.check([_TOLD]):
+        time.sleep(poll_seconds)

@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -21,12 +22,12 @@ STACKS = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
 _FIRST_SECONDS = 600.0  # what the first step may take at least: kernels are compiled, files read for the first time
-_ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand
+_ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand; half a margin where that is less
 
 
 def margin(limit: float) -> float:
     """Seconds after `limit` (seconds) at which what is slower to speak than the watchdog may speak."""
-    return min(30.0, max(3.0, limit / 2))
+    return min(30.0, max(5.0, limit / 2))
 
 
 def first_limit(limit: float) -> float:
@@ -55,7 +56,7 @@ class Watchdog:
         self._margin = margin(self._limit)
         self._poll = min(1.0, self._limit / 10)
         self._known: set[str] = set()
-        self._written = False
+        self._written = self._ending = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         # A connection of its own: the main thread may hang in a call to the store, and holds it then.
@@ -68,6 +69,9 @@ class Watchdog:
 
     def __exit__(self, *error: object) -> None:
         self._left.set()
+        if self._ending:  # and another rank has gone already: what is left to say and write here is not to be cut off
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self._thread.join()
         self._thread.join(self._margin)  # it may wait for a store that is gone
         faulthandler.cancel_dump_traceback_later()
 
@@ -91,6 +95,7 @@ class Watchdog:
 
     def _end(self) -> None:
         """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""
+        self._ending = True
         faulthandler.cancel_dump_traceback_later()
         threading.Thread(target=self._end_at_last, daemon=True).start()
         kind, step, since, _ = self._now
@@ -98,7 +103,7 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_KEY}/{rank()}", json.dumps(here))
             self._store.set(_KEY, "")
-            found = self._collect(_ANSWER_SECONDS)
+            found = self._collect(min(_ANSWER_SECONDS, self._margin / 2))
             if self._store.add(f"{_KEY}/chosen", 1) == 1:
                 print(_line(found), file=sys.stderr, flush=True)
                 self._store.set(f"{_KEY}/said", "")
@@ -164,6 +169,7 @@ def _line(found: dict[int, dict[str, Any]]) -> str:
 def doing(kind: str, step: int) -> str:
     """`step 5`, `save of step 5`, `validation after step 5`, `start`."""
     joint = {"step": "step", "save": "save of step", "load": "load of step", "validation": "validation after step"}
+    joint |= {"diagnosis": "diagnosis of step", "rewind": "rewind at step"}
     return f"{joint[kind]} {step}" if kind in joint else kind
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megaenc.backend import Layout, detect
-from megaenc.backend.device import host_has_bf16
+from megaenc.backend.device import host_has_bf16, peak_bf16
 from megaenc.backend.process import share_cores
 from megaenc.errors import InputError
 
@@ -14,6 +14,43 @@ def test_host_is_found_and_measured():
     assert (backend.name, backend.process_group, backend.device) == ("cpu", "gloo", torch.device("cpu"))
     assert backend.has_bf16 == host_has_bf16()
     assert backend.peak_flops(torch.float32) > 1e8
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A30", 165),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H800", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI210", 181),
+        ("AMD Instinct MI250X", 191.5),
+        ("AMD INSTINCT MI250 (MCM) OAM AC MBA", 181),
+        ("AMD Instinct MI250X/MI250", 191.5),
+        ("AMD Instinct MI300A", 980),
+        ("AMD Instinct MI300X OAM", 1307),
+        ("AMD Instinct MI325X", 1307),
+        ("AMD Instinct MI355X", 2500),
+        ("NVIDIA A10", 0),
+        ("NVIDIA GeForce RTX 4090", 0),
+        ("NVIDIA L40", 0),
+        ("", 0),
+    ],
+)
+def test_peak_of_a_device_by_its_name(name, teraflops):
+    """Dense bf16 of the maker's data sheet; 0 where the table has no such device, so that no utilization is made up."""
+    assert peak_bf16(name) == teraflops * 1e12
 
 
 @pytest.mark.parametrize(

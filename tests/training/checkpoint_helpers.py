@@ -1,8 +1,11 @@
-"""Checkpoints changed by hand, as a bad disk or a bad person would."""
+"""Checkpoints changed by hand, as a bad disk or a bad person would, and what is left where one could not be written."""
 
 import hashlib
 import json
+import subprocess
 from pathlib import Path
+
+from megaenc.training.checkpoint import Checkpoints
 
 
 def flip_a_bit(file: Path) -> None:
@@ -25,3 +28,16 @@ def whole_checkpoint(folder: Path, step: int) -> None:
     folder.mkdir()
     (folder / "state.json").write_text(json.dumps({"step": step, "identity": {}, "files": {}}))
     forge(folder / "__0_0.distcp", b"weights of step %d" % step)
+
+
+def errors(result: subprocess.CompletedProcess) -> list[str]:
+    """The lines on standard error that begin so."""
+    return [line for line in result.stderr.splitlines() if line.startswith("error:")]
+
+
+def assert_only_step_4(folder: Path) -> None:
+    """Its checkpoint is whole, and nothing is there of another."""
+    checkpoints = Checkpoints(folder / "checkpoints")
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
+    assert checkpoints.latest() == 4
+    assert checkpoints.state(4)["step"] == 4

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import runs
-import torch
 import yaml
 
 from megaenc.training.command import main
@@ -38,29 +37,12 @@ def branch_flags(small_corpus, parent, flags, folder, *more, at=15):
     return [*small_corpus.flags, *flags, *start, *map(str, more)]
 
 
-def curve(folder, after=0):
-    names = ("step", "objective", "loss", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
-    return [[row[name] for name in names] for row in runs.metrics(folder) if row["step"] > after]
-
-
-def weights(folder, step):
-    """All weights of a checkpoint by name."""
-    from megaenc.convert.to_hf import load_weights, open_run
-
-    return load_weights(open_run(folder), step)[1]
-
-
-def assert_same_weights(here, there):
-    assert here.keys() == there.keys()
-    assert all(torch.equal(here[name], there[name]) for name in here)
-
-
 def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, two_stages, tmp_path, capsys):
     main(branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run"))
     assert f"as a branch of {parent} at step 15" in capsys.readouterr().out
     assert [row["step"] for row in runs.metrics(tmp_path / "run")] == [16, 17, 18, 19, 20]
-    assert curve(tmp_path / "run") == curve(two_stages, after=15)
-    assert_same_weights(weights(tmp_path / "run", 20), weights(two_stages, 20))
+    assert runs.curve(tmp_path / "run") == runs.curve(two_stages, after=15)
+    runs.assert_same_weights(tmp_path / "run", two_stages, 20)
     assert [row["step"] for row in runs.validations(tmp_path / "run")] == [15, 20]
     first, last = runs.validations(tmp_path / "run")
     assert last == runs.validations(two_stages)[-1]
@@ -71,14 +53,14 @@ def test_a_branch_is_bitwise_the_run_from_the_beginning(small_corpus, parent, tw
 def test_the_decay_alone_makes_a_shorter_run(small_corpus, parent, tmp_path):
     main([*small_corpus.flags, *DECAY_ALONE, "--save", str(tmp_path / "whole")])
     main(branch_flags(small_corpus, parent, DECAY_ALONE, tmp_path / "run"))
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole", after=15)
-    assert_same_weights(weights(tmp_path / "run", 20), weights(tmp_path / "whole", 20))
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole", after=15)
+    runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 20)
 
 
 def test_in_another_layout_it_is_the_same_up_to_rounding(small_corpus, parent, two_stages, tmp_path):
     flags = branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", "--tensor-model-parallel-size", 2)
     runs.script(runs.PRETRAIN, flags, processes=2)
-    here, there = curve(tmp_path / "run"), curve(two_stages, after=15)
+    here, there = runs.curve(tmp_path / "run"), runs.curve(two_stages, after=15)
     assert [row[:2] + row[4:] for row in here] == [row[:2] + row[4:] for row in there]
     for at in (2, 3):
         assert [row[at] for row in here] == pytest.approx([row[at] for row in there], rel=1e-4)
@@ -99,9 +81,9 @@ def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, p
     shutil.rmtree(away)
     main(["--config", str(tmp_path / "run" / "config.yaml")])
     assert "going on after step 17" in capfd.readouterr().out
-    assert curve(tmp_path / "run") == curve(two_stages, after=15)
+    assert runs.curve(tmp_path / "run") == runs.curve(two_stages, after=15)
     main(branch_flags(small_corpus, tmp_path / "run", TWO_STAGES, tmp_path / "second", at=17))
-    assert curve(tmp_path / "second") == curve(two_stages, after=17)
+    assert runs.curve(tmp_path / "second") == runs.curve(two_stages, after=17)
 
 
 def test_the_parents_config_is_enough_to_branch(small_corpus, parent, tmp_path, capsys):

@@ -4,30 +4,7 @@ import subprocess
 
 import pytest
 import runs
-
-from megaenc.training.checkpoint import Checkpoints
-
-
-def errors(result: subprocess.CompletedProcess) -> list[str]:
-    return [line for line in result.stderr.splitlines() if line.startswith("error:")]
-
-
-def assert_only_step_4(folder) -> None:
-    checkpoints = Checkpoints(folder / "checkpoints")
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
-    assert checkpoints.latest() == 4
-    assert checkpoints.state(4)["step"] == 4
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 3.5 MB: room for one checkpoint of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3500k", "tmpfs", str(disk)], capture_output=True).returncode:
-        pytest.skip("file systems cannot be mounted here")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+from checkpoint_helpers import assert_only_step_4, errors
 
 
 def test_disk_that_fills_up(small_corpus, small_disk):

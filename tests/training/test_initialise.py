@@ -25,18 +25,6 @@ def parent(small_corpus, tmp_path_factory):
     return folder
 
 
-def curve(folder):
-    names = ("step", "objective", "loss", "grad_norm", "learning_rate", "tokens", "predicted_tokens", "flops")
-    return [[row[name] for name in names] for row in runs.metrics(folder)]
-
-
-def weights(folder, step):
-    """All weights of a checkpoint by name."""
-    from megaenc.convert.to_hf import load_weights, open_run
-
-    return load_weights(open_run(folder), step)[1]
-
-
 @pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
 def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tmp_path, monkeypatch, capsys):
     from megaenc.training import engine
@@ -45,7 +33,7 @@ def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tm
     main([*flags, "--init-from", str(parent), "--save", str(tmp_path / "run")])
     assert f"from the weights of {parent} at step 12 with a new optimizer" in capsys.readouterr().out
 
-    given, build = weights(parent, 12), engine.build_chunks
+    given, build = runs.weights(parent, 12), engine.build_chunks
 
     def build_with_given_weights(*arguments, **options):
         (encoder,) = chunks = build(*arguments, **options)
@@ -56,10 +44,10 @@ def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tm
 
     monkeypatch.setattr(engine, "build_chunks", build_with_given_weights)
     main([*flags, "--save", str(tmp_path / "by hand")])
-    assert curve(tmp_path / "run") == curve(tmp_path / "by hand")
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "by hand")
     assert [row["learning_rate"] for row in runs.metrics(tmp_path / "run")] == [1e-3] * 5 + [5e-4]
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "by hand")
-    here, there = weights(tmp_path / "run", 6), weights(tmp_path / "by hand", 6)
+    here, there = runs.weights(tmp_path / "run", 6), runs.weights(tmp_path / "by hand", 6)
     assert all(torch.equal(here[name], there[name]) for name in there)
 
 
@@ -127,7 +115,7 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent,
     shutil.rmtree(away)
     main([*flags, "--save", str(tmp_path / "run")])  # as it was begun, `parent` and the newest checkpoint included
     assert "going on after step 4" in capfd.readouterr().out
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
     assert runs.validations(tmp_path / "run") == runs.validations(tmp_path / "whole")
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["identity"]["start"] == f"weights of step 12 of run {facts['start']['parent']}"
@@ -139,7 +127,7 @@ def test_a_run_that_began_with_weights_can_be_branched(small_corpus, parent, tmp
     main([*flags, "--save", str(tmp_path / "run"), "--save-interval", "4"])
     start = ["--branch-from", str(tmp_path / "run"), "--branch-at", "4", "--save", str(tmp_path / "branch")]
     main(["--config", str(tmp_path / "run" / "config.yaml"), *start])
-    assert curve(tmp_path / "branch") == curve(tmp_path / "run")[4:]
+    assert runs.curve(tmp_path / "branch") == runs.curve(tmp_path / "run")[4:]
     facts = json.loads((tmp_path / "branch" / "run.json").read_text())
     assert facts["identity"]["skip_samples"] == 96
     assert [stage["run"] for stage in facts["start"]["before"]] == [str(parent)]

@@ -27,19 +27,12 @@ def stopped_run(small_corpus, tmp_path_factory):
     return folder
 
 
-def curve(folder):
-    return [
-        (row["step"], row["loss"], row["grad_norm"], row["learning_rate"], row["predicted_tokens"])
-        for row in runs.metrics(folder)
-    ]
-
-
 def test_resume_is_bitwise_equal_across_the_phase_switch(small_corpus, whole_run, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--exit-interval", "7"]
     for stop in (7, 14, 20):
         runs.script(runs.PRETRAIN, flags)
         assert runs.metrics(tmp_path / "run")[-1]["step"] == stop
-    assert curve(tmp_path / "run") == curve(whole_run)
+    assert runs.curve(tmp_path / "run") == runs.curve(whole_run)
     assert runs.validations(tmp_path / "run") == runs.validations(whole_run)
 
 
@@ -48,7 +41,7 @@ def test_resume_in_bf16_at_tp2_is_bitwise_equal(small_corpus, tmp_path):
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "whole")], processes=2)
     for _ in range(2):
         runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run"), "--exit-interval", "12"], processes=2)
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
 
 
 def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp_path):
@@ -60,17 +53,22 @@ def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp
 
 
 def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path):
-    """As a kill leaves them: steps that were logged and not saved, and half a line."""
+    """As a kill leaves them: steps that were logged and not saved, half a line, and files half-written beside."""
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "loss": 1.0}) + '\n{"step": 9, "lo')
     with open(folder / "validation.jsonl", "a") as file:
         file.write(json.dumps({"step": 8, "objectives": {}}) + "\n")
+    half_written = [folder / f".{name}.4711-0123abcd.tmp" for name in ("run.json", "metrics.jsonl", "tokenizer")]
+    half_written[0].write_text("{")
+    half_written[1].write_text('{"step": 1, "lo')
+    half_written[2].mkdir()
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--exit-interval", "4"]
     runs.script(runs.PRETRAIN, flags)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 9))
     assert "grad_norm" in runs.metrics(folder)[7]
     assert [row["step"] for row in runs.validations(folder)] == [0]
+    assert not any(path.exists() for path in half_written)
 
 
 @pytest.mark.parametrize(

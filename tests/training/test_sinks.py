@@ -38,11 +38,12 @@ def numbers(folder) -> dict[str, dict[int, float]]:
     return found
 
 
-def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
+def tensorboard_shows(folder):
+    """What TensorBoard itself reads: events, and the numbers by name and step."""
     from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    events = EventAccumulator(str(shown_run / "events"), size_guidance={TENSORS: 0})
+    events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
     events.Reload()
     shown = {}
     for tag in events.Tags()["tensors"]:
@@ -50,12 +51,30 @@ def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
             steps = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
             assert len(dict(steps)) == len(steps), f"{tag}: a step stands there twice"
             shown[tag] = dict(steps)
+    return events, shown
+
+
+def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
+    events, shown = tensorboard_shows(shown_run / "events")
     assert shown == numbers(shown_run)
     assert {"train/loss", "train/tokens", "validation/mlm/loss"} <= shown.keys()
     assert list(shown["train/loss"]) == list(range(1, 21))
     objective = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("train/objective/text_summary")]
     assert objective == [(1, b"clm"), (11, b"mlm")]
     assert b"global_batch_size: 8" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+
+
+def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
+    board = TensorBoard(str(tmp_path), {"seed": 1})
+    board.cut(-1)
+    for step in range(1, 6):
+        board.log("train", {"step": step, "loss": 1.0 * step})
+    board.cut(3)
+    for step in range(4, 7):
+        board.log("train", {"step": step, "loss": 10.0 * step})
+    board.close()
+    _, shown = tensorboard_shows(tmp_path)
+    assert shown == {"train/loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0, 6: 60.0}}
 
 
 def wandb_records(folder):

@@ -118,3 +118,26 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
     spoil(dict.fromkeys(range(32, 40), "loss"), monkeypatch.setattr)
     line = refusal(main, [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"])
     assert "from each of its 8 packs: the weights themselves are no good" in line and "lower --lr" in line
+
+
+def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatch):
+    """Also where reductions are started by the backward pass itself, which needs an accelerator."""
+    from megaenc.training.engine import Engine
+    from megaenc.training.plan import make_plan
+    from megaenc.training.settings import read_settings
+
+    engine = Engine(make_plan(read_settings([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
+    groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]
+    seen, sums, finalize = [], engine._sums, engine.config.finalize_model_grads_func
+
+    def watched(*arguments, **named):
+        seen.append(([group.is_last_microbatch for group in groups], engine.config.finalize_model_grads_func))
+        return sums(*arguments, **named)
+
+    monkeypatch.setattr(engine, "_sums", watched)
+    with engine.unreduced():
+        alone = [engine.gradient_alone([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
+    assert seen == [([False] * len(groups), None)] * 3
+    assert alone[0] == alone[2] != alone[1] and min(min(alone)) > 0
+    assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)
+    assert engine.update(1).made

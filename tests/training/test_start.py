@@ -53,7 +53,7 @@ def test_it_takes_no_time_at_the_length_of_the_study():
 
 
 def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():
-    start = Start("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, (Stage("b", 3, "clm", 5),))
+    start = Start("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, 2, ("7",), (Stage("b", 3, "clm", 5),))
     assert Start.read({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
     assert start.identity == {"start": "branch at step 15 of run 0123", "skip_samples": 96} and start.step == 15
     assert Start.read({}) == Start() and Start().identity == {}

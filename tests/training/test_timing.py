@@ -1,6 +1,8 @@
 """Where the time goes and how much memory there is: the highest of all ranks, on each row."""
 
+import re
 import time
+from itertools import pairwise
 
 import psutil
 import pytest
@@ -36,6 +38,11 @@ def test_every_row_says_where_the_time_went(timed_run):
     assert all(0.01 < row["memory_gib"] < 100 for row in timed_run)
 
 
+def test_every_key_is_documented(timed_run):
+    documented = set(re.findall(r"`(\w+)`", (runs.ROOT / "docs" / "monitoring.md").read_text()))
+    assert {key for row in timed_run for key in row} <= documented
+
+
 def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
     assert [row["step"] for row in timed_run if "timers" in row] == list(range(1, 13))
     timers = timed_run[11]["timers"]
@@ -43,6 +50,15 @@ def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
     assert {"forward-recv", "forward-send"} <= timers.keys(), "of the second stage and of the first"
     assert 0 < timers["backward-compute"] < timers["forward-backward"]
     assert timers["forward-backward"] < 2 * timed_run[11]["step_seconds"], "of this step alone"
+
+
+def test_rates_are_flops_over_seconds(timed_run):
+    """A device's share of what two processes executed; the utilization is that over one and the same peak."""
+    for before, row in pairwise(timed_run):
+        rate = (row["flops"] - before["flops"]) / row["step_seconds"] / 2 / 1e12
+        assert row["tflops_per_second"] == pytest.approx(rate)
+    peaks = [row["tflops_per_second"] / row["model_flops_utilization"] for row in timed_run[:12]]
+    assert peaks == pytest.approx([peaks[0]] * 12)
 
 
 def test_the_parts_of_one_process_are_its_step(small_corpus, tmp_path):

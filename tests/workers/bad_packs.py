@@ -1,9 +1,12 @@
 """Pretraining on packs that go wrong: `bad_packs.py '{"97": "loss"}' FLAGS...` spoils the micro-batches that hold sample 97.
 
-`loss`: it is NaN; `gradient`: it is infinite while the loss is not; a number: the loss is multiplied by it.
+`loss`: it is NaN; `gradient`: it is infinite while the loss is not; a number: the loss is multiplied by it. With KILLED in the
+environment the process is killed once a rewind has written down what it leaves out.
 """
 
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -39,4 +42,9 @@ if __name__ == "__main__":
     from megaenc.training.command import main
 
     spoil({int(sample): how for sample, how in json.loads(sys.argv.pop(1)).items()})
+    if "KILLED" in os.environ:
+        from megaenc.training import loop
+
+        before = loop._leave_out
+        loop._leave_out = lambda *arguments: (before(*arguments), os.kill(os.getpid(), signal.SIGKILL))
     main(prog="pretrain_encoder.py")

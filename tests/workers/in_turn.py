@@ -3,15 +3,45 @@
 Between two runs all processes leave the process groups; those of the next join new ones, laid out as it says.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
+import torch
 from torch.distributed import TCPStore
 
 from megaenc.training.command import main
+
+
+@contextlib.contextmanager
+def beginning_with(weights: str | None) -> Iterator[None]:
+    """Let engines that are built meanwhile have the weights in this file."""
+    if weights is None:
+        yield
+        return
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
+    from megaenc.model.initial import global_names
+    from megaenc.training import engine
+
+    given, build = torch.load(weights), engine.build_chunks
+
+    @torch.no_grad()
+    def build_with_given_weights(*arguments, **options):
+        chunks = build(*arguments, **options)
+        for chunk in chunks:
+            for name, parameter in global_names(chunk):
+                parameter.copy_(given[name])
+        return chunks
+
+    with mock.patch.object(engine, "build_chunks", build_with_given_weights):
+        yield
 
 
 def run_all(jobs: list[dict]) -> None:
@@ -28,7 +58,8 @@ def run_all(jobs: list[dict]) -> None:
         if rank < job["processes"]:
             os.environ["MASTER_PORT"] = launcher.get(f"port {number}").decode()
             os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(job["processes"])
-            main([*job["flags"], "--save", job["save"]], prog="in_turn.py")
+            with beginning_with(job["weights"]):
+                main([*job["flags"], "--save", job["save"]], prog="in_turn.py")
         if launcher.add(f"left {number}", 1) == world:
             launcher.set(f"over {number}", "")
         launcher.wait([f"over {number}"])

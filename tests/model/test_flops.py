@@ -1,0 +1,45 @@
+"""The FLOPs that metrics tell against torch's count of the matrix products that a model executes."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megaenc.backend import Layout
+from megaenc.model import ModelConfig
+from megaenc.objectives import Attention
+
+SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+EDGES, PREFIXES = [0, 5, 6, 20, 32], [2, 0, 13, 4]
+VOCABULARY = 128  # what a rank's share is padded to
+
+
+def executed(attention, predict_at):
+    """torch's count, forward and backward, and the row's documents."""
+    from megaenc.model.attention import Packing
+    from megaenc.model.encoder import build_encoder
+    from megaenc.model.loss import summed_loss
+
+    encoder = build_encoder(SHAPE, VOCABULARY, 32, Layout(), torch.float32, seed=3)
+    positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
+    prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
+    packing = Packing.of(EDGES, attention, torch.device("cpu"), prefixes)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        logits = encoder(torch.arange(32)[None], positions, packing, torch.tensor(predict_at))
+        summed_loss(logits, torch.zeros(len(predict_at), dtype=torch.long))[0].backward()
+    return counter.get_total_flops(), packing.spans()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("predict_at", [[3, 7, 30], list(range(32))])
+def test_flops_are_those_of_the_executed_products(attention, predict_at):
+    """But for the half that a causal mask hides, which plain matrix products compute and kernels do not."""
+    counted, spans = executed(attention, predict_at)
+    hidden_half = sum((stop - prefix) ** 2 for _, prefix, stop in spans)
+    assert (hidden_half == 0) == (attention == Attention.BIDIRECTIONAL)
+    told = SHAPE.training_flops(VOCABULARY, len(predict_at), spans)
+    assert counted == told + 6 * SHAPE.num_layers * SHAPE.hidden_size * hidden_half
