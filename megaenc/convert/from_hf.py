@@ -91,7 +91,7 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
         model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
     tied = not model.untie_embeddings_and_output_weights
-    folder.check(_expected(model, family), optional={HEAD} if tied else set())
+    folder.check(hf_shapes(model, family), optional={HEAD} if tied else set())
     for name in family.zero_biases(model):
         if folder.tensor(name).any():
             raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
@@ -100,7 +100,7 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     return Source(folder, family, config, model)
 
 
-def _expected(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
+def hf_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
     """The shape of each weight that a folder of `model` holds."""
     shapes = {name: (model.hidden_size,) for name in family.zero_biases(model)}
     for rule, core, names in lines(model):
