@@ -104,11 +104,9 @@ def figures(settings: Settings, work: Path) -> dict:
             "peak_ratio_beyond_program": (found["peak_bytes"] - program) / weights,
         }
         result[direction] = found | {"program_bytes": program} | ratios
-        print(
-            f"{direction}: {found['seconds']:.1f} s, peak {found['peak_bytes'] / 1e9:.2f} GB for weights of {weights / 1e9:.2f} GB "
-            f"({ratios['peak_ratio']:.2f}; {ratios['peak_ratio_beyond_program']:.2f} without the program itself)",
-            flush=True,
-        )
+        sizes = f"peak {found['peak_bytes'] / 1e9:.2f} GB for {weights / 1e9:.2f} GB of weights"
+        alone = f"{ratios['peak_ratio_beyond_program']:.2f} without the program itself"
+        print(f"{direction}: {found['seconds']:.1f} s, {sizes} ({ratios['peak_ratio']:.2f}; {alone})", flush=True)
     return result
 
 

@@ -27,7 +27,9 @@ class HFFolder:
         """Read config.json and the headers. InputError, naming the file, for what is missing, damaged or a pickle."""
         self.path = path
         if not path.is_dir():
-            raise InputError(f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS}")
+            raise InputError(
+                f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
+            )
         self.config_file = path / CONFIG
         self.config: dict[str, Any] = _json(self.config_file)
         self.files, indexed = _weight_files(path)

@@ -19,7 +19,7 @@ def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
-        f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
+        f"{settings.model_name}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
         f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
         f"  {_reading(plan)}"
     )

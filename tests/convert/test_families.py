@@ -78,6 +78,7 @@ def test_fields_of_older_versions_are_understood():
     scaling["original_max_position_embeddings"] = 8192
     old = values | {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
     assert read(old) == dataclasses.replace(SMALL, **STRETCHED)
+    assert read(values | {"rope_theta": 1e6, "rope_scaling": None}) == dataclasses.replace(SMALL, rotary_base=1e6)
     released = values | {"model_type": "sl_model", "rope_theta": 250000, "auto_map": {"AutoModel": "code.Model"}}
     assert read(released) == dataclasses.replace(SMALL, rotary_base=250000.0)
 
