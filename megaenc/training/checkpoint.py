@@ -22,12 +22,12 @@ from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
+from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_pickles
 from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
-from megaenc.training.skipped import read_alike
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync, sync_all
 

@@ -12,10 +12,11 @@ from megaenc.training.diagnosis import report_skipped
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.introduction import introduction, spike_found
+from megaenc.training.leaving_out import leave_out
 from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import RunFolder
-from megaenc.training.spikes import RecentLosses, leave_out
+from megaenc.training.spikes import RecentLosses
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.together import on_rank_0
 from megaenc.training.watchdog import Watchdog

@@ -17,7 +17,7 @@ from megaenc import flags
 from megaenc.console import say
 from megaenc.files import write_whole
 from megaenc.ranks import rank
-from megaenc.training.monitoring_settings import MonitoringSettings
+from megaenc.training.options import MonitoringSettings
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 

@@ -162,7 +162,7 @@ def test_disk_that_fills_up(small_corpus, small_disk):
 @pytest.fixture
 def engine(one_process, small_corpus):
     from megaenc.training.engine import Engine
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     return Engine(make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"], "test")), one_process)

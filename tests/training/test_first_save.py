@@ -4,7 +4,7 @@ import pytest
 import runs
 import torch
 
-from megaenc.training.plan import make_plan
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 

@@ -9,7 +9,7 @@ import runs
 from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.training.command import main
-from megaenc.training.monitoring_settings import MonitoringSettings
+from megaenc.training.options import MonitoringSettings
 from megaenc.training.sinks import Board, TensorBoard, WeightsAndBiases, _Background
 
 

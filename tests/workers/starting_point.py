@@ -10,7 +10,7 @@ import torch
 def main(folder: Path, flags: list[str]) -> None:
     from megaenc import backend
     from megaenc.ranks import rank
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
