@@ -5,11 +5,11 @@ from pathlib import Path
 
 from megaenc.backend import Backend
 from megaenc.console import say
-from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.introduction import conclusion
 from megaenc.training.plan import Plan
 from megaenc.training.run import Run
 from megaenc.training.run_folder import RunFolder
+from megaenc.training.saving import OwnCheckpoints
 from megaenc.training.stopping import Stop
 from megaenc.training.together import on_rank_0, shared_fate
 from megaenc.training.watchdog import STACKS, Watchdog
@@ -21,7 +21,9 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
     """
     output = plan.settings.output
-    checkpoints = Checkpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every) if output.save else None
+    checkpoints = None
+    if output.save:
+        checkpoints = OwnCheckpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every)
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         folder = _open_folder(plan)
         watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
@@ -38,7 +40,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
 
 
 def _pretrain(
-    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: Checkpoints | None, stop: Stop, watchdog: Watchdog
+    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: OwnCheckpoints | None, stop: Stop, watchdog: Watchdog
 ) -> bool | Plan:
     """What `pretrain` returns, or at a spike the plan with which the run has to go back and on from what is saved."""
     settings, output, total = plan.settings, plan.settings.output, plan.settings.total_iters

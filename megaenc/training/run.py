@@ -16,6 +16,7 @@ from megaenc.training.leaving_out import leave_out
 from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import RunFolder
+from megaenc.training.saving import OwnCheckpoints
 from megaenc.training.spikes import RecentLosses
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.together import on_rank_0
@@ -34,7 +35,7 @@ class Run:
         plan: Plan,
         backend: Backend,
         folder: RunFolder | None,
-        checkpoints: Checkpoints | None,
+        checkpoints: OwnCheckpoints | None,
         watchdog: Watchdog,
         saved: dict[str, Any] | None,
     ):
