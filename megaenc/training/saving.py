@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import remove, write_whole
@@ -107,9 +109,19 @@ class OwnCheckpoints(Checkpoints):
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not."""
+        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not.
+
+        The module is used up: what megatron-core would copy to write it, matrices that it takes apart, leaves it one by one.
+        """
         attempt = self._begin(0)
-        weights = ShardedWrite({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt, None)
+        state = module.sharded_state_dict(prefix="model.")
+        for name, whole in state.items():
+            if isinstance(whole, ShardedTensorFactory):
+                state[name] = whole.build()
+                for part in nested_values(state[name]):
+                    part.data = part.data.clone()
+                whole.data.untyped_storage().resize_(0)
+        weights = ShardedWrite({"model": {"0": state}}, attempt, None)
         shards = weights.write()
         weights.complete()
         self._publish(attempt, {"step": 0, "identity": identity}, shards)
