@@ -139,11 +139,12 @@ def _same_run(path: Path, plan: "Plan") -> None:
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
 
 
-def difference(kept: dict[str, Any], identity: dict[str, Any]) -> str | None:
+def difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:
     """The first field that has one value in `kept` and another in `identity`, with both; None if it is the same run."""
+    there, here = names
     for name in dict.fromkeys((*identity, *kept)):
         if kept.get(name) != identity.get(name):
-            return f"{name} is {_short(kept.get(name))} there, {_short(identity.get(name))} here"
+            return f"{name} is {_short(kept.get(name))} {there}, {_short(identity.get(name))} {here}"
     return None
 
 
