@@ -126,6 +126,13 @@ def kept_steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+def _newest(run: Path, kept: list[int]) -> int:
+    """The newest of the steps `kept` up to the one that the tracker names: a run that has gone back leaves others beyond it."""
+    tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
+    return max((step for step in kept if text.isdecimal() and step <= int(text)), default=kept[-1])
+
+
 def _recorded(settings: PretrainSettings) -> Start | None:
     """What the folder `--save` says, if it holds a checkpoint and the flags name the same start."""
     given, save = settings.start, Path(settings.output.save)
@@ -235,7 +242,7 @@ def _weights(plan: Plan, parent: Parent) -> Start:
     kept = kept_steps(parent.path)
     if not kept:
         raise InputError(f"{parent.flag}: holds no checkpoint yet, expected a run that has saved one")
-    at = parent.check_kept("--init-at", kept[-1] if given.init_at is None else given.init_at)
+    at = parent.check_kept("--init-at", _newest(parent.path, kept) if given.init_at is None else given.init_at)
     parent.check_same(plan, _OF_WEIGHTS, "its weights fit no other")
     skip = 0
     if given.skip_samples == "parent":
