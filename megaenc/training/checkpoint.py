@@ -28,6 +28,10 @@ class Damaged(InputError):
     """A checkpoint that is not as it was saved; another may be."""
 
 
+class Unreadable(Damaged):
+    """One that the file system does not let be looked at, for now or for good."""
+
+
 class Checkpoints:
     """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
 
@@ -62,9 +66,11 @@ class Checkpoints:
             damage = size_damage(path, state["files"])
             complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
             complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = error.strerror if isinstance(error, OSError) else f"not what a save wrote ({error!r})"
-            raise Damaged(f"{path / STATE}: {what}; the checkpoint is incomplete") from None
+        except OSError as error:
+            kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
+            raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
         if damage or not complete:
             raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
         return state

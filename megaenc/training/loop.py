@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megaenc.backend import Backend
 from megaenc.console import say
+from megaenc.training.alike import check_alike
 from megaenc.training.introduction import conclusion
 from megaenc.training.plan import Plan
 from megaenc.training.run import Run
@@ -25,6 +26,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     if output.save:
         checkpoints = OwnCheckpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every)
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
+        check_alike(plan)
         folder = _open_folder(plan)
         watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
         stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)

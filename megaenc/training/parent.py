@@ -31,11 +31,12 @@ def find_start(plan: Plan) -> Start:
     A run that has a checkpoint of its own goes by what its folder says and asks no other run.
     """
     given = plan.settings.start
-    found = _recorded(plan.settings)
+    recorded = _recorded(plan.settings)
+    found = recorded if recorded and kept_steps(Path(plan.settings.output.save)) else None
     if not found and given.branch_from:
         found = _branch(plan, Parent("--branch-from", given.branch_from, plan.settings.output.save))
     if not found and given.init_from:
-        found = _weights(plan, Parent("--init-from", given.init_from, plan.settings.output.save))
+        found = _weights(plan, Parent("--init-from", given.init_from, plan.settings.output.save), recorded)
     found = found or NEW_WEIGHTS
     return dataclasses.replace(found, skip_samples=given.skip_samples) if isinstance(given.skip_samples, int) else found
 
@@ -126,11 +127,18 @@ def kept_steps(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
+def _newest(run: Path, kept: list[int]) -> int:
+    """The newest of the steps `kept` up to the one that the tracker names: a run that has gone back leaves others beyond it."""
+    tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
+    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
+    return max((step for step in kept if text.isdecimal() and step <= int(text)), default=kept[-1])
+
+
 def _recorded(settings: PretrainSettings) -> Start | None:
-    """What the folder `--save` says, if it holds a checkpoint and the flags name the same start."""
+    """What the folder `--save` says, if it is that of a run and the flags name the same start."""
     given, save = settings.start, Path(settings.output.save)
     run, at = (given.branch_from, given.branch_at) if given.branch_from else (given.init_from, given.init_at)
-    if not run or not settings.output.save or not kept_steps(save):
+    if not run or not settings.output.save:
         return None
     try:
         start = Start.read(json.loads((save / FACTS).read_text(encoding="utf-8")))
@@ -230,12 +238,14 @@ def _alike(here: Phase, there: Phase) -> bool:
     return here.choices == there.choices and (steady or bounds)
 
 
-def _weights(plan: Plan, parent: Parent) -> Start:
+def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
+    """`recorded`: what was found when the run was begun; the newest checkpoint of then need not be that of now."""
     given = plan.settings.start
     kept = kept_steps(parent.path)
     if not kept:
         raise InputError(f"{parent.flag}: holds no checkpoint yet, expected a run that has saved one")
-    at = parent.check_kept("--init-at", kept[-1] if given.init_at is None else given.init_at)
+    newest = recorded.at if recorded else _newest(parent.path, kept)
+    at = parent.check_kept("--init-at", newest if given.init_at is None else given.init_at)
     parent.check_same(plan, _OF_WEIGHTS, "its weights fit no other")
     skip = 0
     if given.skip_samples == "parent":

@@ -54,7 +54,7 @@ class RunFolder:
             _same_run(path, plan)
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
-        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION))):
+        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
             remove(stale)  # what a start that was killed has left
         self.record(plan)
         if not (path / TOKENIZER).exists():
@@ -77,8 +77,9 @@ class RunFolder:
         """Drop the rows beyond `step` from all files of rows: steps that are about to be made again."""
         for file in (METRICS, VALIDATION, STRAGGLERS):
             if (self.path / file).exists():
-                rows = (self.path / file).read_text(encoding="utf-8").splitlines()
-                write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
+                with self._one_line(file):
+                    rows = (self.path / file).read_text(encoding="utf-8").splitlines()
+                    write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
 
     def log(self, file: str, row: dict[str, Any]) -> None:
         """Append one object to a file of rows; a number that is none (NaN, infinity) becomes null, as JSON has it."""
@@ -101,6 +102,8 @@ class RunFolder:
             raise
         except OSError as error:
             raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
+        except InputError as error:  # of `write_whole`
+            raise LocalInputError(str(error)) from None
 
 
 def take_lock(descriptor: int, path: Path, patience: float) -> None:
@@ -139,11 +142,12 @@ def _same_run(path: Path, plan: "Plan") -> None:
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
 
 
-def difference(kept: dict[str, Any], identity: dict[str, Any]) -> str | None:
+def difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:
     """The first field that has one value in `kept` and another in `identity`, with both; None if it is the same run."""
+    there, here = names
     for name in dict.fromkeys((*identity, *kept)):
         if kept.get(name) != identity.get(name):
-            return f"{name} is {_short(kept.get(name))} there, {_short(identity.get(name))} here"
+            return f"{name} is {_short(kept.get(name))} {there}, {_short(identity.get(name))} {here}"
     return None
 
 

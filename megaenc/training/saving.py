@@ -20,8 +20,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
-from megaenc.training.checkpoint import STATE, TRACKER, Checkpoints
+from megaenc.training.checkpoint import STATE, TRACKER, Checkpoints, Damaged, Unreadable
 from megaenc.training.engine import Engine
+from megaenc.training.leaving_out import read_alike
 from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.sharded_state import sharded_state
@@ -100,7 +101,7 @@ class OwnCheckpoints(Checkpoints):
             shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
             sharded.complete()
             self._attempt = None  # rank 0 alone goes on with it
-            publish = partial(self._publish, attempt, state, shards) if rank() == 0 else lambda: None
+            publish = partial(self._publish, attempt, state, shards, engine.plan) if rank() == 0 else lambda: None
             yield (publishing := self._thread.submit(publish))
             on_rank_0(publishing.result)
         except InputError as error:
@@ -159,7 +160,7 @@ class OwnCheckpoints(Checkpoints):
             raise InputError(f"{cannot_be_written(self.folder, error)}; step {step} is not saved, {self._kept(step)}") from None
         return attempt
 
-    def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests) -> None:
+    def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests, plan: Plan | None = None) -> None:
         target = self.path(state["step"])
         state["files"] = sync_all(attempt, shards)
         try:
@@ -172,7 +173,7 @@ class OwnCheckpoints(Checkpoints):
             write_whole(self.folder / TRACKER, f"{state['step']}\n")
         except OSError as error:
             raise InputError(cannot_be_written(self.folder, error)) from None
-        self.retain(state["step"])
+        self.retain(state["step"], plan)
 
     def _remove(self, path: Path) -> None:
         """Under another name first: a removal that is cut off leaves nothing that looks like a checkpoint."""
@@ -180,17 +181,28 @@ class OwnCheckpoints(Checkpoints):
         os.rename(path, hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
-    def retain(self, newest: int) -> None:
-        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is damaged and older.
+    def retain(self, newest: int, plan: Plan | None = None) -> None:
+        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is older and of no use.
 
-        A damaged checkpoint is not one of the last that stay; nothing goes unless `newest` is whole. Steps beyond it, left by a
-        run that has gone back, stay until they are made again. What cannot be removed now is tried after the next save.
+        Of no use is what is damaged or has read packs that `plan` leaves out: neither is one of the last that stay. Nothing goes
+        unless `newest` is whole. Steps beyond it, left by a run that has gone back, stay until they are made again. What cannot
+        be removed now is tried after the next save, and what cannot be read now stays: that may pass.
         """
         if not any(self._keep) or not self.is_whole(newest):
             return
-        older = [step for step in self.steps() if step < newest]
-        whole = [step for step in older if self.is_whole(step)]
-        for step in {*older} - {*whole} | {*superfluous(whole, *self._keep)}:
+        useful, useless = [], set()
+        for step in (step for step in self.steps() if step < newest):
+            try:
+                state = self.state(step)
+            except Unreadable:
+                continue
+            except Damaged:
+                state = None
+            if state and (plan is None or read_alike(plan, state)):
+                useful.append(step)
+            else:
+                useless.add(step)
+        for step in useless | {*superfluous(useful, *self._keep)}:
             with contextlib.suppress(OSError):
                 self._remove(self.path(step))
 

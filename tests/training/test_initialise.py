@@ -67,6 +67,23 @@ def plan_of(flags):
     return make_plan(read_settings([str(flag) for flag in flags], "test"))
 
 
+def test_the_newest_is_that_of_the_tracker(small_corpus, parent, tmp_path):
+    """A run that was sent back to step 8 leaves the checkpoint of step 12 until it is made again."""
+    shutil.copytree(parent, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("8\n")
+    flags = [*small_corpus.flags, *CONTINUED, "--init-from"]
+    assert (plan_of([*flags, parent]).start.at, plan_of([*flags, tmp_path / "run"]).start.at) == (12, 8)
+
+
+def test_what_was_the_newest_at_first_stays_so(small_corpus, parent, tmp_path):
+    """A run that is started again before its first checkpoint, while the other run has gone on."""
+    (tmp_path / "run").mkdir()
+    flags = [*small_corpus.flags, *CONTINUED, "--save", tmp_path / "run", "--init-from", parent]
+    first = plan_of([*flags, "--init-at", 8])
+    (tmp_path / "run" / "run.json").write_text(json.dumps(first.facts))
+    assert plan_of(flags).identity == first.identity
+
+
 def test_skip_samples_is_where_the_data_begins(small_corpus, parent, tmp_path):
     """The parent reads 12 steps of 8 samples, so one that goes on after it in steps of 4 begins with sample 96."""
     flags = [*small_corpus.flags, *CONTINUED]

@@ -1,5 +1,9 @@
 """--keep-last and --keep-every: what goes after a save, and what never does."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 import runs
 from checkpoint_helpers import whole_checkpoint
@@ -49,6 +53,28 @@ def test_steps_that_a_run_has_gone_back_from_stay(folder):
     checkpoints = OwnCheckpoints(folder, keep_last=1)
     checkpoints.retain(30)
     assert checkpoints.steps() == [30, 40, 50]
+
+
+def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
+    """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
+    monkeypatch.setattr("megaenc.training.saving.read_alike", lambda plan, state: state["step"] != 40)
+    checkpoints = OwnCheckpoints(folder, keep_last=2)
+    checkpoints.retain(50, plan=object())
+    assert checkpoints.steps() == [30, 50]
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
+    read_text = Path.read_text
+
+    def stale(path, *how, **more):
+        if path.parent.name == "iter_0000020":
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return read_text(path, *how, **more)
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    checkpoints = OwnCheckpoints(folder, keep_every=20)
+    checkpoints.retain(50)
+    assert checkpoints.steps() == [20, 40, 50]
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
