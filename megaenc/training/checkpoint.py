@@ -39,11 +39,14 @@ class Checkpoints:
         self.folder = folder
 
     def latest(self) -> int | None:
-        """The step that the tracker names, None where there is no tracker. InputError if that is no number."""
+        """The step that the tracker names, None where there is no tracker. InputError if that is no number or cannot be read."""
         tracker = self.folder / TRACKER
-        if not tracker.exists():
+        try:
+            text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
             return None
-        text = tracker.read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise InputError(f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step") from None
         if not text.isdecimal():
             raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
         return int(text)

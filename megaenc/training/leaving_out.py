@@ -17,11 +17,12 @@ def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     That is what the run folder says or, for a new branch, its parent's; `--skip-packs` may differ from it where nothing has been
     read yet. InputError, naming what to give, where it differs before.
     """
-    given, start = SkippedPacks.read(plan.settings.data.skip_packs), plan.start
+    texts, start = plan.settings.data.skip_packs, plan.start
     recorded, rewinds = _recorded(Path(plan.settings.output.save)) if plan.settings.output.save else (None, ())
     parents = SkippedPacks.read(start.skip_packs)
     inherited = parents if recorded is None else recorded
-    wanted = given | SkippedPacks.read(rewinds) if given.ranges else inherited  # the same command goes on after a rewind
+    # With what rewinds have added, so that the same command goes on after one.
+    wanted = SkippedPacks.read(texts) | SkippedPacks.read(rewinds) if texts else inherited
     if not parents.agrees(wanted, start.skip_samples, plan.samples_by(start.step)):
         raise _differs(f"--branch-at {start.step}", start.run, parents, wanted)
     step = 0 if recorded is None else _newest(plan, recorded)

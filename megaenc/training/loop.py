@@ -31,7 +31,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
         watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
         stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
         try:
-            with watchdog:
+            with watchdog, stop:
                 while isinstance(end := _pretrain(plan, backend, folder, checkpoints, stop, watchdog), Plan):
                     plan = end
                     gc.collect()  # the model that was, before there is another
@@ -55,7 +55,7 @@ def _pretrain(
         say(f"{output.save} is complete: step {total} of {total}")
         return True
     run = Run(plan, backend, folder, checkpoints, watchdog, saved)
-    with stop, run.monitor, run.saves_finished():
+    with run.monitor, run.saves_finished():
         for step in range(run.done + 1, total + 1):
             if run.update(step):
                 return run.without_spike(step)
@@ -69,6 +69,7 @@ def _pretrain(
                 run.save(step, block=last or leave or not output.async_save)
             if leave and not last:
                 break
+        watchdog.beat("end", step)
     say(conclusion(step, total, run.result, output.save, asked))
     return last or not asked
 

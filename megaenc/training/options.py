@@ -23,7 +23,8 @@ class DataSettings:
     """how packs are cut. concat: documents end to end, nothing wasted; random-length: the study's, two chunks of random length a
     pack, which may span documents; sentences: every pack starts at a sentence (data made with --split-sentences)"""
     skip_packs: tuple[str, ...] = ()
-    """packs to leave out, by their place in the order of the data: 1200-1215 1300; those after them move up"""
+    """packs to leave out, by their place in the order of the data: 1200-1215 1300, or none; those after them move up. Without the
+    flag a run keeps the list that it has"""
 
 
 @dataclass(frozen=True)

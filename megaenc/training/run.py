@@ -12,7 +12,7 @@ from megaenc.training.diagnosis import report_skipped
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.introduction import introduction, spike_found
-from megaenc.training.leaving_out import leave_out
+from megaenc.training.leaving_out import leave_out, read_alike
 from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import RunFolder
@@ -100,9 +100,11 @@ class Run:
     def save(self, step: int, block: bool) -> None:
         """Save the state after `step`, if anywhere; without `block` it is written while training goes on."""
         if self._checkpoints:
-            self._watchdog.beat("save", step)
-            self.monitor.sync()
             with self.monitor.timing("save"):
+                self._watchdog.beat("writing", step)  # of the save before, if that is not done
+                self._checkpoints.finish_save()
+                self._watchdog.beat("save", step)
+                self.monitor.sync()
                 state = self._progress | {"losses": dict(self._losses.state)}
                 self._checkpoints.save(self._engine, step, state, block)
 
@@ -132,6 +134,8 @@ def _begin(engine: Engine, start: Start) -> dict[str, Any]:
     if digest(saved["identity"]) != start.parent:
         raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than that of {start.run}; choose another")
     if start.kind == "branch":
+        if not read_alike(engine.plan, saved):
+            raise InputError(f"{parent.path(start.at)} was made again, with other packs; give the same command again")
         parent.load(engine, start.at)
         return saved
     parent.load_weights(engine, start.at)

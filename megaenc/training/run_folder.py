@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megaenc import flags
+from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import left_behind, remove, whole_folder, write_whole
 from megaenc.launcher import started_by_torchrun
@@ -20,7 +21,7 @@ from megaenc.launcher import started_by_torchrun
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
 
-_PATIENCE = 10.0
+_PATIENCE, _SILENT = 120.0, 5.0  # a network file system gives a lost machine's locks free after a minute or two
 CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
 METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
@@ -111,7 +112,7 @@ def take_lock(descriptor: int, path: Path, patience: float) -> None:
 
     Those that torchrun replaces may be on their way out still, on another machine.
     """
-    deadline = time.monotonic() + patience
+    deadline, said = time.monotonic() + patience, time.monotonic() + _SILENT
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,6 +121,9 @@ def take_lock(descriptor: int, path: Path, patience: float) -> None:
                 raise InputError(
                     f"--save {path}: another process is training in this folder; wait for it or choose another"
                 ) from None
+            if time.monotonic() >= said:
+                said = deadline
+                say(f"--save {path}: another process holds it; waiting up to {patience:.0f} s for that to end")
             time.sleep(0.1)
         except OSError as error:
             raise InputError(f"--save {path}: cannot be locked ({error.strerror}); expected a file system with locks") from None
@@ -135,11 +139,14 @@ def _step_of(row: str) -> float:
 
 def _same_run(path: Path, plan: "Plan") -> None:
     try:
-        kept = json.loads((path / FACTS).read_text(encoding="utf-8"))["identity"]
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        kept, rewinds = facts["identity"], tuple(facts.get("rewinds", ()))
     except (ValueError, KeyError, OSError) as error:
         raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
     if other := difference(kept, plan.identity):
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
+    if rewinds != plan.rewinds:  # by the process whose lock was waited for
+        raise InputError(f"--save {path}: went back at a spike while this command was starting; give it again")
 
 
 def difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:

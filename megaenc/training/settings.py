@@ -60,12 +60,12 @@ class PretrainSettings:
         self.layout.check(world_size)
         self.start.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
-        self._check_rewinds()
         values = flags.flatten(self)
         for names, right, expected in _LIMITS:
             for name in names:
                 if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        self._check_rewinds()
         chunks = self.layout.chunks(self.shape.num_layers)
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:

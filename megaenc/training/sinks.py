@@ -15,14 +15,19 @@ import yaml
 
 from megaenc import flags
 from megaenc.console import say
+from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.ranks import rank
 from megaenc.training.options import MonitoringSettings
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
+from megaenc.training.start import digest
 
 WANDB_ID = "wandb_run_id"
 """File of the run folder: under which id Weights & Biases knows the run, so that it goes on there."""
+
+TENSORBOARD_RUN = "megaenc_run"
+"""File of TensorBoard's folder: which run writes there."""
 
 _GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
 
@@ -37,11 +42,12 @@ class Sinks:
         if rank():
             return
         if monitoring.tensorboard_dir:
-            self._boards.append(_Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, _config(plan))))
+            run = digest(plan.identity)
+            self._boards.append(_Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, run, _config(plan))))
         if monitoring.wandb_project:
-            run_id, save = _wandb_id(folder.path) if folder else secrets.token_hex(4), plan.settings.output.save
+            save = plan.settings.output.save
             self._boards.append(
-                _Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, run_id, _config(plan)))
+                _Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), _config(plan)))
             )
 
     @staticmethod
@@ -98,9 +104,15 @@ class Board(ABC):
 
 
 class TensorBoard(Board):
-    """Event files in `folder`. Numbers are float64, as in metrics.jsonl, which the usual scalars (float32) would round."""
+    """Event files in `folder`, of one run. Numbers are float64, as in metrics.jsonl; the usual scalars (float32) would round."""
 
-    def __init__(self, folder: str, config: dict[str, Any]):
+    def __init__(self, folder: str, run: str, config: dict[str, Any]):
+        """`run` tells it from others: what another has written there is not to be hidden by a cut. InputError if one has."""
+        marker = Path(folder) / TENSORBOARD_RUN
+        if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
+            raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a folder of its own")
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(marker, run + "\n")
         self._folder, self._config = folder, config
         self._writer = None
         self._texts: dict[str, str] = {}
@@ -248,9 +260,11 @@ def _config(plan: Plan) -> dict[str, Any]:
     return json.loads(json.dumps(flags.flatten(plan.settings) | plan.facts))
 
 
-def _wandb_id(folder: Path) -> str:
+def _wandb_id(folder: RunFolder | None) -> str:
     """The one that is kept there, or a new one, which then is."""
-    file = folder / WANDB_ID
+    if not folder:
+        return secrets.token_hex(4)
+    file = folder.path / WANDB_ID
     if not file.exists():
         write_whole(file, secrets.token_hex(4) + "\n")
     return file.read_text(encoding="utf-8").strip()

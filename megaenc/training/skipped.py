@@ -10,6 +10,9 @@ from typing import Self
 
 from megaenc.errors import InputError
 
+NONE = ("none",)
+"""What `--skip-packs` says for an empty list; without the flag a run goes on with the list that it has."""
+
 
 @dataclass(frozen=True)
 class SkippedPacks:
@@ -30,9 +33,9 @@ class SkippedPacks:
 
     @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
-        """Of `1200-1215` and `1300`, as `--skip-packs` has them. Raises InputError."""
+        """Of `1200-1215` and `1300`, or `none`, as `--skip-packs` has them. Raises InputError."""
         ranges = []
-        for text in texts:
+        for text in texts if tuple(texts) != NONE else ():
             found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
             if not found or int(found[2] or found[1]) < int(found[1]):
                 raise InputError(

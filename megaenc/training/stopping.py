@@ -20,14 +20,12 @@ class Stop:
     """
 
     def __init__(self, minutes: float | None, device: torch.device, by_signals: bool = True) -> None:
-        self._deadline: float | None = None
+        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._minutes, self._device = minutes, device
         self._signals = _SIGNALS if by_signals else ()
         self._asked = 0
 
     def __enter__(self) -> Self:
-        if self._minutes is not None and self._deadline is None:  # entered again after a rewind, it goes on counting
-            self._deadline = time.monotonic() + 60 * self._minutes
         self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
         return self
 

@@ -8,6 +8,7 @@ import pytest
 import runs
 from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
+from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.options import MonitoringSettings
 from megaenc.training.sinks import Board, TensorBoard, WeightsAndBiases, _Background
@@ -38,7 +39,7 @@ def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
 
 
 def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
-    board = TensorBoard(str(tmp_path), {"seed": 1})
+    board = TensorBoard(str(tmp_path), "0123456789abcdef", {"seed": 1})
     board.cut(-1)
     for step in range(1, 6):
         board.log("train", {"step": step, "loss": 1.0 * step})
@@ -71,9 +72,16 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     assert f"kept in {tmp_path / 'wandb'}, `wandb sync` sends it" in capfd.readouterr().out
 
 
+def test_the_events_of_another_run_are_left_alone(tmp_path):
+    TensorBoard(str(tmp_path), "0123456789abcdef", {})
+    TensorBoard(str(tmp_path), "0123456789abcdef", {})
+    with pytest.raises(InputError, match="holds the events of another run"):
+        TensorBoard(str(tmp_path), "fedcba9876543210", {})
+
+
 def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    board = _Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), {}))
+    board = _Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), "0123456789abcdef", {}))
     board.do("cut", -1)
     for step in range(5):
         board.do("log", "train", {"step": step, "loss": 1.0})

@@ -105,6 +105,16 @@ def test_resumed_without_the_flag_it_leaves_out_what_it_did(small_corpus, withou
     assert json.loads((folder / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
 
 
+def test_what_has_not_been_read_can_be_put_back(small_corpus, without, tmp_path, refusal):
+    """The run of before at its step 3, which has read none of it yet; a list that is `none` is another than no flag."""
+    folder = shutil.copytree(without, tmp_path / "run")
+    flags = [*small_corpus.flags, *RUN, "--save", str(folder)]
+    assert "skip_packs is 37 80-83 there, not given here" in refusal(main, [*flags, "--skip-packs", "none"])
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert plan_of(*flags).skipped.texts == ("37", "80-83")
+    assert plan_of(*flags, "--skip-packs", "none").skipped.texts == ()
+
+
 def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_path, refusal):
     start = ["--branch-from", str(without), "--branch-at", "6"]
     flags = [*small_corpus.flags, *RUN, *start]
