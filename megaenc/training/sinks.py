@@ -164,7 +164,9 @@ class WeightsAndBiases(Board):
                 dir=folder,
                 config=config,
                 mode=mode,
-                settings=wandb.Settings(console="off", silent=True, init_timeout=patience, finish_timeout=30),
+                settings=wandb.Settings(
+                    console="off", silent=True, init_timeout=patience if mode is None else 90, finish_timeout=30
+                ),
             )
 
         if os.environ.get("WANDB_MODE"):
