@@ -74,10 +74,18 @@ export: {attention}.
 
 def _descent(start: Start) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
-    stages = [
-        f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)" for stage in start.before
+    parts = [
+        f"Its first weights are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
+        for stage in start.before
+        if stage.family
     ]
-    parts = [f"Its first weights were trained in other runs: {', then '.join(stages)}. "] if stages else []
+    stages = [
+        f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)"
+        for stage in start.before
+        if not stage.family
+    ]
+    if stages:
+        parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")
     if start.kind == "branch":
         parts.append(f"It is a branch of the run `{Path(start.run).name}` at step {start.at:,}, and the same run up to there. ")
     return "".join(parts)

@@ -17,6 +17,7 @@ USAGE = """usage: {prog} DIRECTION [options]
 
 directions:
   to-hf    a run's checkpoint, saved in any layout, to a Hugging Face folder
+  from-hf  a Hugging Face folder to a run folder, for runs in any layout to start from (--init-from)
 
 {prog} to-hf --help shows the options."""
 
@@ -35,6 +36,22 @@ class ToHF:
     """step of the checkpoint; the newest unless given"""
 
 
+@dataclasses.dataclass(frozen=True)
+class FromHF:
+    """Options of from-hf."""
+
+    input: str = ""
+    """Hugging Face folder of an EuroBERT, Llama, Mistral, Qwen2 or Qwen3 model: config.json, safetensors, tokenizer"""
+    output: str = ""
+    """run folder to write, which holds the weights as step 0; must not exist"""
+    add_mask_token: bool = False
+    """add a mask token to a tokenizer that has none, not even a reserved token; its row is the mean of the others"""
+    tie_word_embeddings: bool = False
+    """take the embedding for the output layer of a model that was saved without one"""
+    dtype: Literal["source", "bf16", "fp32"] = "source"
+    """dtype of the weights written; source: bf16 where all of them are, else fp32"""
+
+
 @one_line_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> None:
     """Convert in the direction that the first word names."""
@@ -43,19 +60,45 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
     if not words or words[0] in ("-h", "--help"):
         print(USAGE.format(prog=prog))
         return
-    if words[0] != "to-hf":
-        near = difflib.get_close_matches(words[0], ["to-hf"], n=1)
-        raise InputError(f"{prog}: unknown direction {words[0]!r}, expected to-hf" + ("; did you mean to-hf?" if near else ""))
-    options = flags.parse(
-        ToHF,
-        words[1:],
-        prog=f"{prog} to-hf",
-        description="Write a run's checkpoint and tokenizer as a Hugging Face folder.",
-    )
-    for name in ("load", "output"):
+    if words[0] not in _DIRECTIONS:
+        near = difflib.get_close_matches(words[0], _DIRECTIONS, n=1)
+        known = " or ".join(_DIRECTIONS)
+        raise InputError(
+            f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near[0]}?" if near else "")
+        )
+    kind, description, convert = _DIRECTIONS[words[0]]
+    prog = f"{prog} {words[0]}"
+    options = flags.parse(kind, words[1:], prog=prog, description=description)
+    for name in (dataclasses.fields(kind)[0].name, "output"):
         if not getattr(options, name):
-            raise InputError(f"--{name}: missing (see {prog} to-hf --help)")
+            raise InputError(f"--{name}: missing (see {prog} --help)")
+    convert(options)
+
+
+def _to_hf(options: ToHF) -> None:
     from megaenc.convert.to_hf import to_hf
 
     step = to_hf(Path(options.load), Path(options.output), architecture=options.architecture, step=options.ckpt_step)
     say(f"{options.output}: step {step} of {options.load} as {options.architecture}")
+
+
+def _from_hf(options: FromHF) -> None:
+    from megaenc.convert.from_hf import from_hf
+
+    source, mask = from_hf(
+        Path(options.input),
+        Path(options.output),
+        add_mask_token=options.add_mask_token,
+        tie=options.tie_word_embeddings,
+        dtype=options.dtype,
+    )
+    say(
+        f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
+        f"  a run begins with it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"
+    )
+
+
+_DIRECTIONS = {
+    "to-hf": (ToHF, "Write a run's checkpoint and tokenizer as a Hugging Face folder.", _to_hf),
+    "from-hf": (FromHF, "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.", _from_hf),
+}

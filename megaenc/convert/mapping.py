@@ -72,18 +72,16 @@ class GatedMLP:
         return torch.cat(tensors)
 
 
-# EuroBERT and Llama name their weights alike.
-LLAMA_LIKE: tuple[Rule, ...] = (
-    Plain("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+def _qkv(kind: str) -> GroupedQKV:
+    names = tuple(f"model.layers.{{}}.self_attn.{name}_proj.{kind}" for name in "qkv")
+    return GroupedQKV(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
+
+
+# EuroBERT, Llama, Mistral and Qwen name their weights alike.
+_EMBEDDING = Plain("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+_LAYER: tuple[Rule, ...] = (
     Plain("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
-    GroupedQKV(
-        "decoder.layers.{}.self_attention.linear_qkv.weight",
-        (
-            "model.layers.{}.self_attn.q_proj.weight",
-            "model.layers.{}.self_attn.k_proj.weight",
-            "model.layers.{}.self_attn.v_proj.weight",
-        ),
-    ),
+    _qkv("weight"),
     Plain("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.self_attn.o_proj.weight",)),
     Plain("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
     GatedMLP(
@@ -91,30 +89,39 @@ LLAMA_LIKE: tuple[Rule, ...] = (
         ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
     ),
     Plain("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)),
-    Plain("decoder.final_layernorm.weight", ("model.norm.weight",)),
-    Plain("output_layer.weight", ("lm_head.weight",)),
 )
-_VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "output_layer.weight")
+_QKV_BIAS: tuple[Rule, ...] = (_qkv("bias"),)
+_HEAD_NORMS: tuple[Rule, ...] = tuple(
+    Plain(f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",))
+    for name in "qk"
+)
+_NORM = Plain("decoder.final_layernorm.weight", ("model.norm.weight",))
+_HEAD = Plain("output_layer.weight", ("lm_head.weight",))
+VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 
-def _lines(rules: tuple[Rule, ...], model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def rules(model: ModelConfig) -> tuple[Rule, ...]:
+    """The table of a model: what it has, in the order in which data meets it. A tied output layer is not there twice."""
+    layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
+    return (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ()))
+
+
+def lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     """Each rule for each layer it is about, with its names filled in."""
-    for rule in rules:
+    for rule in rules(model):
         for layer in range(model.num_layers) if "{}" in rule.core else (0,):
             yield rule, rule.core.format(layer), tuple(name.format(layer) for name in rule.hf)
 
 
-def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int, rules=LLAMA_LIKE) -> dict[str, Tensor]:
+def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
     """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
     out: dict[str, Tensor] = {}
-    if not model.untie_embeddings_and_output_weights:
-        state = state | {"output_layer.weight": state["embedding.word_embeddings.weight"]}
-    for rule, core, names in _lines(rules, model):
-        tensor = state[core][:vocab_size] if core in _VOCABULARY_ROWS else state[core]
+    for rule, core, names in lines(model):
+        tensor = state[core][:vocab_size] if core in VOCABULARY_ROWS else state[core]
         out.update(zip(names, rule.to_hf(tensor, model), strict=True))
     return out
 
 
-def hf_to_core(state: dict[str, Tensor], model: ModelConfig, rules=LLAMA_LIKE) -> dict[str, Tensor]:
+def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """The way back, without vocabulary padding."""
-    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in _lines(rules, model)}
+    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in lines(model)}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megaenc import backend
 from megaenc.convert.card import Provenance, card
+from megaenc.convert.families import FAMILIES, config_of
 from megaenc.convert.mapping import core_to_hf
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
@@ -88,33 +89,15 @@ def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor
 
 def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
     """transformers' config of the model; `architecture` is eurobert (bidirectional) or llama (causal)."""
-    from transformers import EuroBertConfig, LlamaConfig
-
-    model = run.model
-    shared = dict(
+    return config_of(
+        FAMILIES[architecture],
+        ATTENTION[architecture],
+        run.model,
         vocab_size=run.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        head_dim=model.head_dim,
-        hidden_act="silu",
-        max_position_embeddings=run.seq_length,
-        initializer_range=model.init_method_std,
-        rms_norm_eps=model.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
-        attention_bias=False,
-        mlp_bias=False,
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        context=run.seq_length,
+        tokenizer=tokenizer,
         dtype=run.dtype,
     )
-    if architecture == "llama":
-        return LlamaConfig(**shared)
-    return EuroBertConfig(**shared, mask_token_id=tokenizer.mask_token_id, classifier_pooling="mean")
 
 
 def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int | None = None) -> int:
@@ -139,7 +122,13 @@ def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int
     kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]
     with torch.device("meta"):  # no weights are drawn only to be replaced
         model = kind(config)
-    model.load_state_dict(core_to_hf(state, run.model, run.vocab_size), assign=True, strict=True)
+    weights = core_to_hf(state, run.model, run.vocab_size)
+    weights.update(
+        {name: torch.zeros(run.model.hidden_size, dtype=run.dtype) for name in FAMILIES[architecture].zero_biases(run.model)}
+    )
+    if not run.model.untie_embeddings_and_output_weights:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, assign=True, strict=True)
     model.tie_weights()
     with whole_folder(output) as temporary:
         model.save_pretrained(temporary)

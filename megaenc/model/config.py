@@ -8,7 +8,7 @@ from megaenc.errors import InputError
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A EuroBERT-shaped encoder: RMSNorm, SwiGLU, rotary positions, grouped-query attention, no bias."""
+    """A Llama-shaped transformer, as EuroBERT is: RMSNorm, SwiGLU, rotary positions, grouped-query attention."""
 
     num_layers: int = 4
     """transformer layers"""
@@ -20,42 +20,64 @@ class ModelConfig:
     """query heads"""
     num_query_groups: int = 2
     """key/value heads"""
+    kv_channels: int | None = None
+    """width of an attention head; --hidden-size / --num-attention-heads unless given"""
+    add_qkv_bias: bool = False
+    """add a bias to queries, keys and values, as Qwen2 does"""
+    qk_layernorm: bool = False
+    """normalise queries and keys by RMSNorm, head by head, as Qwen3 does"""
     rotary_base: float = 10000.0
     """base period of the rotary positions"""
+    use_rope_scaling: bool = False
+    """stretch the long periods of the rotary positions, as Llama 3.1 and later do (from a context of 8,192 tokens on)"""
+    rope_scaling_factor: float = 8.0
+    """by how much; Llama 3.1 has 8, Llama 3.2 has 32"""
     norm_epsilon: float = 1e-5
     """epsilon of RMSNorm"""
     init_method_std: float = 0.02
     """standard deviation of the initial weights, without depth scaling"""
     untie_embeddings_and_output_weights: bool = True
     """the output layer has a matrix of its own, as in the study; otherwise it is the embedding"""
+    vocab_size: int | None = None
+    """rows of the embedding; the tokenizer's number of ids unless given (weights that come from elsewhere may have spare rows)"""
     make_vocab_size_divisible_by: int = 128
     """each tensor-parallel rank's share of the vocabulary is padded to a multiple of this; exports are stripped of it"""
 
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads, and of what attention gives back."""
+        return self.num_attention_heads * self.head_dim
 
     def parameters(self, vocab_size: int, *, lm_head: bool = True) -> int:
         """Number of parameters, vocabulary padding not counted, with or without an output matrix of its own."""
-        hidden, kv_size = self.hidden_size, self.num_query_groups * self.head_dim
-        attention = 2 * hidden * hidden + 2 * hidden * kv_size
-        layer = attention + 3 * hidden * self.ffn_hidden_size + 2 * hidden
+        hidden, qkv_size = self.hidden_size, self.query_size + 2 * self.num_query_groups * self.head_dim
+        small = 2 * hidden + self.add_qkv_bias * qkv_size + self.qk_layernorm * 2 * self.head_dim
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
-        return self.num_layers * layer + hidden + matrices * vocab_size * hidden
+        return self.num_layers * (self._layer_matrices + small) + hidden + matrices * vocab_size * hidden
+
+    @property
+    def _layer_matrices(self) -> int:
+        """Weights of the matrix products of one layer."""
+        qkv_size = self.query_size + 2 * self.num_query_groups * self.head_dim
+        return self.hidden_size * (qkv_size + self.query_size + 3 * self.ffn_hidden_size)
 
     def body_flops_per_token(self) -> int:
         """Floating-point operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
-        matrices = self.parameters(0) - self.hidden_size * (2 * self.num_layers + 1)
-        return 6 * matrices
+        return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) h a layer.
+        """Operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
 
-        p, the `prefix`, counts tokens that see each other: none under causal attention, all s under bidirectional attention.
+        q is the width of all heads; p, the `prefix`, counts tokens that see each other: none under causal attention, all s under
+        bidirectional attention.
         The half of the scores that a causal mask hides is not counted: kernels leave it out.
         """
-        return 6 * self.num_layers * self.hidden_size * (length * length + prefix * prefix)
+        return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
         """Operations of the matrix products of a row, forward and backward, as executed: documents and predictions.
@@ -72,14 +94,17 @@ class ModelConfig:
 
     def check(self, tensor_parallel: int = 1) -> None:
         """InputError, naming the flag, if the shape is impossible or `tensor_parallel` ranks cannot share its layers."""
-        for name in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected 1 or more")
-        self._divides("hidden_size", self.num_attention_heads, "--num-attention-heads")
+        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
+        for name in names:
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected 1 or more")
+        if self.kv_channels is None:
+            self._divides("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
-            raise InputError(
-                f"--hidden-size / --num-attention-heads is {self.head_dim}, expected an even head width for rotary positions"
-            )
+            found = "--hidden-size / --num-attention-heads is" if self.kv_channels is None else "--kv-channels: found"
+            raise InputError(f"{found} {self.head_dim}, expected an even head width for rotary positions")
+        if self.rope_scaling_factor < 1:
+            raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected 1 or more")
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")

@@ -45,7 +45,13 @@ class Encoder(LanguageModule):
         tensor_parallel = layout.tensor_model_parallel_size
         padded = padded_vocab_size(vocab_size, model.make_vocab_size_divisible_by, tensor_parallel)
         # [seq_length, 1, 1, head_dim], no buffer: angles rounded to bfloat16 would put distant tokens at each other's place.
-        self.angles = RotaryEmbedding(model.head_dim, rotary_percent=1.0, rotary_base=model.rotary_base)(seq_length)
+        self.angles = RotaryEmbedding(
+            model.head_dim,
+            rotary_percent=1.0,
+            rotary_base=model.rotary_base,
+            rope_scaling=model.use_rope_scaling,
+            rope_scaling_factor=model.rope_scaling_factor,
+        )(seq_length)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
         self.decoder = TransformerBlock(

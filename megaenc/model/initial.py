@@ -27,10 +27,10 @@ def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Param
 
 @torch.no_grad()
 def draw_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
-    """Fill `encoder` with N(0, init_method_std) matrices and norms of one; rows that only pad the vocabulary are zero."""
+    """Fill `encoder`: matrices with N(0, init_method_std), norms with one; biases and rows of padding are zero."""
     for name, parameter in global_names(encoder):
         if parameter.dim() == 1:
-            parameter.fill_(1.0)
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             values = _shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
             parameter.copy_(torch.from_numpy(values))

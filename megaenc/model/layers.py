@@ -47,6 +47,9 @@ def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -
         ffn_hidden_size=model.ffn_hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
@@ -89,6 +92,7 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its part number `chunk`."""
+    head_norm = RMSNorm if config.qk_layernorm else None
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -98,7 +102,11 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
                 # What SelfAttention would tell its core; ours asks the batch instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear, core_attention=PackedAttention, linear_proj=RowParallelLinear
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=PackedAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,

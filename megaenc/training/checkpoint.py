@@ -204,6 +204,14 @@ class Checkpoints:
                 shutil.rmtree(attempt, ignore_errors=True)
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
+    def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
+        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not."""
+        attempt = self._begin(0)
+        weights = ShardedWrite({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt, None)
+        shards = weights.write()
+        weights.complete()
+        self._publish(attempt, {"step": 0, "identity": identity}, shards)
+
     @contextlib.contextmanager
     def finished(self) -> Iterator[None]:
         """However the block ends, no save is under way after it: it is finished, where all ranks leave the block together."""

@@ -23,8 +23,8 @@ def describe(plan: Plan) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
     total = settings.total_iters
-    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
-    console.print(f"{settings.model}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, {_layout(plan)}")
+    millions = settings.shape.parameters(plan.vocab_size) / 1e6
+    console.print(f"{settings.model_name}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, {_layout(plan)}")
     console.print(
         f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"

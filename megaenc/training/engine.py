@@ -82,7 +82,7 @@ class Engine:
         )
         encoders = build_chunks(
             settings.shape,
-            plan.vocabulary.size,
+            plan.vocab_size,
             settings.data.seq_length,
             settings.layout,
             plan.dtype,
@@ -273,8 +273,8 @@ class Engine:
             loss, correct = summed_loss(logits_NV, batch.labels)
             predicted = batch.labels.numel()
             counts["predicted"] += predicted
-            shape, vocabulary = self.plan.settings.shape, self.plan.vocabulary.size
-            counts["flops"] += shape.training_flops(vocabulary, predicted, batch.packing.spans())
+            shape, rows = self.plan.settings.shape, self.plan.vocab_size
+            counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())
             sums = torch.stack([loss.detach().double(), correct.double()])
             return loss, torch.full((), predicted, dtype=torch.int, device=self.device), sums
 

@@ -15,11 +15,11 @@ def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
     start = f"going on after step {resumed}" if resumed else plan.start.describe()
     phases = _phases(plan.schedule.phases)
-    millions = settings.shape.parameters(plan.vocabulary.size) / 1e6
+    millions = settings.shape.parameters(plan.vocab_size) / 1e6
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     return (
-        f"{settings.model}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
+        f"{settings.model_name}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
         f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
         f"  {_reading(plan)}"
     )

@@ -42,6 +42,11 @@ class Plan:
         return self.data.train
 
     @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding: as many as the tokenizer has ids, or more."""
+        return self.settings.shape.vocab_size or self.vocabulary.size
+
+    @property
     def validation(self) -> Packs | None:
         """What is held out; None where validation is turned off or the split leaves no text for it."""
         return self.data.held_out if self.settings.eval_every else None
@@ -112,6 +117,7 @@ class Plan:
             "lr_wsd_decay_iters": self.learning_rate.decay,
             "data": self.data.fingerprint,
             "tokenizer": self.vocabulary.fingerprint,
+            "vocab_size": None if self.vocab_size == self.vocabulary.size else self.vocab_size,  # given or not
             **self.start.identity,
         }
 
@@ -120,8 +126,8 @@ class Plan:
         """What a reader of the run folder needs beyond the flags, JSON-ready."""
         return {
             "megaenc": __version__,
-            "vocab_size": self.vocabulary.size,
-            "parameters": self.settings.shape.parameters(self.vocabulary.size),
+            "vocab_size": self.vocab_size,
+            "parameters": self.settings.shape.parameters(self.vocab_size),
             "reading": [dataclasses.asdict(row) for row in self.reading],
             "start": dataclasses.asdict(self.start),
             "skip_packs": list(self.skipped.texts),
@@ -168,6 +174,11 @@ def make_plan(settings: PretrainSettings) -> Plan:
         raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
     tokenizer = load_tokenizer(tokenizer_name)
     vocabulary = vocabulary_of(tokenizer)
+    rows = settings.shape.vocab_size
+    if rows is not None and rows < vocabulary.size:
+        raise InputError(
+            f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
+        )
     schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
     run_data = RunData.open(
         data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed

@@ -251,6 +251,12 @@ class PretrainSettings:
         """What the first `step` steps read."""
         return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
 
+    @property
+    def model_name(self) -> str:
+        """The preset for the console, unless its shape was changed."""
+        shape = dataclasses.replace(self.shape, vocab_size=None)
+        return self.model if shape == preset(self.model) else "model"
+
     def data_parallel_size(self, world_size: int) -> int:
         """Copies of the model."""
         return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)

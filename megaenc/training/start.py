@@ -26,19 +26,24 @@ _OF_A_BRANCH = {"train_iters", "objective_schedule", "objective_packages", "lr",
 _OF_A_BRANCH |= {"eval_iters", "start", "skip_samples"}
 # What weights mean nothing without, and what says which pack a sample number stands for.
 _OF_WEIGHTS = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "rotary_base")
-_OF_WEIGHTS += ("norm_epsilon", "tokenizer")
+_OF_WEIGHTS += ("norm_epsilon", "kv_channels", "add_qkv_bias", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
+_OF_WEIGHTS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size")
 _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A run whose training is in the first weights of another."""
+    """A run whose training is in the first weights of another, or a Hugging Face model that they came from."""
 
     run: str
     """Its folder, as given."""
     step: int
     schedule: str
     tokens: int
+    family: str = ""
+    """Of a Hugging Face model: its type there. What it was trained on is not known, so `schedule` is what it was made for."""
+    context: int = 0
+    """Of a Hugging Face model: the tokens that it reads at most."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,7 @@ class Parent:
         try:
             facts = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
             self.identity, self.start = dict(facts["identity"]), Start.read(facts)
+            self.converted = "source" in facts
             self.skipped = SkippedPacks.read(facts.get("skip_packs", ()))
         except OSError as error:
             why = error.strerror or error
@@ -215,6 +221,10 @@ def _recorded(settings: PretrainSettings) -> Start | None:
 
 
 def _branch(plan: "Plan", parent: Parent) -> Start:
+    if parent.converted:
+        raise InputError(
+            f"{parent.flag}: holds converted weights and no optimizer to go on with; expected --init-from {parent.run}"
+        )
     settings, at = plan.settings, parent.check_kept("--branch-at", plan.settings.start.branch_at)
     if at >= settings.total_iters:
         raise InputError(f"--branch-at {at}: the new run ends at step {settings.total_iters}, expected --train-iters beyond {at}")
@@ -312,8 +322,8 @@ def _weights(plan: "Plan", parent: Parent) -> Start:
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
         skip = parent.data_end(at)
     tokens = parent.samples_by(at) * parent.settings.data.seq_length
-    stage = Stage(parent.run, at, parent.settings.objective_schedule, tokens)
-    return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, stage))
+    stages = () if parent.converted else (Stage(parent.run, at, parent.settings.objective_schedule, tokens),)
+    return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))
 
 
 def _listed(steps: list[int]) -> str:

@@ -87,6 +87,14 @@ def test_skip_samples_is_where_the_data_begins(small_corpus, parent, tmp_path):
     ]
 
 
+def test_rows_beyond_the_tokenizer_make_another_run(small_corpus):
+    flags = [*small_corpus.flags, *CONTINUED]
+    plain, same, more = plan_of(flags), plan_of([*flags, "--vocab-size", 400]), plan_of([*flags, "--vocab-size", 420])
+    assert plain.identity == same.identity and plain.vocab_size == same.vocab_size == 400
+    assert (more.identity["vocab_size"], more.facts["vocab_size"]) == (420, 420)
+    assert more.facts["parameters"] - plain.facts["parameters"] == 2 * 20 * 64
+
+
 def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent, tmp_path, capfd, refusal):
     away = shutil.copytree(parent, tmp_path / "away")
     start = ["--init-from", str(away), "--skip-samples", "parent"]

@@ -1,0 +1,251 @@
+"""A Hugging Face model as the checkpoint of step 0 of a run folder, from which runs can start in any layout."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from megaenc import __version__, backend, flags
+from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
+from megaenc.convert.hf_folder import HFFolder
+from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.mask_token import MaskToken, give_mask_token
+from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.files import make_parent, refuse_existing, whole_folder
+from megaenc.model.config import ModelConfig
+from megaenc.training.checksums import digests
+from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
+from megaenc.training.start import Stage, Start
+
+LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
+)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a Hugging Face folder holds, checked against what its config.json says."""
+
+    folder: HFFolder
+    family: Family
+    config: Any  # transformers'
+    model: ModelConfig
+    """With as many rows of the vocabulary as the folder has."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds every weight as it is."""
+        return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Where the weights come from: family, name, context and the SHA-256 of each file."""
+        files = [self.folder.config_file, *self.folder.files]
+        return {
+            "family": self.family.model_type,
+            "name": self.folder.path.resolve().name,
+            "context": self.config.max_position_embeddings,
+            "files": {name: entry["sha256"] for name, entry in digests(files).items()},
+        }
+
+
+def open_source(path: Path, *, tie: bool = False) -> Source:
+    """The model in the Hugging Face folder `path`; `tie`: it has no output layer, and the embedding takes its place.
+
+    InputError names the file, the field or the tensor that does not fit. No weight is read yet but the few that must be zero or
+    equal to another.
+    """
+    folder = HFFolder(path)
+    where = str(folder.config_file)
+    family = family_of(folder.config, where)
+    config = read_config(folder.config, where)
+    model = shape_of(config, family, where)
+    if tie and HEAD in folder.shapes:
+        raise InputError(f"--tie-word-embeddings: {path} holds an output layer, `{HEAD}`; leave the flag out")
+    if model.untie_embeddings_and_output_weights and HEAD not in folder.shapes:
+        if not tie:
+            raise InputError(
+                f"{path}: no tensor `{HEAD}`: the model was saved without its output layer, which training needs; give "
+                "--tie-word-embeddings to take the embedding for it"
+            )
+        model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
+    model = dataclasses.replace(model, vocab_size=config.vocab_size)
+    tied = not model.untie_embeddings_and_output_weights
+    folder.check(hf_shapes(model, family), optional={HEAD} if tied else set())
+    for name in family.zero_biases(model):
+        if folder.tensor(name).any():
+            raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
+    if tied and HEAD in folder.shapes and not torch.equal(folder.tensor(HEAD), folder.tensor(EMBEDDING)):
+        raise InputError(f"{where}: field `tie_word_embeddings`: found true, but `{HEAD}` is not `{EMBEDDING}`")
+    return Source(folder, family, config, model)
+
+
+def hf_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight that a folder of `model` holds."""
+    shapes = {name: (model.hidden_size,) for name in family.zero_biases(model)}
+    for rule, core, names in lines(model):
+        whole = torch.empty(_core_shape(core, model), device="meta")
+        shapes |= {name: tuple(part.shape) for name, part in zip(names, rule.to_hf(whole, model), strict=True)}
+    return shapes
+
+
+def _core_shape(core: str, model: ModelConfig) -> tuple[int, ...]:
+    """The shape of megatron-core's weight `core` without padding."""
+    qkv = model.query_size + 2 * model.num_query_groups * model.head_dim
+    by_end = {
+        "word_embeddings.weight": (model.vocab_size, model.hidden_size),
+        "output_layer.weight": (model.vocab_size, model.hidden_size),
+        "linear_qkv.weight": (qkv, model.hidden_size),
+        "linear_qkv.bias": (qkv,),
+        "q_layernorm.weight": (model.head_dim,),
+        "k_layernorm.weight": (model.head_dim,),
+        "linear_proj.weight": (model.hidden_size, model.query_size),
+        "linear_fc1.weight": (2 * model.ffn_hidden_size, model.hidden_size),
+        "linear_fc2.weight": (model.hidden_size, model.ffn_hidden_size),
+        "layernorm.weight": (model.hidden_size,),
+    }
+    return next(shape for end, shape in by_end.items() if core.endswith(end))
+
+
+def from_hf(
+    source: Path,
+    output: Path,
+    *,
+    add_mask_token: bool = False,
+    tie: bool = False,
+    dtype: Literal["source", "bf16", "fp32"] = "source",
+) -> tuple[Source, MaskToken]:
+    """Write the model in the Hugging Face folder `source` as the run folder `output`, which holds one checkpoint: of step 0.
+
+    It has the weights alone, in `dtype`. Runs start from it by `--init-from`, and config.yaml there has the flags that they
+    share with it. Weights are read one by one, so that memory holds the model once. Raises InputError for anything that does not
+    fit, and then leaves no folder.
+    """
+    refuse_existing(output, "--output")
+    make_parent(output, "--output")
+    found = open_source(source, tie=tie)
+    tokenizer = _tokenizer(found)
+    mask = give_mask_token(tokenizer, add_mask_token)
+    model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
+    weights = DTYPES.get(dtype, found.dtype)
+    with whole_folder(output) as folder:
+        tokenizer.save_pretrained(folder / TOKENIZER)
+        vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
+        shared = _flags(found, model, weights) | {"tokenizer": str(output / TOKENIZER)}
+        facts = _facts(found, model, vocabulary, shared, mask)
+        (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
+        (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        _write_checkpoint(folder, found, model, weights, mask, facts["identity"])
+    return found, mask
+
+
+def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """What config.yaml holds: the flags that a run which begins with these weights shares with them."""
+    return {name: value for name, value in flags.flatten(model).items() if value is not None} | {
+        "seq_length": min(source.config.max_position_embeddings, LONGEST_PACK),
+        "bf16": dtype == torch.bfloat16,
+        "objective_schedule": trained_on(source.config, source.family),
+    }
+
+
+def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
+    """What run.json holds, as of a run; `source` is in no run's."""
+    origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
+    stage = Stage(str(source.folder.path), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
+    return {
+        "megaenc": __version__,
+        "vocab_size": model.vocab_size,
+        "parameters": model.parameters(model.vocab_size),
+        "reading": [],
+        "start": dataclasses.asdict(Start(before=(stage,))),
+        "source": origin,
+        "identity": {
+            **flags.flatten(model),
+            "vocab_size": None if model.vocab_size == vocabulary.size else model.vocab_size,  # as a run has it
+            "tokenizer": vocabulary.fingerprint,
+            "bf16": shared["bf16"],
+            "source": hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16],
+        },
+    }
+
+
+def _tokenizer(source: Source) -> Any:
+    """The tokenizer of the folder, as its own files say. InputError if there is none or it has more ids than the model has rows.
+
+    Beside config.json transformers would take the class of Qwen2's own tokenizer for that of any Qwen2 model, for one.
+    """
+    path = source.folder.path
+    if not (path / "tokenizer.json").is_file():
+        raise InputError(f"--input {path}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer")
+    with tempfile.TemporaryDirectory() as alone:
+        for file in {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}:
+            shutil.copy(file, alone)
+        try:
+            tokenizer = load_tokenizer(alone)
+        except InputError as error:
+            raise InputError(str(error).replace(f"--tokenizer {alone}", f"--input {path}")) from None
+    ids, rows = vocabulary_of(tokenizer).size, source.config.vocab_size
+    if ids > rows:
+        raise InputError(
+            f"{source.folder.config_file}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
+        )
+    return tokenizer
+
+
+def _write_checkpoint(
+    folder: Path, source: Source, model: ModelConfig, dtype: torch.dtype, mask: MaskToken, identity: dict[str, Any]
+) -> None:
+    backend.start(backend.Layout(), seed=0)
+    try:
+        from megaenc.model.encoder import build_encoder
+        from megaenc.training.checkpoint import Checkpoints
+
+        # Rotary angles are no weights, so the length is of no account.
+        encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), dtype, seed=None)
+        _fill(encoder, source, model, mask)
+        Checkpoints(folder / "checkpoints").save_weights(encoder, identity)
+    finally:
+        backend.stop()
+
+
+@torch.no_grad()
+def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken) -> None:
+    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero."""
+    parameters = dict(encoder.named_parameters())
+    for rule, core, names in lines(model):
+        parameter = parameters[core]
+        if core in VOCABULARY_ROWS:
+            _fill_rows(parameter, source.folder.in_parts(*names, _ROWS))
+            if mask.origin == "added":  # the ids before it are all that the tokenizer had
+                others = parameter[: mask.id].split(_ROWS)
+                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / mask.id
+        else:
+            parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
+
+
+def _fill_rows(parameter: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
+    done = 0
+    for part in parts:
+        parameter[done : done + len(part)] = part
+        done += len(part)
+    parameter[done:] = 0

@@ -1,0 +1,56 @@
+"""Small Hugging Face models of every family with random weights, in folders as the Hub has them."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from megaenc.console import quiet
+
+quiet()
+
+SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA3 = dict(rope_type="llama3", rope_theta=2500.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=8192)
+# What each family has that the others have not, tied and untied.
+MODELS = {
+    "eurobert": dict(model_type="eurobert", mask_token_id=1),
+    "eurobert with biases": dict(model_type="eurobert", attention_bias=True, mask_token_id=1),
+    "llama with stretched positions": dict(model_type="llama", rope_parameters=LLAMA3, head_dim=32, tie_word_embeddings=True),
+    "mistral": dict(model_type="mistral", sliding_window=None, head_dim=24),
+    "qwen2": dict(model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", head_dim=32),
+    "qwen3 with biases": dict(model_type="qwen3", head_dim=16, attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def build(name: str, *, vocab_size: int = 400, **options):
+    """The model `name` of MODELS with an output layer, all of its weights random; a bias of attention's output is zero."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    given = SHAPE | dict(vocab_size=vocab_size, max_position_embeddings=512, pad_token_id=0, bos_token_id=0, eos_token_id=0)
+    config = AutoConfig.for_model(**(given | MODELS[name] | options))
+    torch.manual_seed(0)
+    model = (AutoModelForMaskedLM if config.model_type == "eurobert" else AutoModelForCausalLM).from_config(config)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("o_proj.bias"):
+            torch.nn.init.zeros_(parameter)
+        else:
+            # Sharp attention, so that what it looks at matters.
+            std = 0.3 if parameter_name.endswith(("q_proj.weight", "k_proj.weight")) else 0.1
+            torch.nn.init.normal_(parameter, mean=1.0 if parameter_name.endswith("norm.weight") else 0.0, std=std)
+    return model
+
+
+def write(model, folder: Path, tokenizer: Path, **how) -> Path:
+    """Save `model` (`how`: what save_pretrained is told) and a copy of the tokenizer in `folder`."""
+    model.save_pretrained(folder, **how)
+    for file in tokenizer.iterdir():
+        shutil.copy(file, folder)
+    return folder
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder's safetensors."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

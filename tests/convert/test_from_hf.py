@@ -1,0 +1,324 @@
+"""Hugging Face models become what runs start from: every weight as it was, a mask token, one line where something is wrong."""
+
+import json
+import shutil
+
+import hf_models
+import pytest
+import runs
+import torch
+import yaml
+from safetensors.torch import save_file
+
+from megaenc.convert.command import main
+from megaenc.convert.mapping import core_to_hf
+from megaenc.convert.to_hf import load_weights, open_run
+from megaenc.data.tokenizer import load_tokenizer
+from megaenc.training.command import main as pretrain
+from megaenc.training.run_folder import TOKENIZER
+
+# Smaller than any rounding: an update that changes no weight.
+STANDSTILL = ["--objective-schedule", "mlm", "--train-iters", "1", "--lr", "1e-30", "--eval-interval", "0"]
+STANDSTILL += ["--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64"]
+# Sizes of the tensor-parallel and the pipeline-parallel groups.
+LAYOUTS = [(name, (2, 2)) for name in hf_models.MODELS] + [("qwen3 with biases", (2, 1)), ("qwen2", (1, 2))]
+
+
+def convert(folder, output, *flags):
+    main(["from-hf", "--input", str(folder), "--output", str(output), *flags])
+    return output
+
+
+def held(core, step=0):
+    """The weights of a run folder under Hugging Face's names."""
+    run = open_run(core)
+    return core_to_hf(load_weights(run, step)[1], run.model, run.vocab_size)
+
+
+def assert_same(found, expected):
+    zeros = {name for name in expected if name.endswith("o_proj.bias")}
+    assert found.keys() == expected.keys() - zeros
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+
+
+@pytest.fixture(scope="module")
+def llama(small_corpus, tmp_path_factory):
+    """An untied Llama with spare rows of the vocabulary. Not to be changed."""
+    model = hf_models.build("llama with stretched positions", vocab_size=410, tie_word_embeddings=False)
+    return hf_models.write(model, tmp_path_factory.mktemp("hf") / "llama", small_corpus.tokenizer)
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_every_weight_is_there_as_it_was(name, small_corpus, tmp_path):
+    model = hf_models.build(name)
+    folder = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
+    core = convert(folder, tmp_path / "core")
+    assert_same(held(core), hf_models.weights(folder))
+    facts = json.loads((core / "run.json").read_text())
+    assert facts["parameters"] == sum(p.numel() for n, p in model.named_parameters() if not n.endswith("o_proj.bias"))
+    assert facts["source"]["family"] == model.config.model_type and "model.safetensors" in facts["source"]["files"]
+    assert facts["source"]["mask_token"] == {"token": "<|mask|>", "id": 1, "origin": "own"}
+    kept = yaml.safe_load((core / "config.yaml").read_text())
+    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if name.startswith("eurobert") else "clm")
+
+
+@pytest.fixture(scope="module")
+def begun(small_corpus, tmp_path_factory):
+    """By model and layout: the Hugging Face folder, and a run that began with it in that layout and changed nothing."""
+    folder, jobs, found = tmp_path_factory.mktemp("begun"), [], {}
+    cores = {}
+    for name in hf_models.MODELS:
+        hf = hf_models.write(hf_models.build(name, vocab_size=410), folder / name / "hf", small_corpus.tokenizer)
+        cores[name] = convert(hf, folder / name / "core")
+    for name, layout in LAYOUTS:
+        flags = ["--config", str(cores[name] / "config.yaml"), *small_corpus.flags, *STANDSTILL, "--init-from", str(cores[name])]
+        tensor, pipeline = (str(size) for size in layout)
+        flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+        found[name, layout] = (folder / name / "hf", folder / name / f"TP{tensor} PP{pipeline}")
+        jobs.append(runs.Job(found[name, layout][1], flags, processes=layout[0] * layout[1]))
+    runs.in_turn(jobs, folder, timeout=480)
+    return found
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
+def test_a_run_in_any_layout_begins_with_these_weights(name, layout, begun):
+    folder, run = begun[name, layout]
+    assert_same(held(run, 1), hf_models.weights(folder))
+
+
+def test_shards_and_a_base_model_hold_the_same(llama, small_corpus, tmp_path):
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    shards = hf_models.write(model, tmp_path / "shards", small_corpus.tokenizer, max_shard_size="100KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    assert_same(held(convert(shards, tmp_path / "core")), hf_models.weights(llama))
+
+    base = hf_models.write(AutoModel.from_pretrained(llama), tmp_path / "base", small_corpus.tokenizer)
+    assert "norm.weight" in hf_models.weights(base)
+    core = convert(base, tmp_path / "tied", "--tie-word-embeddings")
+    expected = hf_models.weights(llama)
+    del expected["lm_head.weight"]
+    assert_same(held(core), expected)
+    assert open_run(core).settings.shape.untie_embeddings_and_output_weights is False
+
+
+def test_dtype_is_that_of_the_weights_unless_asked(llama, small_corpus, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    for stored, flags, expected in (
+        (torch.bfloat16, [], torch.bfloat16),
+        (torch.float16, [], torch.float32),
+        (torch.float32, ["--dtype", "bf16"], torch.bfloat16),
+    ):
+        folder = hf_models.write(model.to(stored), tmp_path / f"{stored}", small_corpus.tokenizer)
+        found = held(convert(folder, tmp_path / f"core {stored}", *flags))
+        assert {tensor.dtype for tensor in found.values()} == {expected}
+        assert_same(found, hf_models.weights(folder))
+
+
+def test_released_weights_of_the_study_are_read_by_name(llama, small_corpus, tmp_path):
+    """A type that transformers does not know and code of its own, which is not run."""
+    folder = shutil.copytree(llama, tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "sl_model", "auto_map": {"AutoConfig": "code.Config", "AutoModel": "code.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text("raise SystemExit('run')")
+    assert_same(held(convert(folder, tmp_path / "core")), hf_models.weights(llama))
+
+
+def with_tokenizer(folder, output, change):
+    """A copy of `folder` whose tokenizer.json and tokenizer_config.json `change` has been at."""
+    shutil.copytree(folder, output)
+    values = [json.loads((output / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json")]
+    change(*values)
+    for name, content in zip(("tokenizer.json", "tokenizer_config.json"), values, strict=True):
+        (output / name).write_text(json.dumps(content))
+    return output
+
+
+def rename_mask(new):
+    """The token in the mask token's place gets another name and no role."""
+
+    def change(tokenizer, config):
+        tokenizer["added_tokens"][1] |= {"content": new, "lstrip": False}
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary[new] = vocabulary.pop("<|mask|>")
+        config["mask_token"] = None
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["<|reserved_special_token_7|>", "[control_8]", "<unused1>", "[MASK]"])
+def test_a_reserved_token_becomes_the_mask(name, llama, tmp_path):
+    core = convert(with_tokenizer(llama, tmp_path / "hf", rename_mask(name)), tmp_path / "core")
+    tokenizer = load_tokenizer(core / TOKENIZER)
+    assert (tokenizer.mask_token, tokenizer.mask_token_id) == (name, 1)
+    assert json.loads((core / "run.json").read_text())["source"]["mask_token"]["origin"] == "reserved"
+    assert tokenizer(f"stan {name} plark")["input_ids"].count(1) == 1
+    assert len(tokenizer(f"stan {name}")["input_ids"]) == len(tokenizer("stan")["input_ids"]) + 1, "it takes the space before it"
+    assert_same(held(core), hf_models.weights(llama))
+
+
+@pytest.mark.parametrize("rows", [400, 410])
+def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path, refusal):
+    """Where the model has spare rows the first of them is its own; otherwise there is one more."""
+    model = hf_models.build("qwen3", vocab_size=rows)
+    folder = hf_models.write(model, tmp_path / "plain", small_corpus.tokenizer)
+    folder = with_tokenizer(folder, tmp_path / "hf", rename_mask("<|fim_pad|>"))
+    assert "give --add-mask-token" in refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
+    core = convert(folder, tmp_path / "core", "--add-mask-token")
+    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400
+    assert open_run(core).vocab_size == max(rows, 401)
+    found, given = held(core), hf_models.weights(folder)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
+        found[name], given[name] = (torch.cat([matrix[:400], matrix[401:]]) for matrix in (found[name], given[name]))
+    assert_same(found, given)
+
+
+def test_it_can_go_out_again(llama, tmp_path):
+    core = convert(llama, tmp_path / "core")
+    main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), "--as", "llama"])
+    found = hf_models.weights(tmp_path / "hf")
+    assert_same(found, hf_models.weights(llama))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"] == hf_models.LLAMA3
+    assert (
+        "Its first weights are those of `llama`, a Hugging Face model of type llama."
+        in (tmp_path / "hf" / "README.md").read_text()
+    )
+
+
+def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, tmp_path, refusal):
+    core = convert(llama, tmp_path / "core")
+    begin = ["--config", core / "config.yaml", *small_corpus.flags, *STANDSTILL, "--save", tmp_path / "run"]
+    init, branch = ["--init-from", core], ["--branch-from", core, "--branch-at", "0"]
+    for flags, words in (
+        (branch, "holds converted weights and no optimizer to go on with; expected --init-from"),
+        ([*init, "--num-layers", "4"], "num_layers is 2 there, 4 here; its weights fit no other"),
+        ([*init, "--vocab-size", "420"], "vocab_size is 410 there, 420 here"),
+        ([*init, "--vocab-size", "400"], "vocab_size is 410 there, not given here"),
+        ([*init, "--vocab-size", "300"], "--vocab-size: found 300, expected at least the 400 ids of --tokenizer"),
+        ([*init, "--no-untie-embeddings-and-output-weights"], "untie_embeddings_and_output_weights is True there, False here"),
+        ([*init, "--skip-samples", "parent"], "so its samples are others; give --skip-samples a number"),
+    ):
+        assert words in refusal(pretrain, [*begin, *flags])
+        assert not (tmp_path / "run").exists()
+
+
+def edit_config(**values):
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return edit
+
+
+def edit_weights(change):
+    def edit(folder):
+        tensors = hf_models.weights(folder)
+        change(tensors)
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+    return edit
+
+
+def as_shards(index):
+    def edit(folder):
+        (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+def as_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut_off(folder):
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+NORM, DOWN, FIRST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight", "model-00001-of-00002.safetensors"
+BAD = {
+    "another family": (edit_config(model_type="gemma"), "found 'gemma', expected one of eurobert, llama, mistral, qwen2, qwen3"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file or directory; expected"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: no JSON"),
+    "sliding window": (
+        edit_config(model_type="mistral", sliding_window=256, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+        "`sliding_window`: found 256, expected none or at least the 512 tokens",
+    ),
+    "pickled weights": (as_pickle, "pytorch_model.bin: a pickle, which could run any code when it is loaded"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors and no model.safetensors.index"),
+    "cut off": (cut_off, "model.safetensors: no whole safetensors file"),
+    "missing shard": (as_shards({"weight_map": {NORM: "model-00002-of-00002.safetensors"}}), "00002.safetensors: missing, and"),
+    "shard elsewhere": (
+        as_shards({"weight_map": {NORM: "../model.safetensors"}}),
+        "expected the name of a file in the same folder",
+    ),
+    "not in its shard": (as_shards({"weight_map": {"model.more.weight": FIRST}}), "no tensor `model.more.weight`, which"),
+    "no weight map": (as_shards({}), "found no `weight_map`"),
+    "missing tensor": (edit_weights(lambda t: t.pop(DOWN)), f"no tensor `{DOWN}`, expected one of shape [64, 160]"),
+    "unexpected tensor": (
+        edit_weights(lambda t: t.update({"model.layers.2.mlp.down_proj.weight": t[DOWN]})),
+        "tensor `model.layers.2.mlp.down_proj.weight`: found a weight that config.json has no place for",
+    ),
+    "another shape": (
+        edit_weights(lambda t: t.update({DOWN: t[DOWN].T})),
+        f"`{DOWN}`: found shape [160, 64], expected [64, 160]",
+    ),
+    "unknown dtype": (
+        edit_weights(lambda t: t.update({NORM: t[NORM].double()})),
+        f"`{NORM}`: found dtype F64, expected one of F32",
+    ),
+    "no output layer": (
+        edit_weights(lambda t: t.pop("lm_head.weight")),
+        "saved without its output layer, which training needs; give",
+    ),
+    "tied in name": (edit_config(tie_word_embeddings=True), "`tie_word_embeddings`: found true, but `lm_head.weight` is not"),
+    "a small vocabulary": (
+        lambda folder: (
+            edit_config(vocab_size=390)(folder),
+            edit_weights(lambda t: t.update({n: t[n][:390] for n in ("lm_head.weight", "model.embed_tokens.weight")}))(folder),
+        ),
+        "`vocab_size`: found 390, expected at least the tokenizer's 400 ids",
+    ),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "holds no tokenizer.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_no_folder(case, llama, tmp_path, refusal):
+    change, words = BAD[case]
+    folder = shutil.copytree(llama, tmp_path / "hf")
+    change(folder)
+    line = refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "out" / "core"])
+    assert words in line, line
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_bias_that_training_has_not_is_refused(small_corpus, tmp_path, refusal):
+    model = hf_models.build("qwen3 with biases")
+    torch.nn.init.ones_(model.model.layers[1].self_attn.o_proj.bias)
+    folder = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
+    line = refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
+    assert "`model.layers.1.self_attn.o_proj.bias`: found a bias of attention's output, expected none or zeros" in line
+
+
+def test_flags_that_say_nothing_are_refused(llama, tmp_path, refusal):
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    for flags, words in (
+        ([], "--input: missing"),
+        (["--input", llama], "--output: missing"),
+        (["--input", tmp_path / "none", "--output", tmp_path / "core"], "no such folder, expected one with config.json and"),
+        (["--input", llama, "--output", tmp_path / "taken"], "exists already"),
+        (["--input", llama, "--output", tmp_path / "core", "--add-mask-token"], "the tokenizer has a mask token, <|mask|>"),
+        (["--input", llama, "--output", tmp_path / "core", "--tie-word-embeddings"], "holds an output layer, `lm_head.weight`"),
+    ):
+        assert words in refusal(main, ["from-hf", *flags])
+    assert "did you mean from-hf?" in refusal(main, ["from-fh"])
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

@@ -1,0 +1,57 @@
+"""Training written out: a transformers model, torch's AdamW and one pack at a time, for runs to be compared with."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megaenc.randomness import SampleRandomness
+from megaenc.training.plan import Plan
+
+
+def allowed(edges: list[int], attention: str, prefixes: np.ndarray | None) -> torch.Tensor:
+    """The additive mask [1, 1, T, T] of one pack: 0 where a position may look, in its document alone, -inf elsewhere."""
+    document = torch.repeat_interleave(torch.arange(len(edges) - 1), torch.tensor(edges).diff())
+    same = document[:, None] == document[None]
+    seen = same if attention == "bidirectional" else same.tril()
+    if attention == "prefix":
+        in_prefix = torch.arange(edges[-1]) < torch.tensor([*(np.array(edges[:-1]) + prefixes)])[document]
+        seen = seen | (same & in_prefix[:, None] & in_prefix[None])
+    return torch.where(seen, 0.0, float("-inf"))[None, None]
+
+
+def summed_loss(model, plan: Plan, step: int) -> tuple[torch.Tensor, int]:
+    """Cross-entropy of the batch of update number `step`, summed over its predictions, and how many these are."""
+    objective, loss_sum, count = plan.schedule.objective(step), torch.zeros(()), 0
+    batch_size = plan.settings.global_batch_size
+    for sample in range((step - 1) * batch_size, step * batch_size):
+        pack = plan.packs[sample]
+        targets = objective.targets(pack, SampleRandomness(plan.settings.seed, pack.sample, pack.epoch))
+        logits = model(
+            input_ids=torch.from_numpy(targets.inputs)[None],
+            position_ids=torch.from_numpy(pack.positions)[None],
+            attention_mask=allowed(pack.edges.tolist(), objective.attention, targets.prefixes),
+        ).logits[0]
+        predicted = logits[torch.from_numpy(targets.predict_at)]
+        loss_sum = loss_sum + torch.nn.functional.cross_entropy(predicted, torch.from_numpy(targets.labels), reduction="sum")
+        count += len(targets.labels)
+    return loss_sum, count
+
+
+def train(model, plan: Plan, steps: int, learning_rate: Callable[[int], float], clip: float) -> tuple[list[float], list[float]]:
+    """Losses and norms of the gradients of updates 1..steps, which change `model`."""
+    model.train()
+    model.get_input_embeddings().padding_idx = None  # pad is eos here, and eos is a token that is trained
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate(1), betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        loss_sum, count = summed_loss(model, plan, step)
+        loss = loss_sum / count
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, norms
