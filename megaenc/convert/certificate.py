@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,12 @@ def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention,
         _check_mask(leak, attention, f"{kernel} attention")
     _check_mask(_sees(expected.variants, "megatron-core"), attention, "megatron-core's model")
     return {
+        "transformers": version("transformers"),
+        "torch": torch.__version__,
         "class": architecture,
         "attention": str(attention),
         "compared": "logits" if model.get_output_embeddings() is not None else "states",
+        "computed_in": "float32",
         "documents": [len(document) for document in probe.documents],
         "largest": largest,
         "largest_difference": kernels,

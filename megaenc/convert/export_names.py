@@ -34,14 +34,8 @@ def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
 def _model(run: SavedRun) -> str:
     if run.source:
         return _short(Path(run.source.run).name)
-    for name, shape in PRESETS.items():
-        if run.settings.model_name == name and shape:
-            return name
-    return _millions(int(run.facts.get("parameters", 0)))
-
-
-def _millions(parameters: int) -> str:
-    return f"{parameters / 1e9:.2g}b" if parameters >= 10**9 else f"{max(1, round(parameters / 1e6))}m"
+    name, parameters = run.settings.model_name, run.model.parameters(run.vocab_size)
+    return name if name in PRESETS else f"{parameters / 1e9:.3g}b" if parameters >= 10**9 else f"{parameters / 1e6:.3g}m"
 
 
 def _phase(phase: Phase) -> str:

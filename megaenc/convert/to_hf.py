@@ -153,7 +153,7 @@ class Exporter:
         except InputError as error:
             raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {"megaenc": __version__, "run": run.folder.resolve().name, "step": found, "family": self.family.model_type}
-        origin |= {"dtype": str(self.dtype).removeprefix("torch."), "transformers": self.config.transformers_version}
+        origin["dtype"] = str(self.dtype).removeprefix("torch.")
         (folder / CERTIFICATE).write_text(json.dumps(origin | proof, indent=1) + "\n", encoding="utf-8")
         return found
 
