@@ -18,6 +18,13 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
+# A child's resource usage would begin with the peak of this process: so it tells its own.
+COMMAND = """
+import sys
+from megaenc.convert.command import main
+main(sys.argv[1:])
+print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
+"""
 DIRECTIONS = {"from-hf": ["--input", "hf", "--output", "core"], "to-hf": ["--load", "core", "--output", "again"]}
 
 
@@ -76,15 +83,14 @@ def write_source(folder: Path, model, dtype: str) -> int:
 
 def converted(folder: Path, direction: str, threads: int) -> dict[str, float]:
     """Peak of the resident memory in bytes, and seconds, of the command in `folder`."""
-    command = [sys.executable, "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
+    command = [sys.executable, "-c", COMMAND, direction, *DIRECTIONS[direction]]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
+    process = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return {"peak_bytes": usage.ru_maxrss * 1024, "seconds": time.monotonic() - began}
+        raise SystemExit(f"{direction} ended with {process.returncode}: {process.stderr}")
+    peak = int(process.stderr.split()[-2]) * 1024  # VmHWM: 123 kB
+    return {"peak_bytes": peak, "seconds": time.monotonic() - began}
 
 
 def figures(settings: Settings, work: Path) -> dict:

@@ -75,9 +75,8 @@ def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -
         rows = encoder(tokens, places, packing, None).cpu()
     if head:
         rows = rows[:, : encoder.vocab_size]
-    pieces = rows.split([len(part) for part in parts])
-    count = len(probe.documents)
-    return Outputs(list(pieces[:count]), torch.stack(pieces[count:]))
+    *documents, variants = rows.split([*map(len, probe.documents), probe.variants.numel()])
+    return Outputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
 
 
 def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention, digests: dict[str, str]) -> dict[str, Any]:
@@ -87,18 +86,13 @@ def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention,
     model, architecture = _reload(folder)
     _check_weights(model, digests)
     model = model.eval().requires_grad_(False).to(detect().device)
-    largest = max(float(rows.abs().max()) for rows in expected.documents)
+    largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
     tolerance = max(_TOLERANCE, _TOLERANCE * largest / 10)
+    _check_mask(_sees(expected.variants, "megatron-core"), attention, "megatron-core's model")
     kernels = {}
     for kernel in _KERNELS:
         model.set_attn_implementation(kernel)
-        kernels[kernel] = _differences(model, probe, expected)
-        for what, found in kernels[kernel].items():
-            if not found <= tolerance:  # NaN is no pass
-                raise _Failed(f"logits of {kernel} attention, {what}, differ by {found:.2e}, more than {tolerance:.1e}")
-        leak = _sees(_rows(model, probe.variants), kernel)
-        _check_mask(leak, attention, f"{kernel} attention")
-    _check_mask(_sees(expected.variants, "megatron-core"), attention, "megatron-core's model")
+        kernels[kernel] = _differences(model, probe, expected, attention, f"{kernel} attention", tolerance)
     return {
         "transformers": version("transformers"),
         "torch": torch.__version__,
@@ -141,22 +135,30 @@ def _check_weights(model: Any, digests: dict[str, str]) -> None:
             raise _Failed(f"`{name}` is not what was written")
 
 
-def _differences(model: Any, probe: Probe, expected: Outputs) -> dict[str, float]:
-    """The largest absolute difference over all tokens: of the longest document alone, and of all in one padded batch."""
+def _differences(
+    model: Any, probe: Probe, expected: Outputs, attention: Attention, who: str, tolerance: float
+) -> dict[str, float]:
+    """The largest absolute difference over all tokens: of documents of one length, and of some that have to be padded.
+
+    _Failed where one is beyond `tolerance`, or the mask is not that of `attention`.
+    """
     longest = len(probe.documents[0])
-    pad = model.config.pad_token_id or 0
-    tokens = torch.full((len(probe.documents), longest), pad)
+    tokens = torch.full((len(probe.documents), longest), model.config.pad_token_id or 0)
     seen = torch.zeros_like(tokens)
     for row, document in enumerate(probe.documents):
         tokens[row, : len(document)] = document
         seen[row, : len(document)] = 1
+    found = {}
+    variants = _rows(model, probe.variants)
+    found["without padding"] = float((variants - expected.variants).abs().max())
     padded = _rows(model, tokens, seen)
     pairs = [(padded[row, : len(wanted)], wanted) for row, wanted in enumerate(expected.documents)]
-    alone = _rows(model, probe.documents[0][None])[0]
-    return {
-        "without padding": float((alone - expected.documents[0]).abs().max()),
-        "with padding": max(float((found - wanted).abs().max()) for found, wanted in pairs),
-    }
+    found["with padding"] = max(float((here - wanted).abs().max()) for here, wanted in pairs)
+    _check_mask(_sees(variants, who), attention, who)
+    for what, difference in found.items():
+        if not difference <= tolerance:  # NaN is no pass
+            raise _Failed(f"{who}, {what}: logits differ by {difference:.2e}, expected at most {tolerance:.1e}")
+    return found
 
 
 def _rows(model: Any, tokens: Tensor, seen: Tensor | None = None) -> Tensor:

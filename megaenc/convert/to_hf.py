@@ -139,8 +139,7 @@ class Exporter:
             provenance = self._provenance(found)
             self.config.prediction_shift = provenance.read_as(self.attention).shift
             self.config.save_pretrained(folder)
-            for parameter in encoder.parameters():
-                parameter.data = parameter.data.to(self.dtype)
+            _store_in(encoder, self.dtype)
             digests = self._write_weights(folder, dict(encoder.named_parameters()))
             expected = core_outputs(encoder, probe, self.attention, head=not how.sentence_transformers)
             del encoder  # before there is another
@@ -178,6 +177,12 @@ class Exporter:
         shapes = {name: tuple(tensor.shape) for name, tensor in _hf_tensors(empty, model, self.family, base)}
         tensors = _hf_tensors(parameters, model, self.family, base)
         return write_shards(folder, shapes, self.dtype, tensors, self.largest)
+
+
+def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:
+    """One weight after the other, so that memory holds them once."""
+    for parameter in encoder.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _hf_tensors(parameters: dict[str, Tensor], model: ModelConfig, family: Family, base: bool) -> Iterator[tuple[str, Tensor]]:

@@ -318,16 +318,21 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
 
 
 def _load_in_place(path: Path, module: torch.nn.Module) -> None:
-    """What is read goes to the weights themselves; whole matrices made of two, the MLP's, are not put together a second time."""
-    wanted = {}
+    """What is read goes to the weights themselves; whole matrices made of two, the MLP's, are not put together a second time.
+
+    Those of the vocabulary come first: a weight is read whole before it is put in its place, and the others take no memory yet.
+    """
+    layers, others = {}, {}
     for name, value in module.sharded_state_dict(prefix="model.").items():
-        parts = value.build() if isinstance(value, ShardedTensorFactory) else [value]
-        wanted |= {f"{name} {number}": part for number, part in enumerate(parts) if isinstance(part, ShardedTensor)}
-    places = {name: part.data for name, part in wanted.items()}
-    loaded = dist_checkpointing.load({"model": {"0": wanted}}, str(path))["model"]["0"]
-    for name, place in places.items():
-        if place.data_ptr() != loaded[name].data_ptr():
-            place.copy_(loaded[name])
+        for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
+            if isinstance(part, ShardedTensor):
+                (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
+    for wanted in (others, layers):
+        places = {name: part.data for name, part in wanted.items()}
+        loaded = dist_checkpointing.load({"model": {"0": wanted}}, str(path))["model"]["0"]
+        for name, place in places.items():
+            if place.data_ptr() != loaded[name].data_ptr():
+                place.copy_(loaded[name])
 
 
 def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:

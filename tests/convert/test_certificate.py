@@ -114,16 +114,16 @@ def damage(monkeypatch):
 
 
 WRONG = {
-    "epsilon": ("llama", [], change_config(rms_norm_eps=1e-3), "logits of eager attention, without padding, differ by"),
+    "epsilon": ("llama", [], change_config(rms_norm_eps=1e-3), "eager attention, without padding: logits differ by"),
     "positions": (
         "llama",
         [],
         change_config(rope_parameters=dict(rope_type="default", rope_theta=2500.0)),
-        "logits of eager attention, without padding, differ by",
+        "eager attention, without padding: logits differ by",
     ),
     "gate and up projection": ("llama", [], swap(GatedMLP, "fc1"), "differ by"),
     "a head of query at another place": ("llama", ["--as", "llama"], reorder, "differ by"),
-    "mask": ("qwen3", [], change_config(is_causal=True), "logits of eager attention"),
+    "mask": ("qwen3", [], change_config(is_causal=True), "eager attention is not bidirectional: position 0 does not see token 1"),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
     "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),
     "no weights for a layer": ("llama", [], change_config(num_hidden_layers=3), "finds missing keys: model.layers.2."),
