@@ -18,7 +18,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test lint clean force
+.PHONY: help install quickstart test faults lint clean force
 # A checkpoint must outlive a Ctrl-C: the next call goes on from it.
 .PRECIOUS: $(TRAINED)
 
@@ -26,6 +26,7 @@ help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         the whole test suite"
+	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
 	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
 	@echo
@@ -72,6 +73,12 @@ $(DEMO)/loss.png: $(TRAINED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest
+
+# Some 10 minutes on two cores that have nothing else to do.
+KILLS ?= 100
+SEED ?= 0
+faults: $(INSTALLED)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 python -m faults.campaign --kills $(KILLS) --seed $(SEED)
 
 lint: $(INSTALLED)
 	ruff check

@@ -8,23 +8,18 @@ measured by the conversion of a model of next to none. Three times the weights a
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-# A child's resource usage would begin with the peak of this process: so it tells its own.
-COMMAND = """
-import sys
-from megaenc.convert.command import main
-main(sys.argv[1:])
-print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")), file=sys.stderr)
-"""
 DIRECTIONS = {"from-hf": ["--input", "hf", "--output", "core"], "to-hf": ["--load", "core", "--output", "again"]}
 
 
@@ -46,16 +41,19 @@ class Settings:
     """where to work; the system's folder for temporary files unless given"""
 
 
-def write_source(folder: Path, model, dtype: str) -> int:
-    """A EuroBERT folder of `model` with a shard a layer, drawn one by one; returns the bytes of its weights."""
+def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
+    """A EuroBERT folder of the preset `name` (`none`: next to no model) with a shard a layer, drawn one by one."""
     import torch
     from safetensors.torch import save_file
 
     from megaenc.convert.families import FAMILIES, config_of
     from megaenc.convert.from_hf import DTYPES, hf_shapes
     from megaenc.data.tokenizer import train_tokenizer
+    from megaenc.model.config import ModelConfig, preset
     from megaenc.objectives import Attention
 
+    model = preset(name) if name != "none" else ModelConfig(1, 8, 8, 2, 2)
+    model = dataclasses.replace(model, vocab_size=vocab_size)
     folder.mkdir(parents=True)
     tokenizer = train_tokenizer(["a few words for a tokenizer of hardly more than bytes"], 300)
     tokenizer.save_pretrained(folder)
@@ -78,29 +76,36 @@ def write_source(folder: Path, model, dtype: str) -> int:
         save_file({name: (0.02 * torch.randn(shape)).to(DTYPES[dtype]) for name, shape in shapes.items()}, folder / file)
     index = {name: file for file, shapes in shards.items() for name in shapes}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return model.parameters(model.vocab_size) * DTYPES[dtype].itemsize
+
+
+def in_a_process(function: Callable, *arguments) -> None:
+    """Call `function` in a new process: the peak of one that is started later would count what this one has held."""
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit(f"{function.__name__} ended with {process.exitcode}")
 
 
 def converted(folder: Path, direction: str, threads: int) -> dict[str, float]:
     """Peak of the resident memory in bytes, and seconds, of the command in `folder`."""
-    command = [sys.executable, "-c", COMMAND, direction, *DIRECTIONS[direction]]
+    command = [sys.executable, "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
-    process = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"{direction} ended with {process.returncode}: {process.stderr}")
-    peak = int(process.stderr.split()[-2]) * 1024  # VmHWM: 123 kB
-    return {"peak_bytes": peak, "seconds": time.monotonic() - began}
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return {"peak_bytes": usage.ru_maxrss * 1024, "seconds": time.monotonic() - began}
 
 
 def figures(settings: Settings, work: Path) -> dict:
     """By direction: seconds, peak, the program's own part of it, and the ratio of both, and of the rest alone, to the weights."""
-    from megaenc.model.config import ModelConfig, preset
-
-    small = ModelConfig(num_layers=1, hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, num_query_groups=2, vocab_size=300)
-    write_source(work / "small" / "hf", small, settings.dtype)
-    model = dataclasses.replace(preset(settings.model), vocab_size=settings.vocab_size)
-    weights = write_source(work / "large" / "hf", model, settings.dtype)
+    in_a_process(write_source, work / "small" / "hf", "none", 300, settings.dtype)
+    in_a_process(write_source, work / "large" / "hf", settings.model, settings.vocab_size, settings.dtype)
+    shards = (work / "large" / "hf").glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in shards)
     result = {"model": settings.model, "dtype": settings.dtype, "weights_bytes": weights, "cores": os.cpu_count()}
     for direction in DIRECTIONS:
         program = converted(work / "small", direction, settings.threads)["peak_bytes"]

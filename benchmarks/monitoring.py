@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
@@ -57,8 +58,18 @@ class Settings:
     """its tokenizer"""
 
 
-def timed_run(settings: Settings, arm: str) -> list[float]:
-    """Seconds between the beginnings of updates, but for the first ones."""
+@dataclass(frozen=True)
+class Timed:
+    """A run but for its first steps."""
+
+    steps: list[float]
+    """Seconds from the beginning of each update to that of the next."""
+    monitor: list[float]
+    """Of them in the monitor itself, which makes the rows and hands them on."""
+
+
+def timed_run(settings: Settings, arm: str) -> Timed:
+    """One run of `arm`."""
     with tempfile.TemporaryDirectory() as folder:
         words = {"FOLDER": f"{folder}/run", "HALF": str(settings.steps // 2)}
         given = [words.get(flag, flag.replace("FOLDER", words["FOLDER"])) for flag in ARMS[arm]]
@@ -80,32 +91,39 @@ def timed_run(settings: Settings, arm: str) -> list[float]:
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
-        begun = json.loads(times.read_text())
-    return [after - before for before, after in zip(begun[WARM_UP:], begun[WARM_UP + 1 :], strict=False)]
+        noted = json.loads(times.read_text())
+    steps = [after - before for before, after in pairwise(noted["begun"][WARM_UP:])]
+    return Timed(steps, noted["monitor"][WARM_UP : WARM_UP + len(steps)])
 
 
 def train_and_note(file: str, flags: list[str]) -> None:
-    """The pretraining command in this process, with the time at which each update begins in `file`."""
+    """The pretraining command in this process; `file` gets the time at which each update begins, and the seconds of its row."""
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
+    from megaenc.training.monitor import Monitor
 
-    begun, update = [], Engine.update
+    begun, update, monitor, show = [], Engine.update, [], Monitor.step
 
     def noted(engine: Engine, step: int):
         begun.append(time.perf_counter())
         return update(engine, step)
 
-    Engine.update = noted
+    def shown(self: Monitor, *arguments):
+        clock = time.perf_counter()
+        show(self, *arguments)
+        monitor.append(time.perf_counter() - clock)
+
+    Engine.update, Monitor.step = noted, shown
     main(flags)
-    Path(file).write_text(json.dumps(begun))
+    Path(file).write_text(json.dumps({"begun": begun, "monitor": monitor}))
 
 
-def rounds(settings: Settings) -> dict[str, list[list[float]]]:
-    """The times of each arm, a list a round; each round begins with another arm."""
-    found: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
+def rounds(settings: Settings) -> dict[str, list[Timed]]:
+    """The runs of each arm, one a round; each round begins with another arm."""
+    found: dict[str, list[Timed]] = {arm: [] for arm in ARMS}
     began, names = time.monotonic(), list(ARMS)
     for number in range(settings.rounds):
         spent = time.monotonic() - began
@@ -113,34 +131,37 @@ def rounds(settings: Settings) -> dict[str, list[list[float]]]:
             break
         for arm in names[number % len(names) :] + names[: number % len(names)]:
             found[arm].append(timed_run(settings, arm))
-            print(f"round {number + 1}: {arm}: {median(found[arm][-1]):.4f} s a step", flush=True)
+            print(f"round {number + 1}: {arm}: {median(found[arm][-1].steps):.4f} s a step", flush=True)
     return found
 
 
-def figures(settings: Settings, found: dict[str, list[list[float]]]) -> dict:
+def figures(settings: Settings, found: dict[str, list[Timed]]) -> dict:
     """Of each arm the seconds a step, and how much more that is than the first arm's of the same round, in percent.
 
     A step is a run's median step, which a single save does not touch; `mean` is that of all steps, a save among them.
+    `monitor_percent` is what the monitor itself takes of a step: less than all that it costs, and hardly touched by what else the
+    machine does.
     """
-    arms, base = {}, next(iter(found.values()))
+    arms, base = {}, [median(run.steps) for run in next(iter(found.values()))]
     for arm, runs in found.items():
-        medians, means = [median(run) for run in runs], [mean(run) for run in runs]
-        more = [100 * (here / median(there) - 1) for here, there in zip(medians, base, strict=True)]
+        medians, means = [median(run.steps) for run in runs], [mean(run.steps) for run in runs]
+        more = [100 * (here / there - 1) for here, there in zip(medians, base, strict=True)]
         arms[arm] = {
             "step_seconds": median(medians),
             "spread": [min(medians), max(medians)],
             "mean_seconds": median(means),
+            "monitor_percent": median(100 * sum(run.monitor) / sum(run.steps) for run in runs),
             "more_percent": median(more),
             "more_percent_of_each_round": more,
         }
     names = list(found)
     # What one save adds to all steps that were timed together.
-    added = [sum(here) - sum(there) for here, there in zip(found[names[2]], found[names[1]], strict=True)]
+    added = [sum(here.steps) - sum(there.steps) for here, there in zip(found[names[2]], found[names[1]], strict=True)]
     share = 100 * median(added) / (settings.save_interval * arms[names[0]]["step_seconds"])
     return {
         "cores": os.cpu_count(),
         "rounds": len(base),
-        "timed_steps": len(base[0]),
+        "timed_steps": settings.steps - WARM_UP - 1,
         "arms": arms,
         "seconds_a_save_adds": median(added),
         "seconds_a_save_adds_of_each_round": added,
@@ -152,11 +173,12 @@ def figures(settings: Settings, found: dict[str, list[list[float]]]) -> dict:
 
 def table(result: dict) -> str:
     """The figures for the eye."""
-    lines = [f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'more':>10}"]
+    lines = [f"{'':24}{'s a step':>10}{'lowest':>10}{'highest':>10}{'mean':>10}{'monitor':>10}{'more':>10}"]
     for arm, row in result["arms"].items():
         low, high = row["spread"]
         lines.append(
-            f"{arm:24}{row['step_seconds']:10.4f}{low:10.4f}{high:10.4f}{row['mean_seconds']:10.4f}{row['more_percent']:8.2f} %"
+            f"{arm:24}{row['step_seconds']:10.4f}{low:10.4f}{high:10.4f}{row['mean_seconds']:10.4f}"
+            f"{row['monitor_percent']:8.2f} %{row['more_percent']:8.2f} %"
         )
     lines.append(
         f"a save adds {result['seconds_a_save_adds']:.2f} s: every {result['save_interval']:,} steps "

@@ -218,12 +218,12 @@ def _write_checkpoint(
     backend.start(backend.Layout(), seed=0)
     try:
         from megaenc.model.encoder import build_encoder
-        from megaenc.training.checkpoint import Checkpoints
+        from megaenc.training.saving import OwnCheckpoints
 
         # Rotary angles are no weights, so the length is of no account.
         encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), dtype, seed=None)
         _fill(encoder, source, model, mask)
-        Checkpoints(folder / "checkpoints").save_weights(encoder, identity)
+        OwnCheckpoints(folder / "checkpoints").save_weights(encoder, identity)
     finally:
         backend.stop()
 

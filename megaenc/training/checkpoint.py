@@ -1,14 +1,6 @@
-"""Sharded checkpoints in a run folder: complete or invisible, checked before they are read, readable in any layout."""
+"""The checkpoints of a run, found, checked before they are read, and loaded into any layout; `saving` writes them."""
 
-import contextlib
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Iterator
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +10,16 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megaenc.console import say
-from megaenc.errors import InputError, LocalInputError
-from megaenc.files import remove, write_whole
+from megaenc.errors import InputError
 from megaenc.ranks import rank
 from megaenc.training.checksums import content_damage, size_damage
 from megaenc.training.engine import Engine
+from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_pickles
 from megaenc.training.plan import Plan
-from megaenc.training.retention import superfluous
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
-from megaenc.training.skipped import read_alike
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync, sync_all
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
@@ -43,14 +32,8 @@ class Damaged(InputError):
 class Checkpoints:
     """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
 
-    def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int | None = None):
-        """`keep_last` and `keep_every` say what `retain` leaves."""
+    def __init__(self, folder: Path):
         self.folder = folder
-        self._keep = (keep_last, keep_every)
-        self._thread = ThreadPoolExecutor(1)  # the end of the process waits for it, or ends it
-        self._memory = HostMemory()
-        self._work: Future | None = None  # of a save that is under way: what the thread is at
-        self._attempt: Path | None = None
 
     def latest(self) -> int | None:
         """The step that the tracker names, None where there is no tracker. InputError if that is no number."""
@@ -86,6 +69,14 @@ class Checkpoints:
         if damage or not complete:
             raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
         return state
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every file of the checkpoint of `step` is there in its size."""
+        try:
+            self.state(step)
+        except Damaged:
+            return False
+        return True
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
@@ -126,9 +117,10 @@ class Checkpoints:
         steps = self.steps()
         if named is not None:
             steps = sorted({step for step in steps if step < named} | {named})
-        return [step for step in steps[::-1] if self._fits(step, plan)]
+        return [step for step in steps[::-1] if self.fits(step, plan)]
 
-    def _fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
+    def fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
+        """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""
         try:
             return read_alike(plan, self.state(step))
         except Damaged:
@@ -136,162 +128,7 @@ class Checkpoints:
 
     def fitting(self, plan: Plan) -> list[int]:
         """The steps whose checkpoints look whole and have read no pack that `plan` leaves out."""
-        return [step for step in self.steps() if self._fits(step, plan, damaged=False)]
-
-    def leave_behind(self, plan: Plan) -> None:
-        """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
-
-        Those checkpoints stay until their steps are made again.
-        """
-        named = self.latest()
-        if named is None or self._fits(named, plan):
-            return
-        before = [step for step in self.fitting(plan) if step < named]
-        if before:
-            write_whole(self.folder / TRACKER, f"{before[-1]}\n")
-        else:
-            (self.folder / TRACKER).unlink()
-
-    def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
-        """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
-
-        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows, and what the
-        save made superfluous goes. Without `block` a thread does most of that from a copy while training goes on; `finish_save`
-        is to be called until it is done. A save that is not done yet is waited for first. InputError where that cannot be: then
-        nothing of the attempt is left, and the checkpoints that were there are as they were.
-        """
-        self.finish_save()
-        self._parts = self._save(engine, step, progress, None if block else self._memory)
-        self._work = next(self._parts)
-        self._device = engine.device
-        if block:
-            self.finish_save()
-
-    @property
-    def saving(self) -> bool:
-        """Whether a save was begun that is not done yet; the same on all ranks."""
-        return self._work is not None
-
-    def finish_save(self, block: bool = True) -> None:
-        """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
-
-        Errors are those of `save`.
-        """
-        while self.saving and (block or self._done_on_all()):
-            futures.wait([self._work])
-            self._work = None  # an error ends the save
-            self._work = next(self._parts, None)
-
-    def _done_on_all(self) -> bool:
-        done = torch.tensor([self._work.done()], dtype=torch.int, device=self._device)
-        dist.all_reduce(done, dist.ReduceOp.MIN)
-        return bool(done)
-
-    def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
-        """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
-        self._attempt = attempt = on_rank_0(lambda: self._begin(step))
-        state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
-        try:
-            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
-            yield (writing := self._thread.submit(sharded.write))
-            shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
-            sharded.complete()
-            self._attempt = None  # rank 0 alone goes on with it
-            publish = partial(self._publish, attempt, state, shards) if rank() == 0 else lambda: None
-            yield (publishing := self._thread.submit(publish))
-            on_rank_0(publishing.result)
-        except InputError as error:
-            if rank() == 0 and not isinstance(error, LocalInputError):
-                shutil.rmtree(attempt, ignore_errors=True)
-            raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
-
-    def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not."""
-        attempt = self._begin(0)
-        weights = ShardedWrite({"model": {"0": module.sharded_state_dict(prefix="model.")}}, attempt, None)
-        shards = weights.write()
-        weights.complete()
-        self._publish(attempt, {"step": 0, "identity": identity}, shards)
-
-    @contextlib.contextmanager
-    def finished(self) -> Iterator[None]:
-        """However the block ends, no save is under way after it: it is finished, where all ranks leave the block together."""
-        try:
-            yield
-        except BaseException as error:
-            together = isinstance(error, InputError) and not isinstance(error, LocalInputError)
-            if together or dist.get_world_size() == 1:
-                self.finish_save()
-            elif self.saving:
-                futures.wait([self._work])
-            raise
-        self.finish_save()
-
-    def abandon(self) -> None:
-        """Remove what a save has written that an error of one rank cut off: once no other can write any more."""
-        if self._attempt:
-            shutil.rmtree(self._attempt, ignore_errors=True)
-
-    def _kept(self, step: int) -> str:
-        before = [other for other in self.steps() if other < step]
-        if not before:
-            return "and no step before it"
-        return f"step {before[-1]} is: make room and give the same command again"
-
-    def _begin(self, step: int) -> Path:
-        attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"
-        try:
-            attempt.mkdir(parents=True)
-        except OSError as error:
-            raise InputError(f"{cannot_be_written(self.folder, error)}; step {step} is not saved, {self._kept(step)}") from None
-        return attempt
-
-    def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests) -> None:
-        target = self.path(state["step"])
-        state["files"] = sync_all(attempt, shards)
-        try:
-            write_whole(attempt / STATE, json.dumps(state, indent=1))
-            sync(attempt)
-            if target.exists():  # damaged, or of a save that was cut off before its tracker was written
-                self._remove(target)
-            os.rename(attempt, target)
-            sync(self.folder)
-            write_whole(self.folder / TRACKER, f"{state['step']}\n")
-        except OSError as error:
-            raise InputError(cannot_be_written(self.folder, error)) from None
-        self.retain(state["step"])
-
-    def _remove(self, path: Path) -> None:
-        """Under another name first: a removal that is cut off leaves nothing that looks like a checkpoint."""
-        hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
-
-    def retain(self, newest: int) -> None:
-        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is damaged and older.
-
-        A damaged checkpoint is not one of the last that stay; nothing goes unless `newest` is whole. Steps beyond it, left by a
-        run that has gone back, stay until they are made again. What cannot be removed now is tried after the next save.
-        """
-        if not any(self._keep) or not self._is_whole(newest):
-            return
-        older = [step for step in self.steps() if step < newest]
-        whole = [step for step in older if self._is_whole(step)]
-        for step in {*older} - {*whole} | {*superfluous(whole, *self._keep)}:
-            with contextlib.suppress(OSError):
-                self._remove(self.path(step))
-
-    def _is_whole(self, step: int) -> bool:
-        try:
-            self.state(step)
-        except Damaged:
-            return False
-        return True
-
-    def clean(self) -> None:
-        """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
-        for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
-            remove(stale)
+        return [step for step in self.steps() if self.fits(step, plan, damaged=False)]
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""

@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc.training.settings import read_settings
 
     settings = read_settings(sys.argv[1:] if argv is None else argv, prog)
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
 
     plan = make_plan(settings)
     if settings.output.dry_run:

@@ -1,8 +1,7 @@
-"""A run worked out before any process group exists: every wrong input is found here, on every rank alike."""
+"""What a run is, worked out: its packs, schedule, learning rate and start, and what makes it this run and no other."""
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,15 +9,12 @@ import torch
 from megaenc import __version__, flags
 from megaenc.data.packs import Packs
 from megaenc.data.run_data import Reading, RunData
-from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
-from megaenc.errors import InputError
-from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule, check_targets
-from megaenc.ranks import world_size
-from megaenc.training.learning_rate import LearningRate, steps_of
+from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
+from megaenc.training.learning_rate import LearningRate
 from megaenc.training.settings import PretrainSettings
-from megaenc.training.skipped import NOTHING_SKIPPED, SkippedPacks, find_skipped
-from megaenc.training.start import NEW_WEIGHTS, Start, find_start, resolved
+from megaenc.training.skipped import NOTHING_SKIPPED, SkippedPacks
+from megaenc.training.start import NEW_WEIGHTS, Start
 
 
 @dataclass(frozen=True)
@@ -146,47 +142,3 @@ def validated_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))
     return {objective.describe(): objective for objective in always} | schedule.objectives()
-
-
-def make_plan(settings: PretrainSettings) -> Plan:
-    """Open what `settings` name and check that it fits together. Raises InputError."""
-    settings.check(world_size())
-    total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
-    learning_rate = LearningRate(
-        optimizer.lr,
-        steps_of("lr-warmup", optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, total),
-        steps_of("lr-wsd-decay", optimizer.lr_wsd_decay_iters, optimizer.lr_wsd_decay_fraction, total),
-        total,
-    )
-    data_path, tokenizer_name = data.data_path, data.tokenizer
-    if not data_path:
-        if settings.output.dry_run and not Path("demo/corpus_text_document.idx").exists():
-            raise InputError("--dry-run: demo/ holds no corpus yet; give --data-path, or let a run without --dry-run make it")
-        if tokenizer_name:
-            raise InputError(
-                "--data-path: missing, expected the prefix of a corpus made with --tokenizer (tools/preprocess_data.py)"
-            )
-        from megaenc.data.demo import ensure_demo
-
-        demo = ensure_demo(Path("demo"))
-        data_path, tokenizer_name = (str(demo.data_prefix),), str(demo.tokenizer)
-    elif not tokenizer_name:
-        raise InputError("--tokenizer: missing, expected the tokenizer that the corpus was made with: a folder or a name")
-    tokenizer = load_tokenizer(tokenizer_name)
-    vocabulary = vocabulary_of(tokenizer)
-    rows = settings.shape.vocab_size
-    if rows is not None and rows < vocabulary.size:
-        raise InputError(
-            f"--vocab-size: found {rows}, expected at least the {vocabulary.size} ids of --tokenizer {tokenizer_name}"
-        )
-    schedule = Schedule.build(settings.objective_schedule, total, vocabulary, settings.seed)
-    run_data = RunData.open(
-        data_path, vocabulary, split=data.split, packing=data.packing, seq_length=data.seq_length, seed=settings.seed
-    )
-    plan = Plan(settings, vocabulary, tokenizer, run_data, schedule, learning_rate)
-    for objective in (*schedule.starts().values(), *validated_objectives(schedule, vocabulary).values()):
-        for sample in range(2):
-            check_targets(objective, run_data.train[sample], settings.seed)
-    start = find_start(plan)
-    plan = dataclasses.replace(plan, settings=resolved(settings, start), start=start)
-    return plan.leaving_out(*find_skipped(plan))

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megaenc.backend import Backend
 from megaenc.console import say
-from megaenc.training.monitoring_settings import MonitoringSettings
+from megaenc.training.options import MonitoringSettings
 
 FOLDER, ROWS = "profile", 20
 """Where in the run folder traces are; operations in the table."""

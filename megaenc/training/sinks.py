@@ -17,7 +17,7 @@ from megaenc import flags
 from megaenc.console import say
 from megaenc.files import write_whole
 from megaenc.ranks import rank
-from megaenc.training.monitoring_settings import MonitoringSettings
+from megaenc.training.options import MonitoringSettings
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 
@@ -176,7 +176,7 @@ class WeightsAndBiases(Board):
         """Nothing can be taken back there: steps that are made again stand there again, and the later row counts."""
 
     def flush(self) -> None:
-        """A process of its own writes what it is given, and outlives this one for as long as that takes."""
+        """There is no such call: its own process writes what it is given, a moment later."""
 
     def close(self) -> None:
         self._run.finish()

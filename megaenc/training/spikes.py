@@ -3,12 +3,7 @@
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
-
-from megaenc.training.skipped import SkippedPacks
-
-if TYPE_CHECKING:
-    from megaenc.training.plan import Plan
+from typing import Any
 
 WINDOW, SHORTEST = 128, 32
 """Losses that a new one is compared with, at most and at least."""
@@ -46,15 +41,3 @@ class RecentLosses:
         found = deviations(loss, recent) if len(recent) >= SHORTEST else None
         self.state[objective] = {"step": step, "losses": [*recent, loss][-WINDOW:]}
         return found
-
-
-def leave_out(plan: "Plan", step: int, kept: Sequence[int]) -> "Plan":
-    """`plan` without the packs of the `--rewind-skip-iters` updates up to number `step`, to go back to before them.
-
-    `kept` are the steps with a checkpoint. Where all of them lie among those updates, only what was read after the oldest is
-    left out: rather that than to make the whole run again.
-    """
-    first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
-    first = max(first, min(kept, default=0)) + 1
-    packs = SkippedPacks.of([(plan.first_sample(first), plan.sample(plan.samples_by(step) - 1))])
-    return plan.leaving_out(plan.skipped | packs, (*plan.rewinds, *packs.texts))

@@ -15,6 +15,8 @@ from megaenc.backend import Backend
 
 Item = TypeVar("Item")
 
+_PROCESS = psutil.Process()
+
 DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
@@ -60,7 +62,7 @@ class Stopwatch:
 
 def memory(backend: Backend) -> dict[str, float]:
     """GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
-    resident = psutil.Process().memory_info().rss / 2**30
+    resident = _PROCESS.memory_info().rss / 2**30
     if backend.is_host:
         return {"memory_gib": resident}
     return {

@@ -10,7 +10,7 @@ import torch
 from megaenc.convert.command import main
 from megaenc.convert.mapping import core_to_hf
 from megaenc.convert.saved_run import load_weights, open_run
-from megaenc.training.plan import make_plan
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0

@@ -15,7 +15,7 @@ from checkpoint_helpers import assert_only_step_4, errors
 from torch.distributed.checkpoint import FileSystemReader
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.saving import OwnCheckpoints
 from megaenc.training.stopping import STOPPED
 
 SLOW, LATE = runs.WORKERS / "slow_disk.py", ["2", "1"]  # written two updates later, or after a second
@@ -47,7 +47,7 @@ def curve(folder: Path) -> list[tuple]:
 def assert_same_checkpoints(folder: Path, other: Path, steps: list[int]) -> None:
     """The same files, the same bytes in all shards, and the same tensors at the same places in them."""
     for step in steps:
-        paths = [Checkpoints(run / "checkpoints").path(step) for run in (folder, other)]
+        paths = [OwnCheckpoints(run / "checkpoints").path(step) for run in (folder, other)]
         here, there = (json.loads((path / "state.json").read_text()) for path in paths)
         assert sorted(here["files"]) == sorted({*os.listdir(paths[0])} - {"state.json"})
         assert sorted(here["files"]) == sorted(there["files"])
@@ -66,7 +66,7 @@ def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, t
     said = runs.script(SLOW, [*LATE, *flags], processes=processes).stdout
     written = re.findall(r"shards of step (\d+) are written after update (\d+)", said)
     assert written == [("4", "6"), ("8", "10"), ("12", "14"), ("16", "18"), ("20", "20")]
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = OwnCheckpoints(folder / "checkpoints")
     assert checkpoints.steps() == [4, 8, 12, 16, 20]
     assert checkpoints.latest() == 20
     assert_same_checkpoints(folder, waiting, checkpoints.steps())
@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_one_bitwise(waiting, small_corpus, processes, tmp_pa
     for _ in range(2):
         runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2"], processes=processes)
     assert curve(folder) == curve(waiting)
-    assert Checkpoints(folder / "checkpoints").steps() == [16, 20]
+    assert OwnCheckpoints(folder / "checkpoints").steps() == [16, 20]
     assert_same_checkpoints(folder, waiting, [16, 20])
 
 
@@ -116,7 +116,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(waiting, small_corpus, tmp_p
         while not (attempts := list(folder.glob("checkpoints/.iter_0000008.*"))):
             time.sleep(0.01)
         process.kill()
-    assert Checkpoints(folder / "checkpoints").steps() == [Checkpoints(folder / "checkpoints").latest()] == [4]
+    assert OwnCheckpoints(folder / "checkpoints").steps() == [OwnCheckpoints(folder / "checkpoints").latest()] == [4]
     [attempt] = attempts
     assert attempt.is_dir()
     runs.script(runs.PRETRAIN, [*flags, "--save", str(folder)])
@@ -130,13 +130,13 @@ def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *EVERY, *LAYOUTS[1], "--async-save", "--train-iters", "100000", "--log-interval", "1"]
     flags += ["--eval-interval", "0", "--save-interval", "30"]
     with Running([SLOW, "100000", "3", *flags], folder, step=32) as process:
-        assert Checkpoints(folder / "checkpoints").steps() == []
+        assert OwnCheckpoints(folder / "checkpoints").steps() == []
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED
     stopped = runs.metrics(folder)[-1]["step"]
-    assert Checkpoints(folder / "checkpoints").steps() == [30, stopped]
-    assert Checkpoints(folder / "checkpoints").latest() == stopped
+    assert OwnCheckpoints(folder / "checkpoints").steps() == [30, stopped]
+    assert OwnCheckpoints(folder / "checkpoints").latest() == stopped
     assert "stopped by SIGTERM" in out
 
 
@@ -162,7 +162,7 @@ def test_disk_that_fills_up(small_corpus, small_disk):
 @pytest.fixture
 def engine(one_process, small_corpus):
     from megaenc.training.engine import Engine
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     return Engine(make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16"], "test")), one_process)
@@ -172,7 +172,7 @@ def engine(one_process, small_corpus):
 def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, monkeypatch):
     from megaenc.training import writing
 
-    checkpoints, digest, begun = Checkpoints(tmp_path), writing.digest, []
+    checkpoints, digest, begun = OwnCheckpoints(tmp_path), writing.digest, []
     monkeypatch.setattr(writing, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
     engine.update(1)
     with pytest.raises(error, match="of another kind"), checkpoints.finished():

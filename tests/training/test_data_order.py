@@ -9,7 +9,7 @@ import runs
 from megaenc.data import preprocess
 from megaenc.training.batches import Share
 from megaenc.training.command import main
-from megaenc.training.plan import make_plan
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 

@@ -73,7 +73,7 @@ def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     schedule = "mix(clm:0.3,mlm:0.7):1.0"

@@ -5,7 +5,8 @@ import runs
 
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
-from megaenc.training.plan import make_plan, validated_objectives
+from megaenc.training.plan import validated_objectives
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)

@@ -4,7 +4,7 @@ import pytest
 import runs
 import torch
 
-from megaenc.training.plan import make_plan
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 
@@ -15,11 +15,11 @@ def weights(engine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]])
 def test_what_goes_on_from_it_is_what_was_never_saved(precision, optimizer, one_process, small_corpus, tmp_path):
-    from megaenc.training.checkpoint import Checkpoints
     from megaenc.training.engine import Engine
+    from megaenc.training.saving import OwnCheckpoints
 
     plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, precision, *optimizer], "test"))
-    saved, checkpoints = Engine(plan, one_process), Checkpoints(tmp_path)
+    saved, checkpoints = Engine(plan, one_process), OwnCheckpoints(tmp_path)
     checkpoints.save(saved, 0, {})
     loaded, untouched = Engine(plan, one_process), Engine(plan, one_process)
     checkpoints.load(loaded, 0)

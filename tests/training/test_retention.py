@@ -4,8 +4,8 @@ import pytest
 import runs
 from checkpoint_helpers import whole_checkpoint
 
-from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.retention import superfluous
+from megaenc.training.saving import OwnCheckpoints
 
 
 @pytest.mark.parametrize(
@@ -32,28 +32,28 @@ def folder(tmp_path):
 
 
 def test_a_damaged_one_is_not_counted(folder):
-    checkpoints = Checkpoints(folder, keep_last=2)
+    checkpoints = OwnCheckpoints(folder, keep_last=2)
     (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
     checkpoints.retain(50)
     assert checkpoints.steps() == [30, 50]
 
 
 def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
-    checkpoints = Checkpoints(folder, keep_last=1)
+    checkpoints = OwnCheckpoints(folder, keep_last=1)
     (checkpoints.path(50) / "state.json").unlink()
     checkpoints.retain(50)
     assert checkpoints.steps() == [10, 20, 30, 40, 50]
 
 
 def test_steps_that_a_run_has_gone_back_from_stay(folder):
-    checkpoints = Checkpoints(folder, keep_last=1)
+    checkpoints = OwnCheckpoints(folder, keep_last=1)
     checkpoints.retain(30)
     assert checkpoints.steps() == [30, 40, 50]
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
-    checkpoints = Checkpoints(folder, keep_last=4)
-    monkeypatch.setattr("megaenc.training.checkpoint.shutil.rmtree", lambda *how, **more: None)  # as a kill there would have it
+    checkpoints = OwnCheckpoints(folder, keep_last=4)
+    monkeypatch.setattr("megaenc.training.saving.shutil.rmtree", lambda *how, **more: None)  # as a kill there would have it
     checkpoints.retain(50)
     assert checkpoints.steps() == [20, 30, 40, 50]
     monkeypatch.undo()
@@ -65,4 +65,4 @@ def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypat
 def test_a_run_keeps_what_its_flags_say(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "2"]
     runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2", "--keep-every", "8"])
-    assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]
+    assert OwnCheckpoints(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]

@@ -1,16 +1,16 @@
 """Every number of the run folder stands in TensorBoard and in Weights & Biases too, also where steps were made again."""
 
-import json
 import os
 import shutil
 import time
 
 import pytest
 import runs
+from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.training.command import main
-from megaenc.training.monitoring_settings import MonitoringSettings
-from megaenc.training.sinks import Board, TensorBoard, WeightsAndBiases, _Background, flat
+from megaenc.training.options import MonitoringSettings
+from megaenc.training.sinks import Board, TensorBoard, WeightsAndBiases, _Background
 
 
 @pytest.fixture(scope="module")
@@ -25,33 +25,6 @@ def shown_run(small_corpus, tmp_path_factory):
     (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
     runs.script(runs.PRETRAIN, flags, environment=environment)
     return folder
-
-
-def numbers(folder) -> dict[str, dict[int, float]]:
-    """What the files of a run folder say, by the name that it has elsewhere and by step."""
-    found: dict[str, dict[int, float]] = {}
-    for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
-        for row in rows:
-            for name, value in flat(row, group).items():
-                if not isinstance(value, str):
-                    found.setdefault(name, {})[row["step"]] = value
-    return found
-
-
-def tensorboard_shows(folder):
-    """What TensorBoard itself reads: events, and the numbers by name and step."""
-    from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
-    from tensorboard.util.tensor_util import make_ndarray
-
-    events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
-    events.Reload()
-    shown = {}
-    for tag in events.Tags()["tensors"]:
-        if not tag.endswith("text_summary"):
-            steps = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
-            assert len(dict(steps)) == len(steps), f"{tag}: a step stands there twice"
-            shown[tag] = dict(steps)
-    return events, shown
 
 
 def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
@@ -77,36 +50,13 @@ def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
     assert shown == {"train/loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0, 6: 60.0}}
 
 
-def wandb_records(folder):
-    """(id of the run, its configuration, rows) of each time that the run was started, in order."""
-    from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
-
-    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
-        store, run, rows = DataStore(), None, []
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = Record.FromString(data)
-            if record.WhichOneof("record_type") == "run":
-                run = record.run
-            elif record.WhichOneof("record_type") == "history":
-                items = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
-                rows.append({name: value for name, value in items.items() if not name.startswith("_")})
-        yield run.run_id, {item.key: json.loads(item.value_json) for item in run.config.update}, rows
-
-
 def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_run):
     (first_id, config, before), (second_id, _, after) = wandb_records(shown_run)
     assert first_id == second_id == (shown_run / "wandb_run_id").read_text().strip()
     assert (config["global_batch_size"], config["identity"]["train_iters"]) == (8, 20)
     assert [row["step"] for row in before if "train/loss" in row] == list(range(1, 13))
     assert [row["step"] for row in after if "train/loss" in row] == list(range(11, 21))
-    shown: dict[str, dict[int, float]] = {}
-    for row in (*before, *after):
-        for name, value in row.items():
-            if name != "step" and not isinstance(value, str):
-                shown.setdefault(name, {})[row["step"]] = value
-    assert shown == numbers(shown_run)
+    assert wandb_shows([*before, *after]) == numbers(shown_run)
 
 
 def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, capfd):

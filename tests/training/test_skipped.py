@@ -10,7 +10,7 @@ from workers.bad_packs import spoil
 from megaenc.errors import InputError
 from megaenc.randomness import uniforms
 from megaenc.training.command import main
-from megaenc.training.plan import make_plan
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 from megaenc.training.skipped import SkippedPacks
 

@@ -123,7 +123,7 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
 def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatch):
     """Also where reductions are started by the backward pass itself, which needs an accelerator."""
     from megaenc.training.engine import Engine
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     engine = Engine(make_plan(read_settings([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)

@@ -7,6 +7,7 @@ import signal
 import numpy as np
 import pytest
 import runs
+from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 from workers.bad_packs import spoil
 
 from megaenc.randomness import uniforms
@@ -74,7 +75,8 @@ def rewound(small_corpus, tmp_path_factory):
     """RUN with a spike at step 40, after which it goes back to its checkpoint of step 35; and what it said."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save", str(folder)]
-    return folder, runs.script(runs.WORKERS / "bad_packs.py", flags).stdout
+    flags += ["--tensorboard-dir", str(folder / "events"), "--wandb-project", "encoders"]
+    return folder, runs.script(runs.WORKERS / "bad_packs.py", flags, environment={"WANDB_MODE": "offline"}).stdout
 
 
 def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
@@ -86,6 +88,16 @@ def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
     facts = json.loads((folder / "run.json").read_text())
     assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
     assert "skip_packs:\n- 296-319\n" in (folder / "config.yaml").read_text()
+
+
+def test_boards_show_the_run_as_it_was_made_in_the_end(rewound):
+    folder, _ = rewound
+    _, shown = tensorboard_shows(folder / "events")
+    assert shown == numbers(folder)
+    (_, _, before), (_, _, after) = wandb_records(folder)
+    assert [row["step"] for row in before if "train/loss" in row][-1] == 40
+    assert [row["step"] for row in after if "train/loss" in row] == list(range(36, 49))
+    assert wandb_shows([*before, *after]) == numbers(folder)
 
 
 def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ import pytest
 
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
-from megaenc.training.start import Stage, Start, digest, first_difference
+from megaenc.training.parent import first_difference
+from megaenc.training.start import Stage, Start, digest
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 

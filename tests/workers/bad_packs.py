@@ -43,8 +43,8 @@ if __name__ == "__main__":
 
     spoil({int(sample): how for sample, how in json.loads(sys.argv.pop(1)).items()})
     if "KILLED" in os.environ:
-        from megaenc.training import loop
+        from megaenc.training.run import Run
 
-        before = loop._leave_out
-        loop._leave_out = lambda *arguments: (before(*arguments), os.kill(os.getpid(), signal.SIGKILL))
+        before = Run.without_spike
+        Run.without_spike = lambda *arguments: (before(*arguments), os.kill(os.getpid(), signal.SIGKILL))
     main(prog="pretrain_encoder.py")

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from megaenc.errors import InputError
-from megaenc.training.plan import Plan, make_plan
+from megaenc.training.plan import Plan
+from megaenc.training.planning import make_plan
 from megaenc.training.run_folder import RunFolder
 from megaenc.training.settings import read_settings
 

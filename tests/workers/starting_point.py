@@ -10,16 +10,16 @@ import torch
 def main(folder: Path, flags: list[str]) -> None:
     from megaenc import backend
     from megaenc.ranks import rank
-    from megaenc.training.plan import make_plan
+    from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
     layout = plan.settings.layout
     device = backend.start(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
     from megaenc.training.batches import micro_batch
-    from megaenc.training.checkpoint import Checkpoints
     from megaenc.training.engine import Engine
     from megaenc.training.run_folder import RunFolder
+    from megaenc.training.saving import OwnCheckpoints
 
     engine = Engine(plan, device)
     if rank() == 0:
@@ -33,7 +33,7 @@ def main(folder: Path, flags: list[str]) -> None:
                 folder / f"batch_{samples.start}_rank{rank()}.npz",
                 **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
             )
-    Checkpoints(folder / "checkpoints").save(engine, 0, {})
+    OwnCheckpoints(folder / "checkpoints").save(engine, 0, {})
     backend.stop()
 
 

@@ -1,0 +1,63 @@
+"""What TensorBoard and Weights & Biases show of a run, read back from their files, and what its run folder holds."""
+
+import json
+
+import runs
+
+from megaenc.training.sinks import flat
+
+
+def numbers(folder) -> dict[str, dict[int, float]]:
+    """What the files of a run folder say, by the name that it has elsewhere and by step."""
+    found: dict[str, dict[int, float]] = {}
+    for group, rows in (("train", runs.metrics(folder)), ("validation", runs.validations(folder))):
+        for row in rows:
+            for name, value in flat(row, group).items():
+                if not isinstance(value, str):
+                    found.setdefault(name, {})[row["step"]] = value
+    return found
+
+
+def tensorboard_shows(folder):
+    """What TensorBoard itself reads: events, and the numbers by name and step."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import TENSORS, EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    events = EventAccumulator(str(folder), size_guidance={TENSORS: 0})
+    events.Reload()
+    shown = {}
+    for tag in events.Tags()["tensors"]:
+        if not tag.endswith("text_summary"):
+            steps = [(event.step, float(make_ndarray(event.tensor_proto))) for event in events.Tensors(tag)]
+            assert len(dict(steps)) == len(steps), f"{tag}: a step stands there twice"
+            shown[tag] = dict(steps)
+    return events, shown
+
+
+def wandb_records(folder):
+    """(id of the run, its configuration, rows) of each time that the run was started, in order."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+        store, run, rows = DataStore(), None, []
+        store.open_for_scan(str(file))
+        while (data := store.scan_data()) is not None:
+            record = Record.FromString(data)
+            if record.WhichOneof("record_type") == "run":
+                run = record.run
+            elif record.WhichOneof("record_type") == "history":
+                items = {(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+                rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+        yield run.run_id, {item.key: json.loads(item.value_json) for item in run.config.update}, rows
+
+
+def wandb_shows(rows):
+    """The numbers of `rows` by name and step; of a step that stands there twice, those of the later row."""
+    last = {(row["step"], group): row for row in rows for group in {name.split("/")[0] for name in row} - {"step"}}
+    shown: dict[str, dict[int, float]] = {}
+    for (step, _), row in last.items():
+        for name, value in row.items():
+            if name != "step" and not isinstance(value, str):
+                shown.setdefault(name, {})[step] = value
+    return shown

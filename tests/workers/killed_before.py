@@ -1,0 +1,84 @@
+"""A run of one process that is killed before each kind of operation on its folder, once: `killed_before.py BELOW FLAGS...`.
+
+Each start is killed right before the first operation of a kind that no start before it was killed at, until one comes to the end
+of the run. Operations elsewhere than in BELOW, a folder in --save or nothing for all of it, do not count. A line of JSON a kill,
+in the file beside --save: the kind, and what is wrong with the checkpoints that can be seen then. All starts are forked from this
+process, which has imported everything and has no other thread: so each takes a second.
+"""
+
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from faults.ends import damaged_checkpoints
+from faults.moments import SavedRun
+
+from megaenc.backend import detect, prepare_megatron
+from megaenc.training.command import main
+
+CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
+# Process ids and random letters of temporary names, and the number of a step.
+PARTICULARS = re.compile(r"\.[0-9a-f]{32}|\.\d+-[0-9a-f]{8}|(?<=iter_)\d+")
+
+
+def kind_of(event: str, arguments: tuple, folder: str) -> str | None:
+    """What Python is about to do, where it changes what is in `folder`."""
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if not writes and event not in CHANGES:
+        return None
+    path = arguments[0]
+    if not isinstance(path, (str, Path)) or not str(path).startswith(folder):
+        return None
+    return f"{event} {PARTICULARS.sub('', str(path).removeprefix(folder))}"
+
+
+def start(flags: list[str], folder: str, below: str, known: set[str], report: int) -> int:
+    """Run in a fork, killed before the first operation that is not `known`, which goes to `report`; returns its exit code."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def watch(event: str, arguments: tuple) -> None:
+        kind = kind_of(event, arguments, folder)
+        if kind and kind not in known and kind.partition(" ")[2].startswith(below):
+            os.write(report, kind.encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    try:
+        main(flags, prog="killed_before.py")
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run(below: str, flags: list[str]) -> None:
+    """Until a start comes to the end."""
+    prepare_megatron()
+    importlib.import_module("megaenc.training.loop")
+    detect().peak_flops(torch.float32)  # measured once, for all starts
+    folder, known = flags[flags.index("--save") + 1], set()
+    with open(f"{folder}.kills", "w", encoding="utf-8") as kills:
+        while True:
+            told, report = os.pipe()
+            code = start(flags, folder, below, known, report)
+            os.close(report)
+            kind = os.read(told, 4096).decode()
+            os.close(told)
+            if code == 0:
+                return
+            if code != -signal.SIGKILL:
+                sys.exit(f"a start that was to be killed ended with {code}, after {sorted(known)}")
+            known.add(kind)
+            kills.write(json.dumps([kind, damaged_checkpoints(SavedRun(Path(folder)))]) + "\n")
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], sys.argv[2:])
