@@ -1,9 +1,14 @@
 """The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
 
-from dataclasses import dataclass
+import json
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from megaenc.errors import InputError
 from megaenc.objectives import Attention, Objective, Schedule
+from megaenc.training.run_folder import METRICS, VALIDATION
 from megaenc.training.start import NEW_WEIGHTS, Start
 
 
@@ -18,6 +23,16 @@ class Provenance:
     total_iters: int
     tokens: int
     start: Start = NEW_WEIGHTS
+    parameters: int = 0
+    data: str = ""
+    """The fingerprint of the corpora; empty where nothing was trained here."""
+    tokenizer: str = ""
+    """The fingerprint of the tokenizer."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The last rows of a run's files up to the step: `training`, and a row for each objective that it was validated on."""
+    license: str = "unknown"
+    sentences: bool = False
+    """Whether the export gives states of tokens and no predictions."""
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -50,9 +65,12 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
     rows = "\n".join(
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
     )
+    tag = "text-generation" if causal else "fill-mask"
+    library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
     return f"""---
-library_name: transformers
-pipeline_tag: {"text-generation" if causal else "fill-mask"}
+library_name: {library}
+pipeline_tag: {tag}
+license: {provenance.license}
 tags: [megaenc]
 ---
 
@@ -62,14 +80,67 @@ A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_
 this is step {provenance.step:,}, after {provenance.tokens:,} tokens. {_descent(provenance.start)}Attention in this
 export: {attention}.
 
-## Where predictions stand
+{_figures(provenance)}## Where predictions stand
 
 | last trained | under attention | the output at position i predicts |
 |---|---|---|
 {rows}
 
-{_how_to_read(objective, attention)}
+{_how_to_read(objective, attention)}{_PROOF}
 """
+
+
+_PROOF = """
+
+## Proof
+
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as transformers loads it, are from
+those of the model that was trained."""
+
+
+def check_license(text: str) -> None:
+    """InputError for what is no identifier of a licence: it becomes a line of the card that the Hub reads."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
+        raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
+
+
+def last_rows(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+    """The newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
+    found = {}
+    for row in _rows(folder / METRICS, step)[-1:]:
+        found["training"] = row
+    for row in _rows(folder / VALIDATION, step)[-1:]:
+        for name, numbers in row.get("objectives", {}).items():
+            found[f"held out, `{name}`"] = {"step": row["step"], **numbers}
+    return found
+
+
+def _rows(file: Path, step: int) -> list[dict[str, Any]]:
+    """Up to `step`; none of a file that is not there or that a run is just writing to."""
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [row for row in rows if row["step"] <= step]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _figures(provenance: Provenance) -> str:
+    """Losses at the end, what was read, and how large it is; nothing that is not known."""
+    lines = []
+    if provenance.metrics:
+        lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
+        for name, row in provenance.metrics.items():
+            numbers = [f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else "" for key in ("loss", "accuracy")]
+            lines.append(f"| {row['step']:,} | {name} | {' | '.join(numbers)} |")
+        lines.append("")
+    known = [
+        f"{provenance.parameters:,} parameters" if provenance.parameters else "",
+        f"data `{provenance.data[:16]}`" if provenance.data else "",
+        f"tokenizer `{provenance.tokenizer[:16]}`" if provenance.tokenizer else "",
+    ]
+    if any(known):
+        lines += [f"{'; '.join(filter(None, known))} (fingerprints).", ""]
+    return "\n".join([*lines, ""]) if lines else ""
 
 
 def _descent(start: Start) -> str:

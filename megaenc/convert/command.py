@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,10 +31,23 @@ class ToHF:
     """run folder (the --save of a pretraining run)"""
     output: str = ""
     """folder to write; must not exist"""
-    architecture: Annotated[Literal["eurobert", "llama"], tyro.conf.arg(name="as")] = "eurobert"
-    """eurobert: bidirectional, EuroBertForMaskedLM; llama: the same weights read causally, LlamaForCausalLM"""
+    architecture: Annotated[
+        Literal["eurobert", "llama", "mistral", "qwen2", "qwen3", "source"] | None, tyro.conf.arg(name="as")
+    ] = None
+    """family to write; unless given EuroBERT, or where that cannot say what the model is, source: the family that it came in as,
+    bidirectional. A decoder's name: the same weights read causally, as for generation"""
     ckpt_step: int | None = None
-    """step of the checkpoint; the newest unless given"""
+    """step of the checkpoint; the newest unless given, 0 for the initial weights"""
+    all: bool = False
+    """write every kept checkpoint, and step 0, to folders in --output, under the study's names: 610m-clm-10k-mlm40-42k"""
+    dtype: Literal["run", "bf16", "fp32"] = "run"
+    """dtype of the weights written; run: that of the run"""
+    max_shard_size: str = "5GB"
+    """size of a file of weights, in KB, MB or GB"""
+    sentence_transformers: bool = False
+    """write for sentence-transformers: without the output layer, a text is the mean of its tokens' states"""
+    license: str = "unknown"
+    """licence of the weights, as the Hub calls it (apache-2.0), for the card"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +90,29 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
 
 
 def _to_hf(options: ToHF) -> None:
-    from megaenc.convert.to_hf import to_hf
+    from megaenc.convert.to_hf import to_hf, to_hf_all
 
-    step = to_hf(Path(options.load), Path(options.output), architecture=options.architecture, step=options.ckpt_step)
-    say(f"{options.output}: step {step} of {options.load} as {options.architecture}")
+    load, output = Path(options.load), Path(options.output)
+    how = {
+        name: getattr(options, name) for name in ("architecture", "dtype", "max_shard_size", "sentence_transformers", "license")
+    }
+    if not options.all:
+        step = to_hf(load, output, step=options.ckpt_step, **how)
+        say(f"{options.output}: step {step} of {options.load} {_proof(output)}")
+        return
+    if options.ckpt_step is not None:
+        raise InputError(f"--ckpt-step {options.ckpt_step}: found --all too, expected one of them")
+    for name in to_hf_all(load, output, **how):
+        say(f"{output / name}: {_proof(output / name)}")
+
+
+def _proof(folder: Path) -> str:
+    """As which family an export was written, and how far its numbers are from the run's."""
+    from megaenc.convert.to_hf import CERTIFICATE
+
+    proof = json.loads((folder / CERTIFICATE).read_text(encoding="utf-8"))
+    largest = max(number for kernel in proof["largest_difference"].values() for number in kernel.values())
+    return f"as {proof['class']}, {proof['attention']}; {proof['compared']} differ by at most {largest:.1e}"
 
 
 def _from_hf(options: FromHF) -> None:

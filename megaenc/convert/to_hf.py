@@ -1,137 +1,199 @@
-"""A run's checkpoint, saved in any layout, as a Hugging Face folder that loads without custom code."""
+"""A run's checkpoint, saved in any layout, as a Hugging Face folder that loads without custom code and proves itself."""
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from megaenc import backend
-from megaenc.convert.card import Provenance, card
-from megaenc.convert.families import FAMILIES, config_of
-from megaenc.convert.mapping import core_to_hf
+from megaenc import __version__
+from megaenc.convert.card import Provenance, card, check_license, last_rows
+from megaenc.convert.certificate import LENGTH, Probe, certify, core_outputs
+from megaenc.convert.export_names import study_name
+from megaenc.convert.families import FAMILIES, Family, config_of
+from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.saved_run import SavedRun, open_run
+from megaenc.convert.sentence_layout import write_sentence_layout
+from megaenc.convert.shards import size_of, write_shards
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
-from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Schedule
-from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
-from megaenc.training.settings import PretrainSettings, settings_from
-from megaenc.training.start import Start
+from megaenc.training.run_folder import TOKENIZER
 
-ATTENTION = {"eurobert": Attention.BIDIRECTIONAL, "llama": Attention.CAUSAL}
+CERTIFICATE = "conversion.json"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OUTPUT_LAYER = "lm_head.weight"
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """What a run folder says of its model."""
+class Export:
+    """How a model is written down."""
 
-    folder: Path
-    model: ModelConfig
-    vocab_size: int
-    seq_length: int
-    dtype: torch.dtype
-    identity: dict[str, Any]
-    settings: PretrainSettings
-    start: Start
+    architecture: str | None = None
+    """The name of a family, `source` for the one that it came as, or None: EuroBERT where that can say what the model is, else
+    the source's. EuroBERT and the last two are bidirectional, a decoder family by its name is causal."""
+    dtype: Literal["run", "bf16", "fp32"] = "run"
+    """Of the weights: that of the run unless given."""
+    max_shard_size: str = "5GB"
+    sentence_transformers: bool = False
+    """Without the output layer, with what sentence-transformers needs to take the mean of the tokens' states."""
+    license: str = "unknown"
 
-    def schedule(self, vocabulary: Vocabulary) -> Schedule:
-        """What the run trained. Raises InputError where one of its objectives is not installed here."""
-        try:
-            return Schedule.build(self.settings.objective_schedule, self.settings.total_iters, vocabulary, self.settings.seed)
-        except InputError as error:
-            raise InputError(
-                f"--load {self.folder}: its card cannot be written, for its schedule cannot be read here ({error}); install the "
-                "package that offers the objective"
-            ) from None
-
-    def provenance(self, schedule: Schedule, step: int) -> Provenance:
-        """What the checkpoint of `step` was trained on."""
-        settings = self.settings
-        tokens = settings.tokens_after(step)
-        return Provenance(settings.objective_schedule, schedule, step, settings.total_iters, tokens, self.start)
-
-
-def open_run(folder: Path) -> SavedRun:
-    """Read config.yaml and run.json of a run folder. Raises InputError where one is missing or no run wrote it."""
-    if not (folder / CONFIG).is_file():
-        raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
-    settings = settings_from(str(folder / CONFIG))
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        vocab_size, identity, start = int(facts["vocab_size"]), dict(facts["identity"]), Start.read(facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
-    dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start)
+    def family(self, run: SavedRun) -> tuple[Family, Attention]:
+        """The family and the attention of this export of `run`. InputError for a family that is not known."""
+        if self.architecture in FAMILIES and not FAMILIES[self.architecture].written_as:
+            family = FAMILIES[self.architecture]
+            return family, Attention.BIDIRECTIONAL if family.encoder else Attention.CAUSAL
+        if self.architecture not in (None, "source"):
+            raise InputError(f"--as {self.architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
+        source = FAMILIES[run.source.family] if run.source else FAMILIES["eurobert"]
+        source = FAMILIES[source.written_as or source.model_type]
+        if self.architecture == "source":
+            return source, Attention.BIDIRECTIONAL
+        order = (FAMILIES["eurobert"], source, *(FAMILIES[name] for name in _WRITTEN))
+        able = (family for family in order if not family.lacks(run.model, Attention.BIDIRECTIONAL))
+        return next(able, FAMILIES["eurobert"]), Attention.BIDIRECTIONAL
 
 
-def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
-    """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
-    backend.start(backend.Layout(), seed=0)
-    try:
-        from megaenc.model.encoder import build_encoder
-        from megaenc.training.checkpoint import Checkpoints, load_model
-
-        checkpoints = Checkpoints(run.folder / "checkpoints")
-        found = checkpoints.latest() if step is None else step
-        if found is None:
-            raise InputError(f"--load {run.folder}: no checkpoint there yet")
-        encoder = build_encoder(run.model, run.vocab_size, run.seq_length, backend.Layout(), run.dtype, seed=None)
-        load_model(checkpoints, found, encoder, identity=run.identity)
-        return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
-    finally:
-        backend.stop()
+_WRITTEN = [name for name, family in FAMILIES.items() if not family.written_as]
 
 
-def hf_config(run: SavedRun, architecture: str, tokenizer: Any) -> Any:
-    """transformers' config of the model; `architecture` is eurobert (bidirectional) or llama (causal)."""
-    return config_of(
-        FAMILIES[architecture],
-        ATTENTION[architecture],
-        run.model,
-        vocab_size=run.vocab_size,
-        context=run.seq_length,
-        tokenizer=tokenizer,
-        dtype=run.dtype,
-    )
+def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> int:
+    """Write the checkpoint of `step` (None: the newest) of run `load` to folder `output`; returns the step. `how`: see `Export`.
 
-
-def to_hf(load: Path, output: Path, *, architecture: str = "eurobert", step: int | None = None) -> int:
-    """Write the checkpoint of `step` (None: the newest) of run `load` to folder `output`; returns the step.
-
-    The folder holds config.json, safetensors, the tokenizer and a card (README.md): `EuroBertForMaskedLM` or `LlamaForCausalLM`
-    loads it. `prediction_shift` in config.json says how far before its token a prediction stands. Raises InputError for anything
-    missing, and then leaves no folder.
+    The folder holds config.json, safetensors, the tokenizer, a card (README.md) and its certificate, conversion.json.
+    `prediction_shift` in config.json says how far before its token a prediction stands. Raises InputError for anything missing or
+    any difference to the model of the run, and then leaves no folder.
     """
     refuse_existing(output, "--output")
     make_parent(output, "--output")
     run = open_run(load)
-    from transformers import EuroBertForMaskedLM, LlamaForCausalLM
+    exporter = Exporter(run, Export(**how))
+    with whole_folder(output) as folder:
+        return exporter.write(folder, output.name, step)
 
-    tokenizer = load_tokenizer(run.folder / TOKENIZER)
-    tokenizer.model_max_length = run.seq_length
-    schedule, attention = run.schedule(vocabulary_of(tokenizer)), ATTENTION[architecture]
-    found, state = load_weights(run, step)
-    provenance = run.provenance(schedule, found)
-    config = hf_config(run, architecture, tokenizer)
-    config.prediction_shift = provenance.read_as(attention).shift
-    kind = {"eurobert": EuroBertForMaskedLM, "llama": LlamaForCausalLM}[architecture]
-    with torch.device("meta"):  # no weights are drawn only to be replaced
-        model = kind(config)
-    weights = core_to_hf(state, run.model, run.vocab_size)
-    weights.update(
-        {name: torch.zeros(run.model.hidden_size, dtype=run.dtype) for name in FAMILIES[architecture].zero_biases(run.model)}
-    )
-    if not run.model.untie_embeddings_and_output_weights:
-        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True, strict=True)
-    model.tie_weights()
-    with whole_folder(output) as temporary:
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card(output.name, provenance, attention), encoding="utf-8")
-    return found
+
+def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
+    """Write each kept checkpoint of run `load`, and step 0 where it follows from the seed, to a folder in `output`.
+
+    Returns the folders' names, those of the study, in the order of the steps. All of them are written or none. Raises InputError
+    as `to_hf` does.
+    """
+    refuse_existing(output, "--output")
+    make_parent(output, "--output")
+    run = open_run(load)
+    steps = run.steps()
+    exporter = Exporter(run, Export(**how))
+    names = [study_name(run, exporter.schedule, step) for step in steps]
+    with whole_folder(output) as folder:
+        for name, step in zip(names, steps, strict=True):
+            (folder / name).mkdir()
+            exporter.write(folder / name, name, step)
+    return names
+
+
+class Exporter:
+    """What is the same for all exports of one run."""
+
+    def __init__(self, run: SavedRun, how: Export):
+        """InputError for what cannot be before any weight is read."""
+        self.run, self.how = run, how
+        self.largest = size_of(how.max_shard_size, "--max-shard-size")
+        check_license(how.license)
+        self.dtype = _DTYPES.get(how.dtype, run.dtype)
+        self.family, self.attention = how.family(run)
+        self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
+        self.tokenizer.model_max_length = run.seq_length
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.schedule: Schedule = run.schedule(vocabulary_of(self.tokenizer))
+        self.config = self._config()
+
+    def _config(self) -> Any:
+        """transformers' config; InputError where the family cannot say what the model is."""
+        run = self.run
+        config = config_of(
+            self.family,
+            self.attention,
+            run.model,
+            vocab_size=run.vocab_size,
+            context=run.context,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype,
+        )
+        if self.how.sentence_transformers:
+            config.architectures = [self.family.architecture.split("For")[0] + "Model"]
+        return config
+
+    def write(self, folder: Path, name: str, step: int | None) -> int:
+        """Fill `folder` with the export of `step`, which is called `name`; returns the step."""
+        run, how = self.run, self.how
+        probe = Probe.of(run.vocab_size, run.context)
+        with run.loaded(step, LENGTH) as (found, encoder):
+            provenance = self._provenance(found)
+            self.config.prediction_shift = provenance.read_as(self.attention).shift
+            self.config.save_pretrained(folder)
+            _store_in(encoder, self.dtype)
+            digests = self._write_weights(folder, dict(encoder.named_parameters()))
+            expected = core_outputs(encoder, probe, self.attention, head=not how.sentence_transformers)
+            del encoder  # before there is another
+        self.tokenizer.save_pretrained(folder)
+        (folder / "README.md").write_text(card(name, provenance, self.attention), encoding="utf-8")
+        if how.sentence_transformers:
+            write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
+        try:
+            proof = certify(folder, probe, expected, self.attention, digests)
+        except InputError as error:
+            raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
+        origin = {"megaenc": __version__, "run": run.folder.resolve().name, "step": found, "family": self.family.model_type}
+        origin["dtype"] = str(self.dtype).removeprefix("torch.")
+        (folder / CERTIFICATE).write_text(json.dumps(origin | proof, indent=1) + "\n", encoding="utf-8")
+        return found
+
+    def _provenance(self, step: int) -> Provenance:
+        run, settings = self.run, self.run.settings
+        facts = dict(
+            parameters=run.model.parameters(run.vocab_size),
+            data=str(run.identity.get("data", "")),
+            tokenizer=str(run.identity.get("tokenizer", "")),
+            metrics=last_rows(run.folder, step),
+            license=self.how.license,
+            sentences=self.how.sentence_transformers,
+        )
+        tokens = settings.tokens_after(step)
+        return Provenance(settings.objective_schedule, self.schedule, step, settings.total_iters, tokens, run.start, **facts)
+
+    def _write_weights(self, folder: Path, parameters: dict[str, Tensor]) -> dict[str, str]:
+        """The SHA-256 of each weight."""
+        model = dataclasses.replace(self.run.model, vocab_size=self.run.vocab_size)
+        base = self.how.sentence_transformers
+        empty = {name: torch.empty_like(parameter, device="meta") for name, parameter in parameters.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in _hf_tensors(empty, model, self.family, base)}
+        tensors = _hf_tensors(parameters, model, self.family, base)
+        return write_shards(folder, shapes, self.dtype, tensors, self.largest)
+
+
+def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:
+    """One weight after the other, so that memory holds them once."""
+    for parameter in encoder.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _hf_tensors(parameters: dict[str, Tensor], model: ModelConfig, family: Family, base: bool) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the model under Hugging Face's names, one after the other; those of a `base` model have no output layer."""
+    for rule, core, names in lines(model):
+        tensor = parameters[core][: model.vocab_size] if core in VOCABULARY_ROWS else parameters[core]
+        for name, part in zip(names, rule.to_hf(tensor, model), strict=True):
+            if not base:
+                yield name, part
+            elif name != _OUTPUT_LAYER:
+                yield name.removeprefix("model."), part
+    for name in family.zero_biases(model):
+        like = next(iter(parameters.values()))
+        yield name.removeprefix("model.") if base else name, torch.zeros(model.hidden_size, dtype=like.dtype, device=like.device)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megaenc.console import say
 from megaenc.errors import InputError
@@ -149,14 +150,35 @@ class Checkpoints:
 
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step` into `module`, without an optimizer, once `check` finds it whole."""
+    """Put the weights of the checkpoint of `step` into `module`, all of a model in this process, once `check` finds it whole.
+
+    Memory holds them once.
+    """
     try:
         checkpoints.check(step, identity)
     except Damaged as damage:
         whole = [other for other in checkpoints.steps() if other != step]
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
-    _load_model(checkpoints.path(step), [module])
+    _load_in_place(checkpoints.path(step), module)
+
+
+def _load_in_place(path: Path, module: torch.nn.Module) -> None:
+    """What is read goes to the weights themselves; whole matrices made of two, the MLP's, are not put together a second time.
+
+    Those of the vocabulary come first: a weight is read whole before it is put in its place, and the others take no memory yet.
+    """
+    layers, others = {}, {}
+    for name, value in module.sharded_state_dict(prefix="model.").items():
+        for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
+            if isinstance(part, ShardedTensor):
+                (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
+    for wanted in (others, layers):
+        places = {name: part.data for name, part in wanted.items()}
+        loaded = dist_checkpointing.load({"model": {"0": wanted}}, str(path))["model"]["0"]
+        for name, place in places.items():
+            if place.data_ptr() != loaded[name].data_ptr():
+                place.copy_(loaded[name])
 
 
 def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from megaenc.convert.command import main
 from megaenc.convert.mapping import core_to_hf
-from megaenc.convert.to_hf import load_weights, open_run
+from megaenc.convert.saved_run import load_weights, open_run
 from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megaenc.convert.command import main
 from megaenc.convert.mapping import core_to_hf
-from megaenc.convert.to_hf import load_weights, open_run
+from megaenc.convert.saved_run import load_weights, open_run
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.training.command import main as pretrain
 from megaenc.training.run_folder import TOKENIZER

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, EuroBertForMaskedLM, LlamaForCausalLM
 from megaenc import backend
 from megaenc.convert.command import main
 from megaenc.convert.mapping import core_to_hf, hf_to_core
-from megaenc.convert.to_hf import load_weights, open_run
+from megaenc.convert.saved_run import load_weights, open_run
 from megaenc.objectives import Attention
 
 EXPORTED = (Attention.CAUSAL, Attention.BIDIRECTIONAL)  # transformers has no model that reads a prefix

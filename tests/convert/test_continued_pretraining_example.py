@@ -1,0 +1,54 @@
+"""The example's whole road: a decoder comes in, learns to fill masks, goes out and loads, without a network."""
+
+import json
+
+import pytest
+import runs
+import torch
+
+from megaenc.console import quiet
+
+EXAMPLE = runs.ROOT / "examples" / "continued_pretraining" / "continue_pretraining.py"
+SHORT = ["--train-iters", "30", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3"]
+
+quiet()
+
+
+@pytest.fixture(scope="module")
+def made(small_corpus, tmp_path_factory):
+    """By family: what the example leaves."""
+    folder = tmp_path_factory.mktemp("made")
+    for family in ("llama", "qwen3"):
+        flags = ["--input", str(small_corpus.text), "--output", str(folder / family), "--family", family, *SHORT]
+        runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"})
+    return folder
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama", "AutoModelForMaskedLM"), ("qwen3", "AutoModelForCausalLM")])
+def test_a_decoder_becomes_an_encoder(family, head, made):
+    import transformers
+
+    out = made / family
+    rows = runs.metrics(out / "run")
+    assert {row["objective"] for row in rows} == {"mlm"} and rows[-1]["loss"] < rows[0]["loss"] - 0.5
+
+    model, report = getattr(transformers, head).from_pretrained(out / "hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    base, report = transformers.AutoModel.from_pretrained(out / "sentences", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out / "hf")
+    words = tokenizer("stan plark <|mask|> stan", return_tensors="pt")
+    assert int((words["input_ids"] == tokenizer.mask_token_id).sum()) == 1
+    with torch.no_grad():
+        states = model(**words, output_hidden_states=True)
+        torch.testing.assert_close(base(**words).last_hidden_state, states.hidden_states[-1])
+    card = (out / "hf" / "README.md").read_text()
+    assert f"Its first weights are those of `source`, a Hugging Face model of type {family}." in card
+    assert json.loads((out / "sentences" / "conversion.json").read_text())["attention"] == "bidirectional"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_it_loads_in_sentence_transformers(family, made):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    model = sentence_transformers.SentenceTransformer(str(made / family / "sentences"), device="cpu")
+    assert model.encode(["stan plark", "a stone"]).shape == (2, 64)

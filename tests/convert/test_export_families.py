@@ -1,0 +1,171 @@
+"""Every family goes out as it came in, bit by bit, and loads where nothing but transformers is."""
+
+import json
+import sys
+
+import hf_models
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+
+from megaenc.convert.command import main
+
+CAME_IN = [name for name in hf_models.MODELS]
+OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_word_embeddings", False)} for name in CAME_IN}
+
+
+@pytest.fixture(scope="module")
+def cores(small_corpus, tmp_path_factory):
+    """By name and whether the embedding is tied: the Hugging Face folder and the run folder made of it. Not to be changed."""
+    folder, found = tmp_path_factory.mktemp("cores"), {}
+    for name in CAME_IN:
+        for options in ({}, OTHER_TIE[name]):
+            model = hf_models.build(name, vocab_size=410, **options)
+            work = folder / f"{name} {bool(options)}"
+            hf = hf_models.write(model, work / "hf", small_corpus.tokenizer)
+            main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
+            found[name, model.config.tie_word_embeddings] = hf, work / "core"
+    return found
+
+
+def out(core, folder, *flags):
+    main(["to-hf", "--load", str(core), "--output", str(folder), *flags])
+    return folder
+
+
+def config(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CAME_IN)
+def test_source_is_what_came_in(name, tied, cores, tmp_path):
+    hf, core = cores[name, tied]
+    written = out(core, tmp_path / "hf", "--as", "source")
+    assert_same(hf_models.weights(written), hf_models.weights(hf))
+    there, here = config(hf), config(written)
+    for field in ("model_type", "architectures", "rope_parameters", "head_dim", "tie_word_embeddings", "max_position_embeddings"):
+        assert here[field] == there.get(field, here[field]), field
+    assert here.get("is_causal") is (None if name.startswith("eurobert") else False)
+    again = tmp_path / "again"
+    main(["from-hf", "--input", str(written), "--output", str(again)])
+    assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
+
+
+@pytest.mark.parametrize("name", ["llama with stretched positions", "mistral", "qwen2"])
+def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores, tmp_path):
+    from transformers import EuroBertForMaskedLM
+
+    hf, core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)]
+    written = out(core, tmp_path / "hf")
+    model, report = EuroBertForMaskedLM.from_pretrained(written, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    given, zeros = hf_models.weights(hf), model.config.attention_bias
+    found = hf_models.weights(written)
+    assert {n for n in found if n not in given} == ({n for n in found if n.endswith("o_proj.bias")} if zeros else set())
+    assert all(torch.equal(found[n], given[n]) for n in given)
+
+
+@pytest.mark.parametrize("name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3"])
+def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
+    """The logits of transformers' own model, as which it came, and as which it goes out."""
+    from transformers import AutoModelForCausalLM
+
+    hf, core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)]
+    family = "llama" if name == "eurobert" else name.split()[0]
+    written = out(core, tmp_path / "hf", "--as", family)
+    assert "is_causal" not in config(written) and config(written)["model_type"] == family
+    if name == "eurobert":
+        return  # which no decoder is there to compare with
+    tokens = torch.arange(60)[None] * 7 % 400
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (hf, written)]
+    assert torch.equal(*logits)
+
+
+def test_the_default_for_what_eurobert_cannot_say_is_the_source(cores, tmp_path, refusal):
+    _, core = cores["qwen3", False]
+    assert config(out(core, tmp_path / "hf"))["model_type"] == "qwen3"
+    line = refusal(main, ["to-hf", "--load", core, "--output", tmp_path / "no", "--as", "eurobert"])
+    assert "--as eurobert: has no norms of queries and keys; expected --as qwen3" in line
+    assert not (tmp_path / "no").exists()
+
+
+def test_dtype_and_shards(cores, tmp_path):
+    hf, core = cores["qwen3", False]
+    written = out(core, tmp_path / "hf", "--dtype", "bf16", "--max-shard-size", "100KB")
+    index = json.loads((written / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in written.glob("*.safetensors"))
+    assert len(files) > 2 and {*index["weight_map"].values()} == {*files} and config(written)["dtype"] == "bfloat16"
+    for file in files:
+        tensors = load_file(written / file)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        assert size <= 100_000 or len(tensors) == 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in hf_models.weights(written).values())
+    assert_same(hf_models.weights(written), {name: tensor.bfloat16() for name, tensor in hf_models.weights(hf).items()})
+
+
+LOAD = """
+import json, sys, transformers
+assert not [name for name in sys.modules if name.startswith("mega")]
+for folder, name in json.loads(sys.argv[1]):
+    kind = getattr(transformers, name)
+    model, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"], report
+    assert report["unexpected_keys"] <= ({"lm_head.weight"} if name == "AutoModel" else set()), report
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    output = model(**tokenizer(["a stone", "a much longer text than that"], padding=True, return_tensors="pt"))
+"""
+
+
+def test_nothing_but_transformers_is_needed(cores, tmp_path):
+    """No code of this package, no code in the folder. Without its output layer there is nothing that a base model leaves."""
+    wanted = []
+    for name in ("llama with stretched positions", "qwen3"):
+        core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)][1]
+        with_head, base = out(core, tmp_path / f"{name} hf"), out(core, tmp_path / f"{name} st", "--sentence-transformers")
+        assert not [*with_head.rglob("*.py"), *base.rglob("*.py")]
+        assert "auto_map" not in config(with_head)
+        head = "AutoModelForMaskedLM" if name.startswith("llama") else "AutoModelForCausalLM"
+        wanted += [(str(with_head), head), (str(with_head), "AutoModel"), (str(base), "AutoModel")]
+        assert not [key for key in hf_models.weights(base) if "lm_head" in key or key.startswith("model.")]
+    runs.run(
+        [sys.executable, "-c", LOAD, json.dumps(wanted)], cwd=tmp_path, environment={"PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}
+    )
+
+
+@pytest.mark.parametrize("name", ["llama with stretched positions", "qwen3"])
+def test_a_sentence_is_the_mean_of_its_tokens(name, cores, tmp_path):
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from transformers import AutoModel, AutoTokenizer
+
+    written = out(cores[name, name != "qwen3"][1], tmp_path / "hf", "--sentence-transformers")
+    texts = ["a stone", "a much longer text than that", "stan plark"]
+    found = sentence_transformers.SentenceTransformer(str(written), device="cpu").encode(texts, convert_to_tensor=True)
+    model, tokenizer = AutoModel.from_pretrained(written), AutoTokenizer.from_pretrained(written)
+    for text, vector in zip(texts, found, strict=True):
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        torch.testing.assert_close(vector, states.mean(dim=0), rtol=0, atol=1e-5)
+
+
+def test_what_sentence_transformers_reads(cores, tmp_path):
+    written = out(cores["qwen3", False][1], tmp_path / "hf", "--sentence-transformers")
+    modules = json.loads((written / "modules.json").read_text())
+    assert [(module["path"], module["type"].split(".")[-1]) for module in modules] == [
+        ("", "Transformer"),
+        ("1_Pooling", "Pooling"),
+    ]
+    pooling = json.loads((written / "1_Pooling" / "config.json").read_text())
+    assert [name for name, on in pooling.items() if on is True] == ["pooling_mode_mean_tokens"]
+    assert pooling["word_embedding_dimension"] == config(written)["hidden_size"]
+    assert json.loads((written / "sentence_bert_config.json").read_text())["max_seq_length"] == 512
+    assert config(written)["architectures"] == ["Qwen3Model"]
+    assert json.loads((written / "conversion.json").read_text())["compared"] == "states"
