@@ -72,7 +72,7 @@ $(DEMO)/loss.png: $(TRAINED)
 # ---- for those who change it ---------------------------------------------------------------------------------------------
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
 # Some 10 minutes on two cores that have nothing else to do.
 KILLS ?= 100
