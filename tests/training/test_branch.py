@@ -57,13 +57,18 @@ def test_the_decay_alone_makes_a_shorter_run(small_corpus, parent, tmp_path):
     runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 20)
 
 
+def without(row, *names):
+    return {name: value for name, value in row.items() if name not in names}
+
+
 def test_in_another_layout_it_is_the_same_up_to_rounding(small_corpus, parent, two_stages, tmp_path):
     flags = branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", "--tensor-model-parallel-size", 2)
     runs.script(runs.PRETRAIN, flags, processes=2)
     here, there = runs.curve(tmp_path / "run"), runs.curve(two_stages, after=15)
-    assert [row[:2] + row[4:] for row in here] == [row[:2] + row[4:] for row in there]
-    for at in (2, 3):
-        assert [row[at] for row in here] == pytest.approx([row[at] for row in there], rel=1e-4)
+    rounded = ("loss", "grad_norm", "accuracy")
+    assert [without(row, *rounded) for row in here] == [without(row, *rounded) for row in there]
+    for name in rounded:
+        assert [row[name] for row in here] == pytest.approx([row[name] for row in there], rel=1e-4)
 
 
 def test_a_branch_goes_on_without_its_parent_and_can_be_branched(small_corpus, parent, two_stages, tmp_path, capfd, refusal):
