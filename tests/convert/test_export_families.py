@@ -157,7 +157,11 @@ def test_a_sentence_is_the_mean_of_its_tokens(name, cores, tmp_path):
 
 
 def test_what_sentence_transformers_reads(cores, tmp_path):
-    written = out(cores["qwen3", False][1], tmp_path / "hf", "--sentence-transformers")
+    written = out(cores["qwen3", False][1], tmp_path / "hf", "--sentence-transformers", "--license", "apache-2.0")
+    assert (
+        "library_name: sentence-transformers\npipeline_tag: sentence-similarity\nlicense: apache-2.0\n"
+        in (written / "README.md").read_text()
+    )
     modules = json.loads((written / "modules.json").read_text())
     assert [(module["path"], module["type"].split(".")[-1]) for module in modules] == [
         ("", "Transformer"),
