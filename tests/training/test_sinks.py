@@ -6,6 +6,7 @@ import time
 
 import pytest
 import runs
+import wandb
 from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.errors import InputError
@@ -67,6 +68,7 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     board = WeightsAndBiases(MonitoringSettings(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
+    wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
     [(_, config, rows)] = wandb_records(tmp_path)
     assert (config["seed"], rows) == (1, [{"step": 3, "train/loss": 0.1}])
     assert f"kept in {tmp_path / 'wandb'}, `wandb sync` sends it" in capfd.readouterr().out
