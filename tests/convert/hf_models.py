@@ -45,6 +45,9 @@ def build(name: str, *, vocab_size: int = 400, **options):
 
 def write(model, folder: Path, tokenizer: Path, **how) -> Path:
     """Save `model` (`how`: what save_pretrained is told) and a copy of the tokenizer in `folder`."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # what a test counts on standard error is the command's
     model.save_pretrained(folder, **how)
     for file in tokenizer.iterdir():
         shutil.copy(file, folder)
