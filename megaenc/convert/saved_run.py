@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from megaenc import backend
-from megaenc.backend.megatron import prepare_megatron
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
+from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import CONFIG, FACTS
 from megaenc.training.settings import PretrainSettings, settings_from
 from megaenc.training.start import Stage, Start
@@ -73,17 +72,14 @@ class SavedRun:
 
         InputError where there is no checkpoint, or a file of one is missing or cut short.
         """
-        prepare_megatron()
-        from megaenc.training.checkpoint import Checkpoints
-
-        checkpoints = Checkpoints(self.folder / "checkpoints")
-        newest = self._newest(checkpoints)
-        kept = [step for step in checkpoints.steps() if step <= newest]
+        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        self._newest(checkpoints)
+        kept = checkpoints.up_to_tracker()
         for step in kept:
             checkpoints.state(step)
         return sorted({*kept, *([0] if self.draws_step_0 else [])})
 
-    def _newest(self, checkpoints: Any) -> int:
+    def _newest(self, checkpoints: CheckpointFolder) -> int:
         newest = checkpoints.latest()
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
@@ -126,9 +122,3 @@ def open_run(folder: Path) -> SavedRun:
         raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
-
-
-def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
-    """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
-    with run.loaded(step) as (found, encoder):
-        return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}

@@ -1,6 +1,5 @@
-"""The checkpoints of a run, found, checked before they are read, and loaded into any layout; `saving` writes them."""
+"""The checkpoints of a run, checked before they are read, and loaded into any layout; `saving` writes them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.ranks import rank
-from megaenc.training.checksums import content_damage, size_damage
+from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
+from megaenc.training.checksums import content_damage
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_pickles
@@ -21,71 +21,9 @@ from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
 from megaenc.training.together import on_all, on_rank_0
 
-TRACKER = "latest_checkpointed_iteration.txt"
-STATE = "state.json"
 
-
-class Damaged(InputError):
-    """A checkpoint that is not as it was saved; another may be."""
-
-
-class Unreadable(Damaged):
-    """One that the file system does not let be looked at, for now or for good."""
-
-
-class Checkpoints:
-    """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def latest(self) -> int | None:
-        """The step that the tracker names, None where there is no tracker. InputError if that is no number or cannot be read."""
-        tracker = self.folder / TRACKER
-        try:
-            text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise InputError(f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step") from None
-        if not text.isdecimal():
-            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
-        return int(text)
-
-    def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is."""
-        return self.folder / f"iter_{step:07d}"
-
-    def steps(self) -> list[int]:
-        """The steps of all checkpoints that are there, whole or not, in order."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
-
-    def state(self, step: int) -> dict[str, Any]:
-        """The JSON saved with the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
-        path = self.path(step)
-        if not path.is_dir():
-            raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
-        try:
-            state = json.loads((path / STATE).read_text(encoding="utf-8"))
-            damage = size_damage(path, state["files"])
-            complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
-            complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
-        except OSError as error:
-            kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
-            raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
-        if damage or not complete:
-            raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
-        return state
-
-    def is_whole(self, step: int) -> bool:
-        """Whether every file of the checkpoint of `step` is there in its size."""
-        try:
-            self.state(step)
-        except Damaged:
-            return False
-        return True
+class Checkpoints(CheckpointFolder):
+    """Those of a run, checked byte by byte and loaded."""
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
@@ -121,12 +59,8 @@ class Checkpoints:
         return None
 
     def _candidates(self, plan: Plan) -> list[int]:
-        """Newest first. A save that was cut off before its tracker was written left a whole checkpoint and no tracker."""
-        named = self.latest()
-        steps = self.steps()
-        if named is not None:
-            steps = sorted({step for step in steps if step < named} | {named})
-        return [step for step in steps[::-1] if self.fits(step, plan)]
+        """Newest first."""
+        return [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)]
 
     def fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
         """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""

@@ -1,11 +1,13 @@
 """Which packs a run leaves out, by its flags, its folder, its parent and its rewinds, and which checkpoints fit that."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
+from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import FACTS
 from megaenc.training.skipped import SkippedPacks
@@ -57,19 +59,13 @@ def _recorded(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
 
 
 def _newest(plan: Plan, recorded: SkippedPacks) -> int:
-    """The newest step with a checkpoint that fits what the folder says, up to the one that its tracker names; 0 for none."""
-    folder = Path(plan.settings.output.save) / "checkpoints"
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
-    for file in sorted(folder.glob("iter_*/state.json"), reverse=True):
-        try:
-            state = json.loads(file.read_text(encoding="utf-8"))
-            there, step = SkippedPacks.read(state.get("skip_packs", ())), int(state["step"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # named when it is to be loaded
-        beyond = text.isdecimal() and step > int(text)
-        if not beyond and there.agrees(recorded, plan.start.skip_samples, plan.samples_by(step)):
-            return step
+    """The newest step with a checkpoint that looks whole and fits what the folder says, up to its tracker's; 0 for none."""
+    checkpoints = CheckpointFolder(Path(plan.settings.output.save) / "checkpoints")
+    for step in reversed(checkpoints.up_to_tracker()):
+        with contextlib.suppress(Damaged):  # named when it is to be loaded
+            there = SkippedPacks.read(checkpoints.state(step).get("skip_packs", ()))
+            if there.agrees(recorded, plan.start.skip_samples, plan.samples_by(step)):
+                return step
     return 0
 
 

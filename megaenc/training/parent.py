@@ -8,6 +8,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.objectives import Phase, Schedule
+from megaenc.training.checkpoint_folder import STATE, CheckpointFolder, Damaged
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import CONFIG, FACTS, difference
@@ -32,7 +33,7 @@ def find_start(plan: Plan) -> Start:
     """
     given = plan.settings.start
     recorded = _recorded(plan.settings)
-    found = recorded if recorded and kept_steps(Path(plan.settings.output.save)) else None
+    found = recorded if recorded and _checkpoints(plan.settings.output.save).steps() else None
     if not found and given.branch_from:
         found = _branch(plan, Parent("--branch-from", given.branch_from, plan.settings.output.save))
     if not found and given.init_from:
@@ -54,6 +55,7 @@ class Parent:
     def __init__(self, flag: str, run: str, save: str):
         """Read the folder `run`, which `flag` names; InputError if it is none of a run or the `save` of the new one."""
         self.run, self.flag, self.path = run, f"{flag} {run}", Path(run)
+        self.checkpoints = _checkpoints(run)
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is --save as well, expected a folder of its own for the new run")
         try:
@@ -92,7 +94,7 @@ class Parent:
 
     def check_kept(self, flag: str, step: int | None) -> int:
         """`step`, if there is a checkpoint of it; InputError names those that there are."""
-        kept = kept_steps(self.path)
+        kept = self.checkpoints.steps()
         if step not in kept:
             found = f"{flag}: missing" if step is None else f"{flag} {step}: {self.run} keeps no checkpoint of this step"
             raise InputError(f"{found}, expected one of {_listed(kept)}")
@@ -113,25 +115,18 @@ class Parent:
         return SkippedPacks.read(self._saved(step)["skip_packs"])
 
     def _saved(self, step: int) -> dict[str, Any]:
-        state = self.path / "checkpoints" / f"iter_{step:07d}" / "state.json"
         try:
-            values = json.loads(state.read_text(encoding="utf-8"))
+            values = self.checkpoints.state(step)
             return {name: values[name] for name in (*PROGRESS, "skip_packs")}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{state}: {error!r}; expected what a save wrote, choose another checkpoint") from None
+        except Damaged as damage:
+            raise InputError(f"{damage}; choose another") from None
+        except KeyError as error:
+            path = self.checkpoints.path(step) / STATE
+            raise InputError(f"{path}: {error!r}; expected what a save wrote, choose another checkpoint") from None
 
 
-def kept_steps(run: Path) -> list[int]:
-    """The steps that a run folder holds checkpoints of."""
-    names = [path.name.removeprefix("iter_") for path in (run / "checkpoints").glob("iter_*")]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _newest(run: Path, kept: list[int]) -> int:
-    """The newest of the steps `kept` up to the one that the tracker names: a run that has gone back leaves others beyond it."""
-    tracker = run / "checkpoints" / "latest_checkpointed_iteration.txt"
-    text = tracker.read_text(encoding="utf-8").strip() if tracker.exists() else ""
-    return max((step for step in kept if text.isdecimal() and step <= int(text)), default=kept[-1])
+def _checkpoints(run: str) -> CheckpointFolder:
+    return CheckpointFolder(Path(run) / "checkpoints")
 
 
 def _recorded(settings: PretrainSettings) -> Start | None:
@@ -205,7 +200,7 @@ def _check_rate(here: LearningRate, parent: Parent, at: int) -> None:
         return
     whole = there.total - max(there.decay, 1) + 1  # the first step of a decay still has the peak
     if step > whole:
-        kept = [step for step in kept_steps(parent.path) if step <= whole]
+        kept = [step for step in parent.checkpoints.steps() if step <= whole]
         raise InputError(
             f"--branch-at {at}: {parent.run} has decayed there (its rate falls after step {whole}), and a branch goes on at the "
             f"peak; expected one of {_listed(kept)}, or --init-from for its weights alone"
@@ -241,10 +236,10 @@ def _alike(here: Phase, there: Phase) -> bool:
 def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
     """`recorded`: what was found when the run was begun; the newest checkpoint of then need not be that of now."""
     given = plan.settings.start
-    kept = kept_steps(parent.path)
+    kept = parent.checkpoints.up_to_tracker()
     if not kept:
         raise InputError(f"{parent.flag}: holds no checkpoint yet, expected a run that has saved one")
-    newest = recorded.at if recorded else _newest(parent.path, kept)
+    newest = recorded.at if recorded else kept[-1]
     at = parent.check_kept("--init-at", newest if given.init_at is None else given.init_at)
     parent.check_same(plan, _OF_WEIGHTS, "its weights fit no other")
     skip = 0

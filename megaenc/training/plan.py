@@ -92,7 +92,7 @@ class Plan:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
         Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same. Packs that are
-        left out are compared by what has been read (`skipped.read_alike`).
+        left out are compared by what has been read (`leaving_out.read_alike`).
         """
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer"}
         free |= {"micro_batch_size", "objective_schedule"}

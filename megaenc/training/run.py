@@ -7,7 +7,8 @@ from typing import Any
 from megaenc.backend import Backend
 from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.training.checkpoint import Checkpoints, Damaged
+from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.checkpoint_folder import Damaged
 from megaenc.training.diagnosis import report_skipped
 from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.evaluation import Validation

@@ -20,7 +20,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import remove, write_whole
 from megaenc.ranks import rank
-from megaenc.training.checkpoint import STATE, TRACKER, Checkpoints, Damaged, Unreadable
+from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadable
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.plan import Plan

@@ -1,0 +1,82 @@
+"""What is in the folder `checkpoints` of a run, as can be told by a look at its files: for planning, before torch is set up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+from megaenc.training.checksums import size_damage
+
+TRACKER = "latest_checkpointed_iteration.txt"
+STATE = "state.json"
+
+
+class Damaged(InputError):
+    """A checkpoint that is not as it was saved; another may be."""
+
+
+class Unreadable(Damaged):
+    """One that the file system does not let be looked at, for now or for good."""
+
+
+class CheckpointFolder:
+    """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def latest(self) -> int | None:
+        """The step that the tracker names, None where there is no tracker. InputError if that is no number or cannot be read."""
+        tracker = self.folder / TRACKER
+        try:
+            text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(f"{tracker}: {error.strerror}; expected the number of the newest checkpoint's step") from None
+        if not text.isdecimal():
+            raise InputError(f"{tracker}: found {text!r}, expected the number of a step; remove it to go on from the newest")
+        return int(text)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of `step` is."""
+        return self.folder / f"iter_{step:07d}"
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that are there, whole or not, in order."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
+
+    def state(self, step: int) -> dict[str, Any]:
+        """The JSON saved with the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
+        path = self.path(step)
+        if not path.is_dir():
+            raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
+        try:
+            state = json.loads((path / STATE).read_text(encoding="utf-8"))
+            damage = size_damage(path, state["files"])
+            complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
+            complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
+        except OSError as error:
+            kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
+            raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
+        if damage or not complete:
+            raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
+        return state
+
+    def is_whole(self, step: int) -> bool:
+        """Whether every file of the checkpoint of `step` is there in its size."""
+        try:
+            self.state(step)
+        except Damaged:
+            return False
+        return True
+
+    def up_to_tracker(self) -> list[int]:
+        """The steps of the checkpoints up to the one that the tracker names, there or not: a run may leave others beyond it.
+
+        Without a tracker, which a save that was cut off may not have written yet, all count. In order.
+        """
+        named, steps = self.latest(), self.steps()
+        return steps if named is None else sorted({step for step in steps if step < named} | {named})
