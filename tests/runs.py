@@ -125,7 +125,9 @@ def curve(folder: Path, after: int = 0) -> list[dict]:
 
 def weights(folder: Path, step: int) -> dict:
     """The tensors of all weights of a checkpoint by name."""
-    from megaenc.convert.saved_run import load_weights, open_run
+    from whole_models import load_weights
+
+    from megaenc.convert.saved_run import open_run
 
     return load_weights(open_run(folder), step)[1]
 

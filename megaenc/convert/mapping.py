@@ -111,17 +111,3 @@ def lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
     for rule in rules(model):
         for layer in range(model.num_layers) if "{}" in rule.core else (0,):
             yield rule, rule.core.format(layer), tuple(name.format(layer) for name in rule.hf)
-
-
-def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
-    out: dict[str, Tensor] = {}
-    for rule, core, names in lines(model):
-        tensor = state[core][:vocab_size] if core in VOCABULARY_ROWS else state[core]
-        out.update(zip(names, rule.to_hf(tensor, model), strict=True))
-    return out
-
-
-def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """The way back, without vocabulary padding."""
-    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in lines(model)}

@@ -6,10 +6,10 @@ import plain_loop
 import pytest
 import runs
 import torch
+from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.mapping import core_to_hf
-from megaenc.convert.saved_run import load_weights, open_run
+from megaenc.convert.saved_run import open_run
 from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 

@@ -9,10 +9,11 @@ import hf_models
 import pytest
 import runs
 import torch
+from whole_models import load_weights
 
 from megaenc.convert.command import main
 from megaenc.convert.export_names import study_name
-from megaenc.convert.saved_run import SavedRun, load_weights, open_run
+from megaenc.convert.saved_run import SavedRun, open_run
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.model.config import preset
 from megaenc.objectives import Schedule

@@ -9,10 +9,10 @@ import runs
 import torch
 import yaml
 from safetensors.torch import save_file
+from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.mapping import core_to_hf
-from megaenc.convert.saved_run import load_weights, open_run
+from megaenc.convert.saved_run import open_run
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.training.command import main as pretrain
 from megaenc.training.run_folder import TOKENIZER

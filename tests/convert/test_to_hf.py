@@ -7,11 +7,11 @@ import pytest
 import runs
 import torch
 from transformers import AutoTokenizer, EuroBertForMaskedLM, LlamaForCausalLM
+from whole_models import core_to_hf, hf_to_core, load_weights
 
 from megaenc import backend
 from megaenc.convert.command import main
-from megaenc.convert.mapping import core_to_hf, hf_to_core
-from megaenc.convert.saved_run import load_weights, open_run
+from megaenc.convert.saved_run import open_run
 from megaenc.objectives import Attention
 
 EXPORTED = (Attention.CAUSAL, Attention.BIDIRECTIONAL)  # transformers has no model that reads a prefix

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from whole_models import core_to_hf, hf_to_core
 
 from megaenc import backend
-from megaenc.convert.mapping import core_to_hf, hf_to_core
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 

@@ -27,7 +27,9 @@ CONTINUED = [*RUN, "--train-iters", "4", "--objective-schedule", "mlm", "--lr-wa
 @pytest.fixture(scope="module")
 def folder_of(small_corpus, tmp_path_factory):
     """The folder of a run by what it is, layout and precision."""
-    from megaenc.convert.saved_run import load_weights, open_run
+    from whole_models import load_weights
+
+    from megaenc.convert.saved_run import open_run
 
     root = tmp_path_factory.mktemp("starts")
 

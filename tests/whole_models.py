@@ -1,0 +1,27 @@
+"""All weights of a model at once, which conversions never hold, for the tests that compare them."""
+
+from torch import Tensor
+
+from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.saved_run import SavedRun
+from megaenc.model import ModelConfig
+
+
+def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
+    """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
+    with run.loaded(step) as (found, encoder):
+        return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
+
+
+def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
+    """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
+    out: dict[str, Tensor] = {}
+    for rule, core, names in lines(model):
+        tensor = state[core][:vocab_size] if core in VOCABULARY_ROWS else state[core]
+        out.update(zip(names, rule.to_hf(tensor, model), strict=True))
+    return out
+
+
+def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """The way back, without vocabulary padding."""
+    return {core: rule.to_core(tuple(state[name] for name in names), model) for rule, core, names in lines(model)}
