@@ -74,7 +74,7 @@ $(DEMO)/loss.png: $(TRAINED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
 
-# Some 10 minutes on two cores that have nothing else to do.
+# 100 kills took 25 minutes on two cores that were busy otherwise too.
 KILLS ?= 100
 SEED ?= 0
 faults: $(INSTALLED)
