@@ -1,0 +1,79 @@
+"""What a labelled data set holds, whatever it came from: texts with a label, tagged words, questions, queries and documents."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+
+class Family(StrEnum):
+    """A kind of task, under the name that result folders have."""
+
+    SC = "SC"
+    """Sequence classification."""
+    TC = "TC"
+    """Token classification."""
+    QA = "QA"
+    """Extractive question answering."""
+    IR = "IR"
+    """Retrieval."""
+
+
+SplitName: TypeAlias = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """One text, or a pair that a template made one text of, and the index of its label."""
+
+    id: str
+    text: str
+    label: int
+
+
+@dataclass(frozen=True)
+class TaggedWords:
+    """The words of a sentence and the index of each one's tag."""
+
+    id: str
+    words: tuple[str, ...]
+    tags: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`context[start : start + len(text)] == text`."""
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a text; without answers, it cannot be answered from the text."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A query and a document that answers it, for training."""
+
+    id: str
+    query: str
+    document: str
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Queries, documents and which of them belong together; texts have their prefixes and titles already."""
+
+    queries: dict[str, str]
+    documents: dict[str, str]
+    relevant: dict[str, dict[str, int]]
+    """By query: its documents and their grades, above 0."""
+
+
+Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | Retrieval

@@ -1,0 +1,64 @@
+"""What a fine-tuning run is told: the protocol, each choice of which is a flag, and what is trained on what."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megaenc.errors import InputError
+
+LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How models are fine-tuned and read. The defaults are the study's, under the name `paper`."""
+
+    batch_size: int = 32
+    """examples of one update; in retrieval the other documents of the batch are the negatives"""
+    max_steps: int = 1000
+    """updates at most"""
+    epochs: float = 1.0
+    """passes over the training data at most; the shorter of the two counts"""
+    warmup: float = 0.1
+    """share of the updates in which the rate rises from 0; it falls to 0 over the rest"""
+    weight_decay: float = 0.1
+    """of matrices and embeddings, not of norms and biases"""
+    adam_beta1: float = 0.9
+    """AdamW's decay of the mean"""
+    adam_beta2: float = 0.95
+    """AdamW's decay of the square"""
+    adam_eps: float = 1e-5
+    """AdamW's epsilon"""
+    clip_grad: float = 1.0
+    """largest norm of the gradient; 0 does not clip"""
+    max_length: int = 0
+    """tokens of a text at most; 0: 99 in 100 of the model's context, 2,028 for the study's"""
+    attention: Literal["bidirectional", "causal"] = "bidirectional"
+    """how models read, whatever they were pretrained with"""
+    precision: Literal["", "bf16", "paper-bf16", "fp32"] = ""
+    """bf16: computes in bfloat16, keeps and updates weights in float32; paper-bf16: weights and optimizer in bfloat16;
+    unless given bf16 where the machine has it, else fp32"""
+    add_bos: bool = False
+    """begin each text with the tokenizer's BOS token"""
+    add_eos: bool = True
+    """end each text with the tokenizer's EOS token"""
+    scale: float = 20.0
+    """what cosines are multiplied with in retrieval's loss, 1 over the temperature"""
+    tokens_per_forward: int = 16384
+    """tokens that the model reads at once; less takes less memory"""
+    threads: int = 1
+    """threads of a run on processors; the last bits of a result depend on it"""
+
+    def check(self) -> None:
+        """InputError for a value that no run can have."""
+        for name in ("batch_size", "max_steps", "tokens_per_forward", "threads"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 1")
+        for name in ("weight_decay", "clip_grad", "max_length"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 0")
+        for name in ("epochs", "scale", "adam_eps"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected more than 0")
+        for name in ("warmup", "adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 0 and less than 1")
