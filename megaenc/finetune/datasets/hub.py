@@ -106,7 +106,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
     names = _tag_names(data, known.fields["tags"]) if known.family is Family.TC else None
     labels = rows.LabelSet(known.labels, counted=True)
     examples, bad = [], []
-    for number, found in zip(numbers, data, strict=True):
+    for number, found in zip(numbers, data.to_list(), strict=True):
         row = {ours: found[theirs] for ours, theirs in known.fields.items()}
         place = f"{name}: {on_hub} row {number + 1}"
         row["id"] = found["id"] if known.family is Family.QA and isinstance(found.get("id"), str) else f"{on_hub}-{number}"
@@ -133,10 +133,11 @@ def _pairs(name: str, revision: str, split: SplitName) -> Examples:
         raise InputError(f"{name}: is there to be trained on alone, expected msmarco, nq or mldr_en to evaluate on")
     data = _load(name, HUB_SETS[name].repository, None, "train", revision)
     _check_columns(name, data, ("query", "positive"))
-    return [
-        Pair(f"train-{number}", QUERY + row["query"], DOCUMENT + row["positive"])
-        for number, row in enumerate(data.select_columns(["query", "positive"]))
-    ]
+    pairs = []
+    for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
+        query, document = (rows.text_of(row, key, f"{name}: train row {number + 1}") for key in ("query", "positive"))
+        pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
+    return pairs
 
 
 def _searched(name: str, split: SplitName) -> Examples:
@@ -159,7 +160,7 @@ def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
         data = _load(name, f"{HUB_SETS[name].repository}-qrels", None, split, "")
         _check_columns(name, data, ("query-id", "corpus-id", "score"))
         judged[split] = {}
-        for row in data:
+        for row in data.to_list():
             judged[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
     if name == "nq":
         everything, chosen = judged["test"], validation_half(list(judged["test"]))
@@ -180,7 +181,7 @@ def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
     for split, found in judged.items():
         data = _load(name, HUB_SETS[name].repository, "default", "dev" if split == "validation" else "test", "")
         _check_columns(name, data, ("query_id", "query", "positive_passages"))
-        for row in data:
+        for row in data.select_columns(["query_id", "query", "positive_passages"]).to_list():
             passages = row["positive_passages"]
             documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
             query = str(row["query_id"])
@@ -193,8 +194,8 @@ def _texts(name: str, part: str, key: str, wanted: set[str], title: str | None) 
     """The texts of the wanted rows alone: MS MARCO has 8.8 million passages, of which some thousands are judged."""
     data = _load(name, HUB_SETS[name].repository, part, part, "")
     _check_columns(name, data, (key, "text", *([title] if title else [])))
-    data = data.select([number for number, found in enumerate(data[key]) if str(found) in wanted])
-    return {str(row[key]): titled(row[title], row["text"]) if title else row["text"] for row in data}
+    data = data.select([number for number, found in enumerate(data[key][:]) if str(found) in wanted])
+    return {str(row[key]): titled(row[title], row["text"]) if title else row["text"] for row in data.to_list()}
 
 
 def _tag_names(data: Any, column: str) -> list[str] | None:

@@ -133,7 +133,7 @@ class _Files:
             values = ((rows.value_of(row, "label", place), place) for _, (place, row) in self._rows(path))
             return rows.collected(values, tags=False)
         tags = (
-            (rows.checked_tag(tag, f"{place}: tag {at}"), place)
+            (rows.checked_tag(tag, f"{place}: tag {at}", counted=False), place)
             for _, (place, row) in self._rows(path)
             for at, tag in enumerate(rows.value_of(row, "tags", place), 1)
         )

@@ -76,14 +76,15 @@ def tagged(row: Mapping[str, Any], place: str, name: str, labels: LabelSet) -> T
     return TaggedWords(
         id_of(row, place, name),
         tuple(words),
-        tuple(labels.index(checked_tag(tag, f"{place}: tag {at + 1}"), place) for at, tag in enumerate(tags)),
+        tuple(labels.index(checked_tag(tag, f"{place}: tag {at + 1}", labels.counted), place) for at, tag in enumerate(tags)),
     )
 
 
-def checked_tag(tag: Any, place: str) -> Any:
-    """`tag` again: an integer, or a tag of IOB2, where B- begins a span, I- goes on with it and O is outside."""
-    if isinstance(tag, str) and not IOB2.fullmatch(tag) and not tag.isdecimal():
-        raise InputError(f"{place}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE")
+def checked_tag(tag: Any, place: str, counted: bool) -> Any:
+    """`tag` again: one of IOB2 (B- begins a span, I- goes on with it, O is outside), or a position where those are `counted`."""
+    if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (counted and f"{tag}".isdecimal()):
+        hint = "" if counted else " (positions need a meta.json that lists the tags)"
+        raise InputError(f"{place}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
     return tag
 
 
@@ -136,8 +137,10 @@ def text_of(row: Mapping[str, Any], key: str, place: str) -> str:
 
 def value_of(row: Mapping[str, Any], key: str, place: str) -> Any:
     """What is under `key`."""
-    if row.get(key) is None:
+    if key not in row:
         raise InputError(f"{place}: no key `{key}`; found {listed(list(row))}")
+    if row[key] is None:
+        raise InputError(f"{place}: key `{key}`: found null, expected a value")
     return row[key]
 
 

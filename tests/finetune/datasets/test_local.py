@@ -110,6 +110,20 @@ def squad(*, start=4, impossible=None):
     return {"version": "v", "data": [{"title": "T", "paragraphs": [{"context": "Yes Ada did.", "qas": qas}]}]}
 
 
+def test_positions_of_tags_where_meta_json_lists_them(tmp_path):
+    found = find(write(tmp_path / "x", **three([{"tokens": ["a"], "tags": [1]}]), meta__json={"tags": ["O", "B-PER"]}))
+    assert found.split("test") == [TaggedWords("0", ("a",), (1,))]
+
+
+def test_questions_a_row(tmp_path):
+    row = {"question": "Who?", "context": "Yes Ada did.", "answers": {"text": ["Ada"], "answer_start": [4]}}
+    found = find(write(tmp_path / "x", **three([row])))
+    assert found.split("validation") == [Question("0", "Who?", "Yes Ada did.", (Answer("Ada", 4),))]
+    uneven = row | {"answers": {"text": ["Ada"], "answer_start": []}}
+    with pytest.raises(InputError, match=r"train.jsonl:1: answers: text and answer_start differ in length"):
+        find(write(tmp_path / "y", **three([uneven]))).split("train")
+
+
 def test_questions_of_squads_json_of_both_versions(tmp_path):
     files = {"train-v2__0__json": squad(impossible=True), "dev-v2__0__json__gz": squad(), "test__json": squad()}
     found = find(write(tmp_path / "s", **files))
@@ -259,6 +273,8 @@ BAD_TAGS = {
     "malformed": ({"tokens": ["a"], "tags": ["PER"]}, r"test.jsonl:1: tag 1: found 'PER', expected IOB2: O, B-TYPE or I-TYPE"),
     "unknown": ({"tokens": ["a"], "tags": ["B-LOC"]}, r"test.jsonl:1: label 'B-LOC': outside .* expected one of O, B-PER, I-PER"),
     "no list": ({"tokens": "a", "tags": ["O"]}, r"test.jsonl:1: key `tokens`: found \"a\", expected a list"),
+    "a position": ({"tokens": ["a"], "tags": [1]}, r"test.jsonl:1: tag 1: found 1, expected IOB2.*meta.json that lists the tags"),
+    "null": ({"tokens": ["a"], "tags": None}, r"test.jsonl:1: key `tags`: found null"),
     "a number": ({"tokens": [1], "tags": ["O"]}, r"test.jsonl:1: token 1: found 1, expected text"),
     "no tags": ({"tokens": ["a"]}, r"test.jsonl:1: no key `tags`; found `tokens`"),
 }
