@@ -40,7 +40,8 @@ def rows_of(path: Path) -> Iterator[Row]:
         return _sentences(path)
     first = next((line for _, line in lines(path) if line.strip()), "")
     if name.endswith(".tsv"):
-        return _table(path) if {"text", "tokens", "label"}.intersection(first.rstrip("\n").split("\t")) else _sentences(path)
+        word = next((line.split("\t") for _, line in lines(path) if line.strip() and not line.startswith("#")), [])
+        return _sentences(path) if any(IOB2.fullmatch(cell) for cell in word) else _table(path)
     return _squad(path) if name.endswith(".json") and not _is_row(first) else objects(path)
 
 

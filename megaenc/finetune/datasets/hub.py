@@ -214,6 +214,8 @@ def _load(name: str, repository: str, config: str | None, split: str, revision: 
     """One split of one repository, from the Hub or the cache of `datasets`."""
     import datasets
 
+    which = ", ".join(part for part in (config, split, revision) if part)
+    say_once(f"{name}: reading {repository} ({which}), from the Hugging Face Hub unless it is in the cache")
     asked = functools.partial(datasets.load_dataset, repository, config, split=split)
     try:
         try:
@@ -226,7 +228,6 @@ def _load(name: str, repository: str, config: str | None, split: str, revision: 
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
         if datasets.config.HF_HUB_OFFLINE:
             reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
-        which = ", ".join(part for part in (config, split, revision) if part)
         raise InputError(
             f"{name}: {repository} ({which}) of the Hugging Face Hub cannot be read: {reason}; "
             f"expected a network once, or local files: {name}=FOLDER"

@@ -72,6 +72,19 @@ def test_tables_with_a_header_take_quotes_for_text(tmp_path):
     words = "tokens\ttags\nAda wrote\tB-PER O\n"
     found = find(write(tmp_path / "w", train__tsv=words, dev__tsv=words, test__tsv=words))
     assert found.split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))] and found.labels == ("O", "B-PER")
+    columns = "# no sentence\nAda\tB-PER\nwrote\tO\n"
+    found = find(write(tmp_path / "c", train__tsv=columns, dev__tsv=columns, test__tsv=columns))
+    assert found.split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))]
+
+
+@pytest.mark.parametrize("table, message", [
+    ("sentence\tgold\nx\t1\n", r"train.tsv: found rows with sentence, gold, expected rows with text and label"),
+    ("text\tgold\nx\t1\n", r"train.tsv:2: no key `label`; found `text`, `gold`"),
+    ("text\tlabel\nx\n", r"train.tsv:2: found 1 columns, expected 2 as in the header"),
+])  # fmt: skip
+def test_bad_tables(tmp_path, table, message):
+    with pytest.raises(InputError, match=message):
+        find(write(tmp_path / "x", train__tsv=table, dev__tsv=table, test__tsv=table))
 
 
 CONLL = """-DOCSTART- -X- O O
