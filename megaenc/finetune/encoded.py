@@ -139,7 +139,7 @@ class TextEncoder:
         return Encoded.of(rows, truncated)
 
     def with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each text all its tokens, int32[tokens], and the characters each is made of, int32[tokens, 2]: first, one past the last.
+        """For each text its tokens, int32[tokens], and the characters of each, int32[tokens, 2]: the first, one past the last.
 
         Nothing is added and nothing is cut. Characters are those of the text as `well_formed` gives it.
         """

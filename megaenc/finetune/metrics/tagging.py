@@ -62,7 +62,7 @@ def span_counts(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]
 
 
 def span_f1(counts: np.ndarray) -> dict[str, float]:
-    """Precision, recall and F1 over the spans of all sentences together (seqeval's micro average); 0 where nothing can be divided.
+    """Precision, recall and F1 over the spans of all sentences together, as seqeval's micro average; 0 for a division by 0.
 
     `counts` is what span_counts returned.
     """

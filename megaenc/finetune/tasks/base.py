@@ -1,4 +1,4 @@
-"""What the four families share: a model with a head, the loss of a batch in parts that fit, one pass of evaluation, the scores."""
+"""What the four families share: a model with a head, the loss of a batch in parts that fit, one pass of evaluation, scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Scores:
     metrics_i: dict[str, list[float]]
     """What the standard metrics are made of, by example."""
     collapsed: str | None
-    """Why the predictions are worthless, as "always predicts positive"; None where they are not."""
+    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
     baseline: dict[str, float]
     """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
 

@@ -57,7 +57,7 @@ class Classification(Task):
         constant = float(accuracy(gold, np.full_like(gold, majority_class(gold))).mean())
         collapsed = None
         if (predicted == predicted[0]).all() and not (gold == gold[0]).all():
-            collapsed = f"always predicts {self.dataset.labels[predicted[0]]}"
+            collapsed = f"constant prediction {self.dataset.labels[predicted[0]]}"
         return Scores(
             score=float(right.mean()),
             scores_i=column(right),

@@ -74,7 +74,7 @@ class Tagging(Task):
         every, given = np.concatenate(predicted), np.concatenate(gold)
         collapsed = None
         if (every == every[0]).all() and not (given == given[0]).all():
-            collapsed = f"always predicts {self.dataset.labels[every[0]]}"
+            collapsed = f"constant prediction {self.dataset.labels[every[0]]}"
         by_word, otherwise = self._most_frequent
         constant = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
         constant_score, _, constant_metrics, _ = self._scores(gold, constant)
