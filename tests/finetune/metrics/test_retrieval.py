@@ -69,9 +69,10 @@ def test_as_trec_eval_has_it(different):
         assert len(best) == 100
         grades, all_grades = np.array([qrels[query].get(in_order[at], 0) for at in best]), list(qrels[query].values())
         found[query] = (ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades)))
-    measures = [nDCG @ 10, RR @ 10, R @ 100]
+    measures = [nDCG @ 10, RR, R @ 100]
     for value in ir_measures.pytrec_eval.iter_calc(measures, qrels, run):
-        assert found[value.query_id][measures.index(value.measure)] == pytest.approx(value.value, abs=1e-9), value
+        expected = 0 if value.measure == RR and value.value < 1 / 10 else value.value  # trec_eval's goes on after the tenth
+        assert found[value.query_id][measures.index(value.measure)] == pytest.approx(expected, abs=1e-9), value
 
 
 def test_the_best_are_the_best():
