@@ -1,4 +1,4 @@
-"""Labelled data from local files: a folder with a file for each split, a folder in BEIR's layout, or one file to be read alone."""
+"""Labelled data from local files: a folder with a file for each split, one in BEIR's layout, or a file alone."""
 
 import functools
 import json
@@ -26,7 +26,7 @@ class DataFlags:
     pair_template: str = PAIR_TEMPLATE
     """how the two texts of a pair become one, in local data of another name than the study's"""
     whole_corpus: bool = False
-    """search all documents of local retrieval data; unless given those alone that are judged in validation and test, as in the study"""
+    """search all documents of local retrieval data; unless given those that validation and test judge, as in the study"""
     train_on: str = ""
     """data set whose pairs models are trained on before retrieval; unless given its own, and msmarco_pairs for the study's"""
     demo_folder: str = "demo/finetune"
@@ -43,7 +43,7 @@ class DataFlags:
 
 
 def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset:
-    """The data set at `path`, a folder or a file, under the name `name`. Raises InputError for what holds none that can be read."""
+    """The data set at `path`, a folder or a file, under the name `name`. Raises InputError for what holds none."""
     if path.is_dir() and beir.is_beir(path):
         if flags.task not in ("", "IR"):
             raise InputError(f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, which are read as IR alone")

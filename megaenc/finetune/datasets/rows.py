@@ -1,4 +1,4 @@
-"""One row of a file or table, checked, as the example that it stands for. `place` begins every complaint: the file and the line."""
+"""One row of a file or table, checked, as the example that it stands for. `place` begins every complaint: file and line."""
 
 import json
 import re
@@ -23,24 +23,21 @@ class LabelSet:
 
     def index(self, value: Any, place: str) -> int:
         """The position of the label that a row spells as `value`, an integer or text. Raises InputError for none of them."""
-        if isinstance(value, float):
-            raise InputError(
-                f"{place}: label {value}: found a number with a point, expected a class; regression is not a task here"
-            )
-        if self.counted and (
-            isinstance(value, int) or (isinstance(value, str) and value not in self.labels and value.isdecimal())
-        ):
-            if not isinstance(value, bool) and 0 <= int(value) < len(self.labels):
+        name = spelled(value, place)
+        if self.counted and (isinstance(value, int) or (name not in self.labels and name.isdecimal())):
+            if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(f"{place}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
         try:
-            return self.labels.index(spelled(value, place))
+            return self.labels.index(name)
         except ValueError:
             raise InputError(f"{place}: label {value!r}: outside the label set, expected one of {shown(self.labels)}") from None
 
 
 def spelled(value: Any, place: str) -> str:
     """The name of a label that rows spell as an integer or as text."""
+    if isinstance(value, float):
+        raise InputError(f"{place}: label {value}: found a number with a point, expected a class; there is no regression here")
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
         raise InputError(f"{place}: label {value!r}: expected text or an integer")
     return str(value)
@@ -50,10 +47,6 @@ def collected(values: Iterable[tuple[Any, str]], *, tags: bool) -> LabelSet:
     """The labels that (value, place) pairs spell: numbers by size, else in the order of the alphabet; of tags "O" comes first."""
     found = set()
     for value, place in values:
-        if isinstance(value, float):
-            raise InputError(
-                f"{place}: label {value}: found a number with a point, expected a class; regression is not a task here"
-            )
         found.add(spelled(value, place))
     if tags:
         return LabelSet(("O", *sorted(found - {"O"})), counted=False)
