@@ -36,6 +36,8 @@ class Fingerprints:
     train_on: str
     datasets: Mapping[str, str] = field(hash=False)
     """By name, of each data set that is evaluated on."""
+    model_stamp: str
+    """Changes when a file of the model does; not recorded."""
 
     def of(self, dataset: str) -> dict[str, str]:
         """What the results of one data set record."""
@@ -113,6 +115,12 @@ def named_model(text: str) -> Named:
 def model_fingerprint(folder: str) -> str:
     """SHA-256 of the configuration and the weights: a second or so for each gigabyte."""
     return _digest(Path(folder), ("config.json", "*.py", *_WEIGHTS))
+
+
+def model_stamp(folder: str) -> str:
+    """Names, sizes and times of the files that make a model and its tokenizer: at once, where a fingerprint takes seconds."""
+    files = _files(Path(folder), ("config.json", "*.py", *_WEIGHTS, *_TOKENIZER, *_TOKENIZER_EXTRA))
+    return hashlib.sha256(str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode()).hexdigest()
 
 
 def tokenizer_fingerprint(folder: str) -> str:
