@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.options import Protocol
 
@@ -63,6 +64,8 @@ class Job:
     """Folder of all results."""
     protocol: Protocol
     fingerprints: Fingerprints
+    data: DataFlags = field(default_factory=DataFlags)
+    """How data sets are read that are local files."""
 
     @property
     def name(self) -> str:

@@ -56,7 +56,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     steps = number_of_steps(protocol, task.count(data))
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
     seconds = {"loading": time.monotonic() - began}
-    failure = _train(task, model, optimizer, data, batches(job.seed, task.count(data), protocol.batch_size, steps), report)
+    order = batches(job.seed, task.count(data), protocol.batch_size, steps)
+    failure = _train(task, model, optimizer, data, order, lambda step, loss: report(_progress(step, steps, loss)))
     if failure is not None:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
@@ -84,18 +85,22 @@ def batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[n
 
 
 def _train(
-    task: Task, model: Model, optimizer: Optimizer, data: Parts, rows_of: Iterator[np.ndarray], report: Report
+    task: Task, model: Model, optimizer: Optimizer, data: Parts, order: Iterator[np.ndarray], report: Callable[[int, float], None]
 ) -> tuple[int, str] | None:
-    """All updates; the step and the reason, where the loss or the gradient is no number."""
+    """All updates; the step and the reason, where the loss or the gradient is no number. `report` gets step and loss."""
     model.train()
-    for step, rows in enumerate(rows_of, start=1):
+    for step, rows in enumerate(order, start=1):
         loss = task.backward(model, data, rows)
         norm = optimizer.step()
         for what, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 return step, f"the {what} is {value} in step {step}"
-        report(Progress("training", step, optimizer.steps, {"loss": loss}))
+        report(step, loss)
     return None
+
+
+def _progress(step: int, steps: int, loss: float) -> Progress:
+    return Progress("training", step, steps, {"loss": loss})
 
 
 def _evaluate(
