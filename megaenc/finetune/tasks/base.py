@@ -125,7 +125,7 @@ def backward_in_parts(task: Task, model: Model, data: Encoded, rows: np.ndarray,
         loss = loss_sum(packed, model.backbone.states(packed), rows[some]) / max(1, count)
         loss.backward()
         total += loss.detach()
-    return float(total)
+    return total.item()
 
 
 def mean_states(states: Tensor, packed: Packed) -> Tensor:

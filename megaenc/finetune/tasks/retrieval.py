@@ -68,7 +68,7 @@ class Retrieval(Task):
             vectors = self._embed(model, [texts[at] for at in parts[0]])
             loss = self._loss(vectors[order])
             loss.backward()
-            return float(loss)
+            return loss.item()
         random_states, embedded = [], []
         with torch.no_grad():
             for part in parts:
@@ -80,7 +80,7 @@ class Retrieval(Task):
         for part, state, gradient in zip(parts, random_states, vectors.grad.split([len(part) for part in parts]), strict=True):
             with _from_random_state(state, model.device):
                 self._embed(model, [texts[at] for at in part]).backward(gradient)
-        return float(loss)
+        return loss.item()
 
     def evaluate(self, model: Model, data: dict[str, Encoded], examples: Queries) -> Scores:
         """See Task. Queries without a relevant document are left out, as trec_eval does."""

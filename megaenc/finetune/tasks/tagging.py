@@ -41,7 +41,7 @@ class Tagging(Task):
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.room
             rows.append(encoder.row(tokens))
-            words.append(np.pad(owners, (encoder.add_bos, encoder.add_eos), constant_values=-1))
+            words.append(np.pad(owners, (int(encoder.add_bos), int(encoder.add_eos)), constant_values=-1))
             tags.append(np.where(words[-1] < 0, _NO_TAG, np.asarray(example.tags)[words[-1]]))
         return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 
