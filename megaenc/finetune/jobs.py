@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.options import Protocol
 
@@ -62,6 +63,7 @@ class Job:
     output: str
     """Folder of all results."""
     protocol: Protocol
+    data: DataFlags
     fingerprints: Fingerprints
 
     @property

@@ -22,7 +22,7 @@ from megaenc.finetune.options import Protocol
 if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
-RESULTS, FAILED = "results.json", "failed.json"
+RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 State = Literal["finished", "failed", "missing"]
 
 _FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
@@ -63,8 +63,19 @@ def folder(job: Job, dataset: str) -> Path:
     return Path(job.output, job.model.name, job.family, dataset, run)
 
 
-def write(job: Job, dataset: str, scores: Mapping[str, "Scores"], *, steps: int, protocol: Protocol) -> None:
-    """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit."""
+def write(
+    job: Job,
+    dataset: str,
+    scores: Mapping[str, "Scores"],
+    *,
+    steps: int,
+    protocol: Protocol,
+    seconds: Mapping[str, float] | None = None,
+) -> None:
+    """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
+
+    `seconds` says how long what took; it goes into a file beside.
+    """
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
     # The long lists come last: whoever looks into the file sees the scores first.
     long = ("scores_i", "metrics_i")
@@ -72,6 +83,8 @@ def write(job: Job, dataset: str, scores: Mapping[str, "Scores"], *, steps: int,
         name: {field: split[field] for field in sorted(split, key=lambda field: (field in long, field != "score"))}
         for name, split in splits.items()
     }
+    if seconds is not None:
+        _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps} | ordered)
     (folder(job, dataset) / FAILED).unlink(missing_ok=True)
 
@@ -100,7 +113,7 @@ def sweep(job: Job) -> None:
     """Remove what runs that were killed while they wrote have left. For whoever has the run to oneself."""
     for dataset in job.evaluate_on:
         path = folder(job, dataset.name)
-        for left in left_behind(path / RESULTS, path / FAILED):
+        for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
             remove(left)
 
 
