@@ -4,7 +4,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
+from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import (
     Fingerprints,
@@ -28,7 +29,9 @@ from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, is_locked, log_path, remaining, slots, wait_for_news
 
 if TYPE_CHECKING:
-    from megaenc.finetune.datasets import Dataset
+    from megaenc.finetune.datasets.base import Dataset
+
+    Find = Callable[..., Dataset]
 
 _TRIES = 2
 _LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
@@ -62,6 +65,7 @@ class GridSettings:
     """and with each seed below this"""
     output: str = "results"
     """folder of results; what is finished there is not done again"""
+    data: DataFlags = field(default_factory=DataFlags)
     local: Local = field(default_factory=Local)
     slurm: SlurmSettings = field(default_factory=SlurmSettings)
     protocol: Protocol = field(default_factory=Protocol)
@@ -84,7 +88,7 @@ class Plan:
         return sum(len(job.evaluate_on) for job in self.jobs)
 
 
-def plan(settings: GridSettings, find: "Callable[[str], Dataset]") -> Plan:
+def plan(settings: GridSettings, find: "Find") -> Plan:
     """Look at every model, data set and finished result. Raises InputError for what no run could be made of.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of the summary fill one by one.
@@ -92,7 +96,9 @@ def plan(settings: GridSettings, find: "Callable[[str], Dataset]") -> Plan:
     _check(settings)
     models = [named_model(text) for text in settings.model]
     _all_different("--model", [model.name for model in models])
-    found = [(Named(dataset.name, text), dataset) for text in settings.datasets for dataset in [find(text)]]
+    found = [
+        (Named(dataset.name, text), dataset) for text in settings.datasets for dataset in [find(text, **asdict(settings.data))]
+    ]
     _all_different("--datasets", [named.name for named, _ in found])
     trainings: dict[tuple[str, ...], list] = defaultdict(list)
     for named, dataset in found:
@@ -117,7 +123,7 @@ def plan(settings: GridSettings, find: "Callable[[str], Dataset]") -> Plan:
                 jobs += [
                     Job(
                         model, Family(first.family), first.train_on, evaluate_on, rate, seed,
-                        settings.output, settings.protocol, fingerprints,
+                        settings.output, settings.protocol, settings.data, fingerprints,
                     )
                     for rate in settings.learning_rates
                 ]  # fmt: skip
@@ -228,14 +234,23 @@ def _told(job: Job, outcome: Outcome) -> str:
 def announce(settings: GridSettings, planned: Plan) -> None:
     """Say how large the grid is, counted both ways, and what of it is left."""
     whole = len(planned.jobs)
-    say(
-        f"{planned.results:,} results from {whole:,} trainings: "
-        f"{len(settings.model)} models x {len(settings.datasets)} data sets x {len(settings.learning_rates)} rates x "
-        f"{settings.seeds} seeds" + ("" if planned.results == whole else ", retrieval sets of one training set trained once")
+    axes = (
+        (settings.model, "model"),
+        (settings.datasets, "data set"),
+        (settings.learning_rates, "rate"),
+        (range(settings.seeds), "seed"),
     )
+    size = " x ".join(count(len(values), noun) for values, noun in axes)
+    once = "" if planned.results == whole else "; retrieval trains once for all its sets"
+    say(f"{count(planned.results, 'result')} from {count(whole, 'training')}: {size}{once}")
     done = whole - len(planned.todo) - len(planned.failed)
     before = f", {len(planned.failed):,} failed before" if planned.failed else ""
-    say(f"{done:,} trainings are finished{before}, {len(planned.todo):,} to do")
+    say(f"{done:,} finished{before}, {len(planned.todo):,} to do")
+
+
+def count(number: int, noun: str) -> str:
+    """`1 model`, `50 models`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tuple[Job, str]], seconds: float) -> None:
@@ -251,7 +266,7 @@ def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tu
     say(f"done in {clock(seconds)}; see them with `megaenc finetune summary {output}`")
     if failed or before:
         say(
-            f"{len(failed) + len(before):,} trainings have no result; the same command tries those that crashed again, "
+            f"without result: {count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
             "with --retry-failed those with a failed.json too"
         )
         sys.exit(1)
@@ -262,13 +277,13 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune grid`."""
     quiet()
     settings = flags.parse(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
-    from megaenc.finetune.datasets import find
+    from megaenc.finetune.datasets.registry import find
     from megaenc.finetune.run import run
 
     run_grid(settings, find, run)
 
 
-def run_grid(settings: GridSettings, find: "Callable[[str], Dataset]", run: Run) -> None:
+def run_grid(settings: GridSettings, find: "Find", run: Run) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     planned, began = plan(settings, find), time.monotonic()

@@ -63,6 +63,7 @@ class Job:
     output: str
     """Folder of all results."""
     protocol: Protocol
+    data: DataFlags
     fingerprints: Fingerprints
     data: DataFlags = field(default_factory=DataFlags)
     """How data sets are read that are local files."""

@@ -69,8 +69,8 @@ class Screen:
         done = finished + failed + sum(share(progress) for progress in running.values())
         counts = {"finished": finished, **({"failed": failed} if failed else {}), "running": len(running)}
         if self._live is None:
-            at = "; ".join(f"{job.name}: {progress.stage} {_percent(progress)}" for job, progress in list(running.items())[:1])
-            self._line.update(done, **counts, **({"at": at} if at else {}))
+            first = next((f" ({job.name}: {progress.stage}{_percent(progress)})" for job, progress in running.items()), "")
+            self._line.update(done, description=f"grid{first}", **counts)
             return
         if self._first is None and running:
             self._first = (now, done)
@@ -101,4 +101,4 @@ class Screen:
 
 
 def _percent(progress: Progress) -> str:
-    return f"{100 * progress.done / progress.total:.0f} %" if progress.total else ""
+    return f" {100 * progress.done / progress.total:.0f} %" if progress.total else ""

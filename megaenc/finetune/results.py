@@ -74,7 +74,7 @@ def write(
 ) -> None:
     """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
 
-    How many `seconds` which part took goes to a file of its own, `timing.json`.
+    `seconds` says how long what took; it goes into a file beside.
     """
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
     # The long lists come last: whoever looks into the file sees the scores first.
@@ -84,7 +84,7 @@ def write(
         for name, split in splits.items()
     }
     if seconds is not None:
-        _write(folder(job, dataset) / TIMING, dict(seconds))
+        _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps} | ordered)
     (folder(job, dataset) / FAILED).unlink(missing_ok=True)
 

@@ -160,7 +160,7 @@ class Worker:
             how = f"killed by {signal.Signals(-code).name}"
             how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
         else:
-            how = f"ended with exit code {code}"
+            how = f"ended with exit code {code}" if code else "ended without a result"
         return Outcome("crashed", how, _last_lines(self.job))
 
 
