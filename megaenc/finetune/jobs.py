@@ -65,8 +65,6 @@ class Job:
     protocol: Protocol
     data: DataFlags
     fingerprints: Fingerprints
-    data: DataFlags = field(default_factory=DataFlags)
-    """How data sets are read that are local files."""
 
     @property
     def name(self) -> str:
