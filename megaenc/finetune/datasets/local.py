@@ -28,7 +28,7 @@ class DataFlags:
     whole_corpus: bool = False
     """search all documents of local retrieval data; unless given those that validation and test judge, as in the study"""
     train_on: str = ""
-    """data set whose pairs models are trained on before retrieval; unless given its own, and msmarco_pairs for the study's"""
+    """data set whose pairs models are trained on before retrieval, and no other task; unless given each set's own"""
     demo_folder: str = "demo/finetune"
     """where the demo sets are; they are made there when missing"""
 

@@ -28,12 +28,11 @@ def find(name_or_path: str, **options: Any) -> Dataset:
     flags = DataFlags(**options)
     flags.check()
     found = _find(name_or_path, flags)
-    if not flags.train_on:
+    if not flags.train_on or found.family is not Family.IR:
         return found
     training = find(flags.train_on, **(options | {"train_on": ""}))
-    for dataset in (found, training):
-        if dataset.family is not Family.IR:
-            raise InputError(f"--train-on {flags.train_on}: {dataset.name} is {dataset.family}, expected retrieval data (IR)")
+    if training.family is not Family.IR:
+        raise InputError(f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)")
     read = functools.partial(_trained_elsewhere, found, training)
     return replace(found, train_on=training.train_on, train_fingerprint=training.train_fingerprint, load=read)
 

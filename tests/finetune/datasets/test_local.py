@@ -206,8 +206,9 @@ def test_models_can_be_trained_on_other_pairs(tmp_path):
     assert found.split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
     assert found.split("test") == find(evaluated).split("test")
     texts = write(tmp_path / "t", **three(SENTIMENT))
+    assert find(texts, train_on=evaluated) == find(texts)  # in a grid of several tasks
     with pytest.raises(InputError, match=r"--train-on .*: t is SC, expected retrieval data"):
-        find(texts, train_on=evaluated)
+        find(evaluated, train_on=texts)
 
 
 @pytest.mark.parametrize("count", [1, 19, 20, 872, 10007])
