@@ -83,7 +83,7 @@ class Backbone(nn.Module):
 
 
 def rectangles(groups: tuple[tuple[int, int], ...]) -> list[list[int]]:
-    """The lengths of texts, shortest first, by the rectangle they are padded in: at most 8 tokens or a tenth longer than its first."""
+    """Lengths of texts, shortest first, by the rectangle that pads them: at most 8 tokens or a tenth longer than its first."""
     found: list[list[int]] = []
     for texts, length in groups:
         if not found or length > found[-1][0] + max(8, found[-1][0] // 10):
@@ -144,7 +144,7 @@ def _load(folder: str) -> Any:
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         raise InputError(
-            f"--model {folder}: {len(missing)} weights are missing ({some}), expected all of a {config.model_type} model"
+            f"--model {folder}: {len(missing)} weights are missing ({some}), expected those of a {config.model_type} model"
         )
     # The padding token's row gets no gradient from torch, and some tokenizers (the study's) pad with the token that ends texts.
     # Nothing is computed for padding here, so each token is like the others.
@@ -165,9 +165,7 @@ def _config(folder: str) -> Any:
             "tokenizer.json": ("tokenizer.json", "vocab.*", "*.model", "tokenizer_config.json"),
         }.items():
             if not any(next(path.glob(pattern), None) for pattern in patterns):
-                raise InputError(
-                    f"--model {folder}: no {what} there, expected config, weights and tokenizer of a Hugging Face model"
-                )
+                raise InputError(f"--model {folder}: no {what} there, expected the config, weights and tokenizer of a model")
     elif path.exists() or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         raise InputError(f"--model {folder}: no such folder; expected a Hugging Face folder, or a name on the Hub")
     try:
