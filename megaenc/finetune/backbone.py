@@ -117,6 +117,10 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
             if not torch.equal(parameter.float(), exact):
                 parameter.unrounded = exact
+        if dtype != torch.float32 and _Probe(backbone).leaks():  # accelerators have kernels of their own for these
+            raise InputError(
+                f"--model {folder}: states in {dtype} depend on what {attention} attention hides; expected --precision fp32"
+            )
     return backbone
 
 
@@ -219,6 +223,19 @@ class _Probe:
 
     def direction(self, read: Callable[[Packed], Tensor]) -> Attention | None:
         """What `read` shows: bidirectional if every token of a text moves every state of it, causal if none before it."""
+        moved = self._moved(read)
+        every = torch.ones_like(moved)
+        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
+
+    def leaks(self) -> bool:
+        """Whether a later token or another text moves a state that it should not; in 16 bits, faint influences round to none."""
+        causal = self.backbone.attention == "causal"
+        return (causal and bool(self._moved(self.backbone.states).tril(-1).any())) or (
+            self.backbone.packed and self._mixes_texts()
+        )
+
+    def _moved(self, read: Callable[[Packed], Tensor]) -> Tensor:
+        """bool[changed token, state] of one text."""
         size = self._length
         text = self._texts(size)[0]
         changed = np.tile(text, (size, 1))
@@ -226,9 +243,7 @@ class _Probe:
         # A longer text is among them, so that there is something to mask where texts are padded.
         states = read(pack([text, *changed, *self._texts(size + 1)], self.backbone.device))
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
-        moved = (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()  # [changed token, state]
-        every = torch.ones_like(moved)
-        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
+        return (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()
 
     def apart(self, *ways: Callable[[Packed], Tensor]) -> bool:
         """Whether two ways of reading give other states."""

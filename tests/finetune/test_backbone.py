@@ -106,7 +106,7 @@ def test_each_state_depends_on_what_it_should(tmp_path, kind, attention):
 
 def test_a_model_that_cannot_be_read_so_is_refused(tmp_path):
     _save(tmp_path, "deberta")
-    with pytest.raises(InputError, match="found bidirectional attention in deberta-v2, expected .* causal"):
+    with pytest.raises(InputError, match=r"found bidirectional attention in deberta-v2, expected .* causal"):
         _load(tmp_path, "causal")
 
 
