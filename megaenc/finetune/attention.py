@@ -19,7 +19,7 @@ NAME = "megaenc_packed"
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read and how; attention finds it in a context variable, because not every model hands down what it does not know."""
+    """What is read and how; attention finds it in a context variable: not every model hands down what it does not know."""
 
     packed: Packed
     causal: bool

@@ -83,7 +83,7 @@ class Backbone(nn.Module):
 
 
 def rectangles(groups: tuple[tuple[int, int], ...]) -> list[list[int]]:
-    """The lengths of texts, shortest first, by the rectangle they are padded in: at most 8 tokens or a tenth longer than its first."""
+    """Lengths of texts, shortest first, by the rectangle that pads them: at most 8 tokens or a tenth longer than its first."""
     found: list[list[int]] = []
     for texts, length in groups:
         if not found or length > found[-1][0] + max(8, found[-1][0] // 10):
@@ -117,6 +117,10 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
             if not torch.equal(parameter.float(), exact):
                 parameter.unrounded = exact
+        if dtype != torch.float32 and _Probe(backbone).leaks():  # accelerators have kernels of their own for these
+            raise InputError(
+                f"--model {folder}: states in {dtype} depend on what {attention} attention hides; expected --precision fp32"
+            )
     return backbone
 
 
@@ -144,7 +148,7 @@ def _load(folder: str) -> Any:
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
         raise InputError(
-            f"--model {folder}: {len(missing)} weights are missing ({some}), expected all of a {config.model_type} model"
+            f"--model {folder}: {len(missing)} weights are missing ({some}), expected those of a {config.model_type} model"
         )
     # The padding token's row gets no gradient from torch, and some tokenizers (the study's) pad with the token that ends texts.
     # Nothing is computed for padding here, so each token is like the others.
@@ -165,9 +169,7 @@ def _config(folder: str) -> Any:
             "tokenizer.json": ("tokenizer.json", "vocab.*", "*.model", "tokenizer_config.json"),
         }.items():
             if not any(next(path.glob(pattern), None) for pattern in patterns):
-                raise InputError(
-                    f"--model {folder}: no {what} there, expected config, weights and tokenizer of a Hugging Face model"
-                )
+                raise InputError(f"--model {folder}: no {what} there, expected the config, weights and tokenizer of a model")
     elif path.exists() or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         raise InputError(f"--model {folder}: no such folder; expected a Hugging Face folder, or a name on the Hub")
     try:
@@ -221,6 +223,19 @@ class _Probe:
 
     def direction(self, read: Callable[[Packed], Tensor]) -> Attention | None:
         """What `read` shows: bidirectional if every token of a text moves every state of it, causal if none before it."""
+        moved = self._moved(read)
+        every = torch.ones_like(moved)
+        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
+
+    def leaks(self) -> bool:
+        """Whether a later token or another text moves a state that it should not; in 16 bits, faint influences round to none."""
+        causal = self.backbone.attention == "causal"
+        return (causal and bool(self._moved(self.backbone.states).tril(-1).any())) or (
+            self.backbone.packed and self._mixes_texts()
+        )
+
+    def _moved(self, read: Callable[[Packed], Tensor]) -> Tensor:
+        """bool[changed token, state] of one text."""
         size = self._length
         text = self._texts(size)[0]
         changed = np.tile(text, (size, 1))
@@ -228,9 +243,7 @@ class _Probe:
         # A longer text is among them, so that there is something to mask where texts are padded.
         states = read(pack([text, *changed, *self._texts(size + 1)], self.backbone.device))
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
-        moved = (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()  # [changed token, state]
-        every = torch.ones_like(moved)
-        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
+        return (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()
 
     def apart(self, *ways: Callable[[Packed], Tensor]) -> bool:
         """Whether two ways of reading give other states."""

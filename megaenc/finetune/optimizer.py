@@ -1,4 +1,4 @@
-"""AdamW, its rate and clipping, as Hugging Face's Trainer has them, on float32 master weights where a model computes in bfloat16."""
+"""AdamW, its rate and clipping, as Hugging Face's Trainer has them, on float32 master weights where a model is in bfloat16."""
 
 import math
 import re
@@ -83,7 +83,7 @@ class Optimizer:
                 held = self._sums.pop(parameter, None)
                 master.grad = None if held is None else held.float()
         grads = [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = nn.utils.get_total_norm(grads)
         total = norm.item()
         if math.isfinite(total):
             if 0 < self._protocol.clip_grad < total + 1e-6:  # else the factor is 1
