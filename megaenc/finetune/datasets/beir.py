@@ -1,0 +1,158 @@
+"""Folders in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import formats, rows
+from megaenc.finetune.datasets.base import (
+    DOCUMENT,
+    QUERY,
+    Dataset,
+    digest,
+    file_digest,
+    say_once,
+    validation_half,
+    validation_share,
+)
+from megaenc.finetune.examples import Examples, Family, Pair, Retrieval, SplitName
+
+Judgements = dict[str, dict[str, int]]
+"""Grades by query and document; 0 is looked at and found irrelevant."""
+_QRELS = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
+
+
+def is_beir(folder: Path) -> bool:
+    """Whether a folder has BEIR's files."""
+    return _data_file(folder, "corpus") is not None and _data_file(folder, "queries") is not None
+
+
+def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
+    """The data set in `folder`, searched among the documents that validation and test judge, or among all."""
+    files = _Folder(name, folder, whole_corpus)
+    paths = {"corpus": files.corpus, "queries": files.queries, **files.qrels}
+    fingerprint = digest({"files": {key: file_digest(path) for key, path in paths.items()}, "rules": ["BEIR", whole_corpus]})
+    return Dataset(name, Family.IR, (), name, fingerprint, fingerprint, files.split)
+
+
+def titled(title: str | None, text: str) -> str:
+    """A document with its title in front, as the study reads NQ."""
+    return text if not title else f"{title}. {text}" if text else title
+
+
+class _Folder:
+    """The files, and what is read of them."""
+
+    def __init__(self, name: str, folder: Path, whole_corpus: bool) -> None:
+        self.name, self.folder, self.whole_corpus = name, folder, whole_corpus
+        self.corpus, self.queries = _data_file(folder, "corpus"), _data_file(folder, "queries")
+        self.qrels = {
+            split: path
+            for split, words in _QRELS.items()
+            for path in [_first(folder / "qrels" / f"{word}.tsv{end}" for word in words for end in ("", ".gz"))]
+            if path is not None
+        }
+        if not self.qrels:
+            raise InputError(f"{folder / 'qrels'}: found no train.tsv, dev.tsv or test.tsv, expected BEIR's layout")
+
+    def split(self, split: SplitName) -> Examples:
+        """Pairs to train on, or what is searched for in what."""
+        judged = self._judged
+        if split not in judged:
+            raise InputError(
+                f"{self.folder / 'qrels'}: no {split} split, expected {_QRELS[split][0]}.tsv"
+                + ("; --train-on names another data set to train on" if split == "train" else "")
+            )
+        if split == "train":
+            return [
+                Pair(f"{query}/{document}", QUERY + self._queries[query], DOCUMENT + self._documents[document])
+                for query, documents in judged["train"].items()
+                for document, grade in documents.items()
+                if grade > 0
+            ]
+        evaluated = [judged[name] for name in ("validation", "test") if name in judged]
+        labelled = {document for queries in evaluated for documents in queries.values() for document in documents}
+        kept = [key for key in self._documents if self.whole_corpus or key in labelled]
+        return retrieval(judged[split], self._queries, {key: self._documents[key] for key in kept})
+
+    @functools.cached_property
+    def _documents(self) -> dict[str, str]:
+        return {
+            key: titled(row.get("title") and rows.text_of(row, "title", place), rows.text_of(row, "text", place))
+            for key, (place, row) in _by_id(self.corpus).items()
+        }
+
+    @functools.cached_property
+    def _queries(self) -> dict[str, str]:
+        return {key: rows.text_of(row, "text", place) for key, (place, row) in _by_id(self.queries).items()}
+
+    @functools.cached_property
+    def _judged(self) -> dict[str, Judgements]:
+        """The judgements of each split; where none are for validation, part of the others by the study's rules."""
+        judged = {split: self._read(path) for split, path in self.qrels.items()}
+        if "test" not in judged and "validation" in judged:
+            say_once(f"{self.name}: no test judgements: those of {self.qrels['validation'].name} are the test split")
+            judged["test"] = judged.pop("validation")
+        if "validation" in judged or "test" not in judged:
+            return judged
+        if "train" in judged:
+            say_once(f"{self.name}: no validation judgements: 5 % of the training queries validate (seed 42)")
+            queries = list(judged["train"])
+            chosen, source = {queries[at] for at in validation_share(len(queries))[1]}, "train"
+        else:
+            say_once(f"{self.name}: no validation judgements: half of the test queries validate (seed 42)")
+            chosen, source = validation_half(list(judged["test"])), "test"
+        everything = judged[source]
+        judged["validation"] = {query: found for query, found in everything.items() if query in chosen}
+        judged[source] = {query: found for query, found in everything.items() if query not in chosen}
+        return judged
+
+    def _read(self, path: Path) -> Judgements:
+        judged: Judgements = {}
+        for number, line in formats.lines(path):
+            cells = line.split("\t")
+            if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
+                continue
+            place = f"{path}:{number}"
+            if len(cells) != 3 or not cells[2].strip().lstrip("-").isdecimal():
+                raise InputError(f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)")
+            query, document, grade = cells[0], cells[1], int(cells[2])
+            if query not in self._queries:
+                raise InputError(f"{place}: query {query!r}: not in {self.queries.name}, expected the _id of a query")
+            if document not in self._documents:
+                raise InputError(f"{place}: document {document!r}: not in {self.corpus.name}, expected the _id of a document")
+            if document in judged.setdefault(query, {}):
+                raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
+            judged[query][document] = grade
+        return judged
+
+
+def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping[str, str]) -> Retrieval:
+    """The queries that a document is relevant to, and all documents to be searched, with their prefixes."""
+    relevant = {
+        query: found for query, grades in judged.items() if (found := {key: grade for key, grade in grades.items() if grade > 0})
+    }
+    return Retrieval(
+        {query: QUERY + queries[query] for query in relevant},
+        {key: DOCUMENT + text for key, text in documents.items()},
+        relevant,
+    )
+
+
+def _by_id(path: Path) -> dict[str, formats.Row]:
+    found: dict[str, formats.Row] = {}
+    for place, row in formats.objects(path):
+        key = f"{rows.value_of(row, '_id', place)}"
+        if key in found:
+            raise InputError(f"{place}: _id {key!r}: found at {found[key][0]} too, expected ids that differ")
+        found[key] = place, row
+    return found
+
+
+def _data_file(folder: Path, name: str) -> Path | None:
+    return _first(folder / f"{name}.jsonl{end}" for end in ("", ".gz", ".zst"))
+
+
+def _first(paths) -> Path | None:
+    return next((path for path in paths if path.is_file()), None)

@@ -1,0 +1,232 @@
+"""The study's twelve data sets, read from the Hugging Face Hub: fields, splits and texts as in the study's own evaluation.
+
+Source of names, splits and rules: github.com/hgissbkh/EncodEval, encodeval/datasets.py.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaenc.data.readers import listed
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import rows
+from megaenc.finetune.datasets.base import DOCUMENT, QUERY, Dataset, digest, say_once, validation_half, validation_share
+from megaenc.finetune.datasets.beir import Judgements, retrieval, titled
+from megaenc.finetune.examples import Examples, Family, LabelledText, Pair, SplitName
+
+TRAINING_PAIRS = "msmarco_pairs"
+_PARQUET = "refs/convert/parquet"
+_SHARE = "test is the Hub's validation split; validation is 5 % of train, datasets' train_test_split with seed 42"
+_OWN = "the Hub's own splits"
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """How one data set of the Hub is read."""
+
+    family: Family
+    repository: str
+    config: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Our name of a column -> the Hub's."""
+    template: str = "{text}"
+    """The text of a classified example, from those columns."""
+    labels: tuple[str, ...] = ()
+    test: str = "test"
+    """The Hub's split that is the test set. Where it is not called `test`, part of train validates."""
+    rule: str = _OWN
+    """How splits come about; part of the fingerprint."""
+
+
+_NER = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC")
+# The order of tner/ontonotes5, of which the study's set is a copy: there tags are integers without names.
+_ONTONOTES = """
+    O B-CARDINAL B-DATE I-DATE B-PERSON I-PERSON B-NORP B-GPE I-GPE B-LAW I-LAW B-ORG I-ORG B-PERCENT I-PERCENT B-ORDINAL B-MONEY
+    I-MONEY B-WORK_OF_ART I-WORK_OF_ART B-FAC B-TIME I-CARDINAL B-LOC B-QUANTITY I-QUANTITY I-NORP I-LOC B-PRODUCT I-TIME B-EVENT
+    I-EVENT I-FAC B-LANGUAGE I-PRODUCT I-ORDINAL I-LANGUAGE
+"""
+_PAIR = {"text": "premise", "text_pair": "hypothesis", "label": "label"}
+_QUESTIONS = {"text": "question1", "text_pair": "question2", "label": "label"}
+_ASKED = {"question": "question", "context": "context", "answers": "answers"}
+_GLUE = "nyu-mll/glue"
+
+# fmt: off
+HUB_SETS: dict[str, HubSet] = {
+    "sst2": HubSet(Family.SC, _GLUE, "sst2", {"text": "sentence", "label": "label"},
+                   "{text}", ("negative", "positive"), "validation", _SHARE),
+    "qqp": HubSet(Family.SC, _GLUE, "qqp", _QUESTIONS,
+                  "Question 1: {text}\nQuestion 2: {text_pair}", ("not_duplicate", "duplicate"), "validation", _SHARE),
+    "mnli_m": HubSet(Family.SC, _GLUE, "mnli", _PAIR, "Premise: {text}\nHypothesis: {text_pair}",
+                     ("entailment", "neutral", "contradiction"), "validation_matched", _SHARE),
+    "conll2003_en": HubSet(Family.TC, "hgissbkh/conll2003-en", fields={"tokens": "words", "tags": "ner"},
+                           labels=(*_NER, "B-MISC", "I-MISC")),
+    "ontonotes": HubSet(Family.TC, "hgissbkh/ontonotes5", fields={"tokens": "tokens", "tags": "tags"},
+                        labels=tuple(_ONTONOTES.split())),
+    "uner_en": HubSet(Family.TC, "hgissbkh/uner_en", fields={"tokens": "tokens", "tags": "ner_tags"}, labels=_NER),
+    "squad": HubSet(Family.QA, "rajpurkar/squad", fields=_ASKED, test="validation", rule=_SHARE),
+    "squad_v2": HubSet(Family.QA, "rajpurkar/squad_v2", fields=_ASKED, test="validation", rule=_SHARE),
+    "record": HubSet(Family.QA, "hgissbkh/record", fields=_ASKED, test="validation", rule=_SHARE),
+    "msmarco": HubSet(Family.IR, "BeIR/msmarco", rule="BeIR/msmarco-qrels validation and test"),
+    "nq": HubSet(Family.IR, "BeIR/nq", rule="BeIR/nq-qrels test, half of its queries (seed 42) validate; title. text"),
+    "mldr_en": HubSet(Family.IR, "hgissbkh/mldr-en", rule="dev and test, positive passages"),
+    TRAINING_PAIRS: HubSet(Family.IR, "hgissbkh/msmarco-pairs", fields={"query": "query", "positive": "positive"}),
+}
+# fmt: on
+
+
+def load(name: str, revision: str = "") -> Dataset:
+    """The data set `name` of HUB_SETS; nothing is read yet. `revision` is a commit, branch or tag of its repository."""
+    known = HUB_SETS[name]
+    if revision and known.family is Family.IR and name != TRAINING_PAIRS:
+        raise InputError(f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision")
+    source = [known.repository, known.config, revision, known.rule, known.template, dict(known.fields), known.labels]
+    fingerprint = digest({"hub": source})
+    if known.family is not Family.IR or name == TRAINING_PAIRS:
+        reader = functools.partial(_pairs if name == TRAINING_PAIRS else _split, name, revision)
+        return Dataset(name, known.family, known.labels, name, fingerprint, fingerprint, reader)
+    return Dataset(
+        name, Family.IR, (), TRAINING_PAIRS, fingerprint, load(TRAINING_PAIRS).fingerprint, functools.partial(_searched, name)
+    )
+
+
+def _split(name: str, revision: str, split: SplitName) -> Examples:
+    """A split of one of the nine sets that are no retrieval."""
+    known = HUB_SETS[name]
+    shared = known.test != "test"
+    on_hub = known.test if split == "test" else "train" if shared else split
+    data = _load(name, known.repository, known.config, on_hub, revision)
+    _check_columns(name, data, known.fields.values())
+    numbers = range(len(data))
+    if shared and split != "test":
+        train, validation = validation_share(len(data))
+        numbers = [int(at) for at in (train if split == "train" else validation)]
+        data = data.select(numbers)
+    names = _tag_names(data, known.fields["tags"]) if known.family is Family.TC else None
+    labels = rows.LabelSet(known.labels, counted=True)
+    examples, bad = [], []
+    for number, found in zip(numbers, data, strict=True):
+        row = {ours: found[theirs] for ours, theirs in known.fields.items()}
+        place = f"{name}: {on_hub} row {number + 1}"
+        row["id"] = found["id"] if known.family is Family.QA and isinstance(found.get("id"), str) else f"{on_hub}-{number}"
+        if known.family is Family.SC:
+            fields = {key: rows.text_of(row, key, place) for key in row if key.startswith("text")}
+            label = labels.index(rows.value_of(row, "label", place), place)
+            examples.append(LabelledText(row["id"], known.template.format(**fields), label))
+        elif known.family is Family.TC:
+            row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
+            if row["tokens"]:
+                examples.append(rows.tagged(row, place, row["id"], labels))
+        else:
+            try:
+                examples.append(rows.question(row, place, row["id"]))
+            except InputError as error:
+                bad.append(str(error))
+    if bad:
+        say_once(f"{name}: {len(bad):,} of {len(data):,} questions of {on_hub} are left out, the first because of {bad[0]}")
+    return examples
+
+
+def _pairs(name: str, revision: str, split: SplitName) -> Examples:
+    if split != "train":
+        raise InputError(f"{name}: is there to be trained on alone, expected msmarco, nq or mldr_en to evaluate on")
+    data = _load(name, HUB_SETS[name].repository, None, "train", revision)
+    _check_columns(name, data, ("query", "positive"))
+    return [
+        Pair(f"train-{number}", QUERY + row["query"], DOCUMENT + row["positive"])
+        for number, row in enumerate(data.select_columns(["query", "positive"]))
+    ]
+
+
+def _searched(name: str, split: SplitName) -> Examples:
+    """Queries of a split against the labelled documents of both splits."""
+    if split == "train":
+        return load(TRAINING_PAIRS).split("train")
+    judged, queries = _mldr(name) if name == "mldr_en" else _beir(name)
+    wanted = {document for grades in judged.values() for found in grades.values() for document in found}
+    key = "docid" if name == "mldr_en" else "_id"
+    title = "title" if name == "nq" else None
+    corpus = _texts(name, "corpus", key, wanted, title)
+    if missing := sorted(wanted - corpus.keys()):
+        raise InputError(f"{name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
+    return retrieval(judged[split], queries, corpus)
+
+
+def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
+    judged: dict[SplitName, Judgements] = {}
+    for split in ("test",) if name == "nq" else ("validation", "test"):
+        data = _load(name, f"{HUB_SETS[name].repository}-qrels", None, split, "")
+        _check_columns(name, data, ("query-id", "corpus-id", "score"))
+        judged[split] = {}
+        for row in data:
+            judged[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
+    if name == "nq":
+        everything, chosen = judged["test"], validation_half(list(judged["test"]))
+        judged = {
+            "validation": {query: found for query, found in everything.items() if query in chosen},
+            "test": {query: found for query, found in everything.items() if query not in chosen},
+        }
+    wanted = {query for grades in judged.values() for query in grades}
+    queries = _texts(name, "queries", "_id", wanted, None)
+    if missing := sorted(wanted - queries.keys()):
+        raise InputError(f"{name}: query {missing[0]!r} is judged but not among the queries ({len(missing):,} such)")
+    return judged, queries
+
+
+def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
+    judged: dict[SplitName, Judgements] = {"validation": {}, "test": {}}
+    queries: dict[str, str] = {}
+    for split, found in judged.items():
+        data = _load(name, HUB_SETS[name].repository, "default", "dev" if split == "validation" else "test", "")
+        _check_columns(name, data, ("query_id", "query", "positive_passages"))
+        for row in data:
+            passages = row["positive_passages"]
+            documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
+            query = str(row["query_id"])
+            queries[query] = row["query"]
+            found.setdefault(query, {}).update({str(document): 1 for document in documents})
+    return judged, queries
+
+
+def _texts(name: str, part: str, key: str, wanted: set[str], title: str | None) -> dict[str, str]:
+    """The texts of the wanted rows alone: MS MARCO has 8.8 million passages, of which some thousands are judged."""
+    data = _load(name, HUB_SETS[name].repository, part, part, "")
+    _check_columns(name, data, (key, "text", *([title] if title else [])))
+    data = data.select([number for number, found in enumerate(data[key]) if str(found) in wanted])
+    return {str(row[key]): titled(row[title], row["text"]) if title else row["text"] for row in data}
+
+
+def _tag_names(data: Any, column: str) -> list[str] | None:
+    """What the Hub calls its tags, where they are integers with names."""
+    inner = getattr(data.features[column], "feature", None)
+    return list(inner.names) if hasattr(inner, "names") else None
+
+
+def _check_columns(name: str, data: Any, columns) -> None:
+    for column in columns:
+        if column not in data.column_names:
+            raise InputError(f"{name}: no column `{column}` on the Hub; found {listed(data.column_names)}")
+
+
+def _load(name: str, repository: str, config: str | None, split: str, revision: str) -> Any:
+    """One split of one repository, from the Hub or the cache of `datasets`."""
+    import datasets
+
+    asked = functools.partial(datasets.load_dataset, repository, config, split=split)
+    try:
+        try:
+            return asked(revision=revision or None)
+        except RuntimeError as error:
+            if "scripts are no longer supported" not in str(error) or revision:
+                raise
+            return asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
+    except Exception as error:  # no network, no such revision, a damaged cache: as many types as reasons
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+        if datasets.config.HF_HUB_OFFLINE:
+            reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+        which = ", ".join(part for part in (config, split, revision) if part)
+        raise InputError(
+            f"{name}: {repository} ({which}) of the Hugging Face Hub cannot be read: {reason}; "
+            f"expected a network once, or local files: {name}=FOLDER"
+        ) from None

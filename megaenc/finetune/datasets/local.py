@@ -1,0 +1,196 @@
+"""Labelled data from local files: a folder with a file for each split, one in BEIR's layout, or a file alone."""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import beir, formats, rows
+from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, validation_share
+from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
+
+PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
+_SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """How data sets are read that are local files; those of the study have their own ways."""
+
+    task: Literal["", "SC", "TC", "QA", "IR"] = ""
+    """kind of task of local data, where the files do not tell: classification of texts, of words, answering, retrieval"""
+    pair_template: str = PAIR_TEMPLATE
+    """how the two texts of a pair become one, in local data of another name than the study's"""
+    whole_corpus: bool = False
+    """search all documents of local retrieval data; unless given those that validation and test judge, as in the study"""
+    train_on: str = ""
+    """data set whose pairs models are trained on before retrieval; unless given its own, and msmarco_pairs for the study's"""
+    demo_folder: str = "demo/finetune"
+    """where the demo sets are; they are made there when missing"""
+
+    def check(self) -> None:
+        """InputError for a template that no pair can be put into."""
+        fields = set(re.findall(r"\{([^{}]*)\}", self.pair_template))
+        if fields != {"text", "text_pair"}:
+            raise InputError(
+                f"--pair-template {self.pair_template!r}: found {', '.join(sorted(fields)) or 'no field'}, "
+                "expected {text} and {text_pair} in it"
+            )
+
+
+def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset:
+    """The data set at `path`, a folder or a file, under the name `name`. Raises InputError for what holds none."""
+    if path.is_dir() and beir.is_beir(path):
+        if flags.task not in ("", "IR"):
+            raise InputError(f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, which are read as IR alone")
+        return beir.load(name, path, flags.whole_corpus)
+    if flags.task == "IR":
+        raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
+    files = _Files(path, flags.task, pair_template)
+    content = {key: file_digest(file) for key, file in sorted(files.files.items())}
+    labels = files.labels.labels if files.labels else ()
+    rules = [files.family, labels, files.template]
+    fingerprint = digest({"files": content, "rules": rules})
+    return Dataset(name, files.family, labels, name, fingerprint, fingerprint, functools.partial(files.split, name))
+
+
+class _Files:
+    """The files of the splits, and what is common to them."""
+
+    def __init__(self, path: Path, task: str, pair_template: str) -> None:
+        self.path = path
+        self.files = _find(path)
+        first = self.files.get("train") or next(iter(self.files.values()))
+        place, row = next(formats.rows_of(first), (f"{first}", {}))
+        if not row:
+            raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
+        self.family = Family(task) if task else formats.family_of(first, row)
+        self._meta = _meta(path)
+        # Fails for a set of another kind before anything is read.
+        if self.family is Family.SC and isinstance(row.get("label"), float):
+            rows.collected([(row["label"], place)], tags=False)
+        self.template = pair_template if self.family is Family.SC and "text_pair" in row else ""
+        self.labels = self._labels()
+
+    def split(self, name: str, split: SplitName) -> Examples:
+        """The examples of a split; what has no file is made from the others by the study's rules."""
+        files = self.files
+        if split in files and ("train" not in files or len(files) == 3):
+            return self._read(files[split])
+        if "train" not in files or len(files) == 1:
+            raise InputError(f"{self.path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
+        other = "test" if "test" in files else "validation"
+        role = "" if other == "test" else f", and {files[other].name} is the test split"
+        missing = "validation" if other == "test" else "test"
+        say_once(f"{name}: no {missing} file: 5 % of train validate (seed 42){role}")
+        if split == "test":
+            return self._read(files[other])
+        examples = self._read(files["train"])
+        train, validation = validation_share(len(examples))
+        return [examples[at] for at in (train if split == "train" else validation)]
+
+    def _read(self, path: Path) -> Examples:
+        examples = rows.unique((place, self._example(place, row, f"{number}")) for number, (place, row) in self._rows(path))
+        if self.family is Family.TC:
+            _look_at_spans(path, examples, self.labels.labels)
+        return examples
+
+    def _rows(self, path: Path) -> Iterator[tuple[int, formats.Row]]:
+        """The rows of a file; sentences without a word are left out."""
+        left_out = 0
+        for number, (place, row) in enumerate(formats.rows_of(path)):
+            if self.family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
+                left_out += 1
+                continue
+            yield number, (place, row)
+        if left_out:
+            say_once(f"{path}: {left_out:,} sentences without a word are left out")
+
+    def _example(self, place: str, row: dict, name: str):
+        if self.family is Family.SC:
+            return rows.labelled(row, place, name, self.labels, self.template)
+        if self.family is Family.TC:
+            return rows.tagged(row, place, name, self.labels)
+        return rows.question(row, place, name)
+
+    def _labels(self) -> rows.LabelSet | None:
+        """The labels that meta.json lists, else those of the rows of train."""
+        if self.family is Family.QA:
+            return None
+        key = "labels" if self.family is Family.SC else "tags"
+        listed = self._meta.get(key, self._meta.get("labels"))
+        if listed is not None:
+            names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
+            if not names or len(set(listed)) != len(listed):
+                raise InputError(f"{self.path / 'meta.json'}: key `{key}`: expected a list of names that differ")
+            return rows.LabelSet(tuple(listed), counted=True)
+        path = self.files.get("train") or next(iter(self.files.values()))
+        if self.family is Family.SC:
+            values = ((rows.value_of(row, "label", place), place) for _, (place, row) in self._rows(path))
+            return rows.collected(values, tags=False)
+        tags = (
+            (rows.checked_tag(tag, f"{place}: tag {at}"), place)
+            for _, (place, row) in self._rows(path)
+            for at, tag in enumerate(rows.value_of(row, "tags", place), 1)
+        )
+        return rows.collected(tags, tags=True)
+
+
+def _find(path: Path) -> dict[SplitName, Path]:
+    """The file of each split. In a folder a file is known by its name, or by a part of it: `train`, `en_ewt-ud-train`."""
+    if path.is_file():
+        if formats.stem(path) is None:
+            raise InputError(f"{path}: found a file that is not read, expected {', '.join(formats.SUFFIXES)}")
+        return {"test": path}
+    try:
+        named = {file: stem for file in sorted(path.iterdir()) if file.is_file() and (stem := formats.stem(file)) is not None}
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    named = {file: stem for file, stem in named.items() if not file.name.startswith((".", "meta.json"))}
+    files: dict[SplitName, Path] = {}
+    for split, words in _SPLIT_WORDS.items():
+        found = [file for file, stem in named.items() if stem in words]
+        found = found or [file for file, stem in named.items() if set(words).intersection(re.split(r"[-_.\s]", stem))]
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found)
+            raise InputError(f"{path}: found {names} for the {split} split, expected one file; move the others elsewhere")
+        if found:
+            files[split] = found[0]
+    if not files:
+        held = rows.shown([file.name for file in named]) or "no file that is read"
+        raise InputError(
+            f"{path}: found {held}, expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
+        )
+    if len(set(files.values())) < len(files):
+        raise InputError(f"{path}: one file is named after two splits: {rows.shown([file.name for file in files.values()])}")
+    return files
+
+
+def _meta(path: Path) -> dict:
+    """What meta.json beside the files tells."""
+    file = path / "meta.json"
+    if not file.is_file():
+        return {}
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read as JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise InputError(f"{file}: found a {type(read).__name__}, expected an object with labels or tags")
+    return read
+
+
+def _look_at_spans(path: Path, examples: list[TaggedWords], tags: tuple[str, ...]) -> None:
+    """Say how many I- begin a span themselves, as in IOB1: seqeval and conlleval read them as beginnings."""
+    loose = 0
+    for example in examples:
+        before = "O"
+        for tag in (tags[index] for index in example.tags):
+            loose += tag.startswith("I-") and before[1:] != tag[1:]
+            before = tag
+    if loose:
+        say_once(f"{path}: {loose:,} tags I- without a B- or I- of their type before them; metrics read them as beginnings")

@@ -1,0 +1,82 @@
+"""Data sets by name: the study's twelve, the demo sets, and whatever a path leads to."""
+
+import difflib
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import demo, formats, hub, local
+from megaenc.finetune.datasets.base import Dataset
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.examples import Examples, Family, SplitName
+
+DATASETS = (*(name for name in hub.HUB_SETS if name != hub.TRAINING_PAIRS), *demo.NAMES)
+"""What can be fine-tuned for by name alone."""
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+
+
+def find(name_or_path: str, **options: Any) -> Dataset:
+    """The data set that a command line calls `name_or_path`; `options` are fields of DataFlags.
+
+    It is a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, whose
+    folder's name is the set's, or `NAME=PATH`. A name of the study before a path has the study's text for pairs. Raises
+    InputError for anything else, with the nearest name.
+    """
+    flags = DataFlags(**options)
+    flags.check()
+    found = _find(name_or_path, flags)
+    if not flags.train_on:
+        return found
+    training = find(flags.train_on, **(options | {"train_on": ""}))
+    for dataset in (found, training):
+        if dataset.family is not Family.IR:
+            raise InputError(f"--train-on {flags.train_on}: {dataset.name} is {dataset.family}, expected retrieval data (IR)")
+    read = functools.partial(_trained_elsewhere, found, training)
+    return replace(found, train_on=training.train_on, train_fingerprint=training.train_fingerprint, load=read)
+
+
+def _trained_elsewhere(evaluated: Dataset, training: Dataset, split: SplitName) -> Examples:
+    return (training if split == "train" else evaluated).load(split)
+
+
+def _find(name_or_path: str, flags: DataFlags) -> Dataset:
+    name, path = _name_and_path(name_or_path)
+    if path is not None:
+        known = hub.HUB_SETS.get(name)
+        is_pair = known is not None and "text_pair" in known.fields
+        return local.load(name, path, flags, known.template if is_pair else flags.pair_template)
+    if name in demo.NAMES:
+        return local.load(name, demo.ensure_demo_sets(flags.demo_folder) / name, replace(flags, task=""), local.PAIR_TEMPLATE)
+    base, _, revision = name.partition("@")
+    return hub.load(base, revision)
+
+
+def _name_and_path(given: str) -> tuple[str, Path | None]:
+    """The data set's name, and where it is unless it is a known name."""
+    known = [*DATASETS, hub.TRAINING_PAIRS]
+    if given in known or given.partition("@")[0] in hub.HUB_SETS:
+        return given, None
+    name, equals, place = given.partition("=")
+    if not equals or "/" in name:
+        name, place = "", given
+    path = Path(place)
+    try:
+        exists = path.exists()
+    except OSError:  # a name that is too long
+        exists = False
+    if not exists:
+        if name or "/" in place:
+            raise InputError(f"data set {given}: found no file or folder {place}, expected one with labelled data")
+        near = difflib.get_close_matches(given.lower(), known, n=1)
+        raise InputError(
+            f"unknown data set `{given}`, expected one of {', '.join(DATASETS)}, a path or NAME=PATH"
+            + (f"; did you mean `{near[0]}`?" if near else "")
+        )
+    if not name:
+        name = (formats.stem(path) if path.is_file() else None) or path.resolve().name
+    if not _NAME.fullmatch(name):
+        raise InputError(f"data set {given}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)")
+    return name, path

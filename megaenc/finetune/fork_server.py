@@ -1,0 +1,16 @@
+"""Imported by the fork server alone, before anything else: from here on it ends with the grid that started it.
+
+The server has torch and transformers imported and no thread started; each run is a fork of it and begins in milliseconds.
+"""
+
+import os
+import signal
+
+from megaenc.console import quiet
+from megaenc.processes import die_with_parent
+
+PROCESS = os.getpid()
+
+die_with_parent(os.getppid())
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the grid decides. Forks keep this.
+quiet()

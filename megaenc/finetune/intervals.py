@@ -1,0 +1,151 @@
+"""What is made of the scores of a grid: mean and interval over the seeds, the learning rate chosen on validation, averages.
+
+The rules are the study's. A cell is a model on one data set, with all its rates and seeds.
+"""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megaenc.finetune.examples import Family
+from megaenc.finetune.results import Result
+
+Kind = Literal["normal", "t"]
+
+STUDY = {
+    Family.SC: ("sst2", "qqp", "mnli_m"),
+    Family.TC: ("conll2003_en", "ontonotes", "uner_en"),
+    Family.QA: ("squad", "squad_v2", "record"),
+    Family.IR: ("msmarco", "nq", "mldr_en"),
+}
+"""The data sets of each family that the study averages over; what was published holds others too."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its 95 % interval; nan for a single score."""
+
+    mean: float
+    half: float
+    scores: int
+
+
+def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
+    """Mean of at least one score with q * sd(ddof=1) / sqrt(n).
+
+    q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
+    """
+    mean, count = math.fsum(scores) / len(scores), len(scores)
+    if count == 1:
+        return Interval(mean, math.nan, 1)
+    if kind == "normal":
+        quantile = 1.96
+    else:
+        from scipy.stats import t
+
+        quantile = float(t.ppf(0.975, count - 1))
+    return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All runs of a model on a data set."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    runs: tuple[Result, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Every seed that some run of the cell had."""
+        return tuple(sorted({run.seed for run in self.runs}))
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Every rate that some run of the cell had."""
+        return tuple(sorted({run.learning_rate for run in self.runs}))
+
+    def at(self, rate: float) -> list[Result]:
+        """The finished runs of a rate, by seed."""
+        found = [run for run in self.runs if run.learning_rate == rate and run.test is not None]
+        return sorted(found, key=lambda run: run.seed)
+
+    @property
+    def complete(self) -> tuple[float, ...]:
+        """The rates with a finished run of every seed: only these can be chosen."""
+        return tuple(rate for rate in self.rates if len(self.at(rate)) == len(self.seeds))
+
+    @property
+    def chosen(self) -> float | None:
+        """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
+        return max(
+            self.complete,
+            key=lambda rate: (interval([run.validation.score for run in self.at(rate)]).mean, -rate),
+            default=None,
+        )
+
+
+def cells(results: Iterable[Result]) -> list[Cell]:
+    """The results by model, data set and set trained on, in the order in which they come up."""
+    found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    for result in results:
+        found[(result.model, result.family, result.dataset, result.train_on)].append(result)
+    return [Cell(*key, tuple(runs)) for key, runs in found.items()]
+
+
+Read = Callable[[Result], float | None]
+"""Takes a number out of a run: the paper's score or a metric of test; None where the run has none such."""
+
+
+def scores(cell: Cell, read: Read) -> dict[int, float] | None:
+    """By seed, what `read` takes out of the runs of the chosen rate; None where no rate can be chosen or a number is missing."""
+    if (rate := cell.chosen) is None:
+        return None
+    found = {run.seed: read(run) for run in cell.at(rate)}
+    return None if None in found.values() else found
+
+
+def averaged(family: str, members: Sequence[Cell]) -> list[Cell]:
+    """The cells of a model that its average in `family` is formed over: the study's three where all are there, else all."""
+    of_study = [cell for name in STUDY.get(family, ()) for cell in members if cell.dataset == name]
+    return of_study if len(of_study) == 3 else list(members)
+
+
+def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:
+    """By seed, the mean over data sets, each at its own chosen rate; None where one has no score for some seed of another."""
+    by_set = [scores(cell, read) for cell in members]
+    if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
+        return None
+    return {seed: math.fsum(found[seed] for found in by_set) / len(by_set) for seed in by_set[0]}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What the learning rate changes in a cell: the mean score at each complete rate."""
+
+    means: dict[float, float]
+
+    @property
+    def spread(self) -> float:
+        """Best mean less worst."""
+        return max(self.means.values()) - min(self.means.values())
+
+    def near_best(self, within: float = 0.01) -> int:
+        """How many rates have a mean that is at most one point (of a hundred) below the best."""
+        best = max(self.means.values())
+        return sum(best - mean <= within + 1e-12 for mean in self.means.values())
+
+
+def sensitivity(cell: Cell, read: Read) -> Sensitivity | None:
+    """The means of what `read` takes out of the runs at each complete rate; None where there is none."""
+    means = {}
+    for rate in cell.complete:
+        found = [read(run) for run in cell.at(rate)]
+        if None not in found:
+            means[rate] = interval(found).mean
+    return Sensitivity(means) if means else None

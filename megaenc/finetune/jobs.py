@@ -1,0 +1,145 @@
+"""A fine-tuning run as it is asked for, and how far it says to be."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.examples import Family
+from megaenc.finetune.options import Protocol
+
+Stage = Literal["loading", "training", "validation", "test"]
+"""What a run is at, in this order; retrieval goes through the last two once for each set that it is evaluated on."""
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "merges.txt")
+_TOKENIZER_EXTRA = ("special_tokens_map.json", "added_tokens.json")
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something by the name that results know it under, and where it is: a folder, or what `datasets.find` takes."""
+
+    name: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """SHA-256 in hex of what a run reads."""
+
+    model: str
+    tokenizer: str
+    train_on: str
+    datasets: Mapping[str, str] = field(hash=False)
+    """By name, of each data set that is evaluated on."""
+    model_stamp: str
+    """Changes when a file of the model does; not recorded."""
+
+    def of(self, dataset: str) -> dict[str, str]:
+        """What the results of one data set record."""
+        return {
+            "model": self.model,
+            "tokenizer": self.tokenizer,
+            "train_on": self.train_on,
+            "dataset": self.datasets[dataset],
+        }
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training, and the data sets that its model is evaluated on: several in retrieval, else the one it was trained on."""
+
+    model: Named
+    family: Family
+    train_on: str
+    evaluate_on: tuple[Named, ...]
+    learning_rate: float
+    seed: int
+    output: str
+    """Folder of all results."""
+    protocol: Protocol
+    data: DataFlags
+    fingerprints: Fingerprints
+
+    @property
+    def name(self) -> str:
+        """For the eye: `toy sst2 2e-05 sd0`."""
+        return f"{self.model.name} {self.train_on} {rate_name(self.learning_rate)} sd{self.seed}"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is in a stage; `total` is 0 where that is not known."""
+
+    stage: Stage
+    done: float = 0
+    total: float = 0
+    fields: Mapping[str, float | str] = field(default_factory=dict)
+    """Shown as they are: loss, data set."""
+
+
+def rate_name(rate: float) -> str:
+    """A learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
+    return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)
+
+
+def named_model(text: str) -> Named:
+    """`FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError for a folder that no model can be loaded from."""
+    name, equals, folder = text.partition("=")
+    if not equals or "/" in name:
+        name, folder = "", text
+    path = Path(folder)
+    if not path.is_dir():
+        raise InputError(f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it")
+    name = name or path.resolve().name
+    if name.startswith(".") or not name.isprintable():
+        raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(f"--model {folder}: holds no config.json, expected a Hugging Face model") from None
+    except ValueError as error:
+        raise InputError(f"{path / 'config.json'}: not JSON ({error}), expected a Hugging Face model's") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{path / 'config.json'}: found a {type(config).__name__}, expected an object")
+    if not _files(path, _WEIGHTS):
+        raise InputError(f"--model {folder}: holds no weights, expected one of {', '.join(_WEIGHTS)}")
+    if not _files(path, _TOKENIZER):
+        raise InputError(f"--model {folder}: holds no tokenizer, expected one of {', '.join(_TOKENIZER)}")
+    return Named(name, str(path.resolve()))
+
+
+def model_fingerprint(folder: str) -> str:
+    """SHA-256 of the configuration and the weights: a second or so for each gigabyte."""
+    return _digest(Path(folder), ("config.json", "*.py", *_WEIGHTS))
+
+
+def model_stamp(folder: str) -> str:
+    """Names, sizes and times of the files that make a model and its tokenizer: at once, where a fingerprint takes seconds."""
+    files = _files(Path(folder), ("config.json", "*.py", *_WEIGHTS, *_TOKENIZER, *_TOKENIZER_EXTRA))
+    return hashlib.sha256(str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode()).hexdigest()
+
+
+def tokenizer_fingerprint(folder: str) -> str:
+    """SHA-256 of the tokenizer's files."""
+    return _digest(Path(folder), (*_TOKENIZER, *_TOKENIZER_EXTRA))
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _digest(folder: Path, patterns: tuple[str, ...]) -> str:
+    whole = hashlib.sha256()
+    for path in _files(folder, patterns):
+        try:
+            with open(path, "rb") as stream:
+                whole.update(path.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+    return whole.hexdigest()

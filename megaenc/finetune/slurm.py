@@ -1,0 +1,106 @@
+"""The same grid on a cluster: an array of Slurm jobs through submitit, each task with a part of the runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaenc.console import say
+from megaenc.errors import InputError
+from megaenc.finetune.jobs import Job
+from megaenc.finetune.workers import Run
+
+if TYPE_CHECKING:
+    from megaenc.finetune.grid import Local
+
+
+@dataclass(frozen=True)
+class SlurmSettings:
+    """How the grid is given to a cluster."""
+
+    slurm: bool = False
+    """submit the runs as a Slurm array instead of doing them here"""
+    slurm_partition: str = ""
+    """partition; the cluster's own unless given"""
+    slurm_minutes: int = 240
+    """longest time of a task; one that runs into it is requeued and goes on, three times at most"""
+    slurm_gpus: int = 1
+    """GPUs of a task"""
+    slurm_cpus: int = 8
+    """cores of a task"""
+    slurm_parallel: int = 256
+    """tasks at a time at most"""
+    slurm_extra: tuple[str, ...] = ()
+    """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
+    slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
+    """submitit's executor; `local` does the tasks on this machine in the background, all at once: to try it without a cluster;
+    `debug` in this very process"""
+    jobs_per_task: int = 30
+    """runs of a task, one after another or as many at a time as --jobs and --jobs-per-gpu say"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a task does. It is pickled; `run` and this class go by their names."""
+
+    jobs: tuple[Job, ...]
+    run: Run
+    local: "Local"
+
+    def __call__(self) -> int:
+        """Do the runs as a grid on this machine; return how many have no result. Those that are finished by now are skipped."""
+        from megaenc.console import quiet
+        from megaenc.finetune.grid import execute
+
+        quiet()
+        return len(execute(self.jobs, self.run, self.local))
+
+    def checkpoint(self) -> Any:
+        """What submitit queues when the time of a task is over: the same again, which goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def submit(jobs: Sequence[Job], run: Run, settings: SlurmSettings, local: "Local", output: str) -> list[Any]:
+    """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
+    if not jobs:
+        say("nothing to submit")
+        return []
+    try:
+        import submitit
+    except ImportError:
+        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
+    size = settings.jobs_per_task
+    parts = [Part(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
+    logs = Path(output, ".slurm")
+    try:
+        executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
+        executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **_of_cluster(settings))
+        with executor.batch():
+            submitted = [executor.submit(part) for part in parts]
+        ids = [job.job_id for job in submitted]
+    except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
+        raise InputError(f"--slurm: could not be submitted: {error}") from None
+    shown = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
+    say(f"submitted {len(jobs):,} runs as {len(parts):,} tasks of up to {size}: {shown}; what they say: {logs}")
+    say(f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing")
+    return submitted
+
+
+def _of_cluster(settings: SlurmSettings) -> dict[str, Any]:
+    if settings.slurm_cluster != "slurm":
+        return {}
+    extra = {}
+    for text in settings.slurm_extra:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise InputError(f"--slurm-extra: found {text!r}, expected key=value")
+        extra[key] = value
+    return {
+        "cpus_per_task": settings.slurm_cpus,
+        "gpus_per_node": settings.slurm_gpus,
+        "slurm_array_parallelism": settings.slurm_parallel,
+        **({"slurm_partition": settings.slurm_partition} if settings.slurm_partition else {}),
+        **({"slurm_additional_parameters": extra} if extra else {}),
+    }

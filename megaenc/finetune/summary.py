@@ -1,0 +1,315 @@
+"""What a grid has shown: mean and interval of every model on every data set, averages, how much the learning rate matters."""
+
+import csv
+import io
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent, write_whole
+from megaenc.finetune.examples import Family
+from megaenc.finetune.intervals import (
+    Cell,
+    Kind,
+    Read,
+    average,
+    averaged,
+    cells,
+    interval,
+    scores,
+    sensitivity,
+)
+from megaenc.finetune.jobs import rate_name
+from megaenc.finetune.results import Result, scan
+
+PAPER = "paper's"
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class SummaryFlags:
+    """What `megaenc finetune summary` takes."""
+
+    results: Annotated[str, Positional, arg(metavar="RESULTS")]
+    """folder of results, the --output of a grid; what the study has published can be read too"""
+    metrics: Literal["paper", "standard", "both"] = "both"
+    """the paper's scores, those that are standard in the field, or both; learning rates are chosen by the paper's"""
+    interval: Kind = "normal"
+    """half width: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    output: str = ""
+    """also write all numbers to this file, as .json, .csv or .md"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of a table: a metric of a model on a data set, or on the average of a family, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    metric: str
+    learning_rate: float | None
+    """None in averages, where each data set has its own, and where none can be chosen."""
+    mean: float | None
+    """None where the grid has not got so far."""
+    half: float | None
+    """None for a single seed too."""
+    seeds: int
+    runs: str
+    """Finished of those that there are or should be, `30/30`."""
+    collapsed: str
+    """What the runs of the chosen rate have in common that makes their mean worthless, and how many do."""
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """How the paper's score of a model on a data set depends on the learning rate, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    chosen: float | None
+    means: dict[float, float]
+    spread: float
+    near_best: int
+    """How many rates are within one point of the best."""
+    incomplete: tuple[float, ...]
+    """Rates without a result of every seed; they cannot be chosen."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is printed."""
+
+    rows: list[Row]
+    rates: list[RateRow]
+    collapsed: list[Result]
+    failed: list[Result]
+
+
+def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> Summary:
+    """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
+    order = list(Family)
+    found = sorted(cells(results), key=lambda cell: (order.index(Family(cell.family)), cell.model, cell.dataset))
+    rows: list[Row] = []
+    for family in order:
+        by_model: dict[str, list[Cell]] = defaultdict(list)
+        for cell in found:
+            if cell.family == family:
+                by_model[cell.model].append(cell)
+        for members in by_model.values():
+            rows += [_row(cell, name, read, kind) for cell in members for name, read in _metrics([cell], metrics)]
+            if len(over := averaged(family, members)) > 1:
+                rows += [_average(over, name, read, kind) for name, read in _metrics(over, metrics)]
+    rates = [row for cell in found if (row := _rates(cell)) is not None]
+    collapsed = [result for result in results if result.test is not None and result.test.collapsed]
+    return Summary(rows, rates, collapsed, [result for result in results if result.failure is not None])
+
+
+def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
+    """What can be read out of every finished run of `members`, by name; in percent later."""
+    found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
+    if which != "paper":
+        finished = [run for cell in members for run in cell.runs if run.test is not None]
+        common = [
+            name for name in (finished[0].test.metrics if finished else ()) if all(name in run.test.metrics for run in finished)
+        ]
+        found += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
+    return found
+
+
+def _row(cell: Cell, name: str, read: Read, kind: Kind) -> Row:
+    by_seed, rate = scores(cell, read), cell.chosen
+    at_rate = cell.at(rate) if rate is not None else []
+    reasons = [run.test.collapsed for run in at_rate if run.test.collapsed]
+    collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}" if reasons else ""
+    runs = f"{sum(run.test is not None for run in cell.runs)}/{len(cell.rates) * len(cell.seeds)}"
+    return Row(cell.model, cell.family, cell.dataset, name, rate, *_percent(by_seed, kind), runs, collapsed)
+
+
+def _average(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
+    first = members[0]
+    made = _percent(average(members, read), kind)
+    return Row(first.model, first.family, f"average of {len(members)}", name, None, *made, "", "")
+
+
+def _percent(by_seed: dict[int, float] | None, kind: Kind) -> tuple[float | None, float | None, int]:
+    """Mean and half width in percent, None for what there is not, and the number of seeds."""
+    if by_seed is None:
+        return None, None, 0
+    made = interval(list(by_seed.values()), kind)
+    return 100 * made.mean, None if math.isnan(made.half) else 100 * made.half, made.scores
+
+
+def _rates(cell: Cell) -> RateRow | None:
+    incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
+    if (found := sensitivity(cell, lambda run: run.test.score)) is None:
+        return RateRow(cell.model, cell.family, cell.dataset, None, {}, math.nan, 0, incomplete) if incomplete else None
+    means = {rate: 100 * mean for rate, mean in found.means.items()}
+    return RateRow(
+        cell.model, cell.family, cell.dataset, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete
+    )  # fmt: skip
+
+
+def shown(mean: float | None, half: float | None) -> str:
+    """`91.65 (0.45)`, as the study prints it; a dash where there is none."""
+    if mean is None:
+        return "-"
+    return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
+
+
+def tables(summary: Summary) -> list[Any]:
+    """rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
+    made = []
+    for family in dict.fromkeys(row.family for row in summary.rows):
+        rows = [row for row in summary.rows if row.family == family]
+        table = _table(f"{family}, percent on test, 95 % interval over seeds", "model", "data set", "metric")
+        for name in ("mean (half)", "rate", "runs"):
+            table.add_column(name, justify="right", no_wrap=True)
+        before: tuple[str, str] = ("", "")
+        for row in rows:
+            first = (row.model, row.dataset) != before
+            mark = " !" if row.collapsed and row.metric == rows[0].metric else ""
+            rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
+            table.add_row(
+                row.model if row.model != before[0] else "",
+                row.dataset if first else "",
+                row.metric,
+                shown(row.mean, row.half) + mark,
+                rate if first else "",
+                row.runs if first else "",
+            )
+            before = (row.model, row.dataset)
+        made.append(table)
+    if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
+        made.append(_rate_table(summary))
+    return made
+
+
+def _rate_table(summary: Summary) -> Any:
+    every = sorted({rate for row in summary.rates for rate in (*row.means, *row.incomplete)})
+    table = _table("mean score by learning rate (* chosen on validation, x not every seed finished)", "model", "data set")
+    for rate in every:
+        table.add_column(rate_name(rate), justify="right", no_wrap=True)
+    for name in ("spread", "near"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for row in summary.rates:
+        star = {rate: "*" if rate == row.chosen else "" for rate in every}
+        means = {rate: f"{mean:.1f}{star[rate]}" for rate, mean in row.means.items()} | dict.fromkeys(row.incomplete, "x")
+        found = [means.get(rate, "") for rate in every]
+        ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
+        table.add_row(row.model if row.model != before else "", row.dataset, *found, *ends)
+        before = row.model
+    return table
+
+
+def _table(title: str, *names: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def notes(summary: Summary) -> list[str]:
+    """A line for each model and data set with collapsed or failed runs: which, and why."""
+    lines = []
+    for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed)):
+        groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+        for result in listed:
+            why = result.failure if result.failure is not None else result.test.collapsed
+            groups[(result.model, result.dataset, why if what == "collapsed" else "")].append(result)
+        for (model, dataset, _), runs in groups.items():
+            which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run in runs))
+            why = runs[0].failure if what == "failed" else runs[0].test.collapsed
+            lines.append(f"{what}: {model} {dataset}: {why}: {which}")
+    return lines
+
+
+def as_text(summary: Summary, suffix: str) -> str:
+    """All numbers as .json, .csv (the scores alone) or .md."""
+    if suffix == ".json":
+        of = {name: [_plain(row) for row in getattr(summary, name)] for name in ("rows", "rates")}
+        told = {name: [_where(result) for result in getattr(summary, name)] for name in ("collapsed", "failed")}
+        return json.dumps(of | told, indent=1) + "\n"
+    if suffix == ".csv":
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(Row.__dataclass_fields__)
+        writer.writerows(["" if value is None else value for value in vars(row).values()] for row in summary.rows)
+        return stream.getvalue()
+    lines = [
+        "| model | family | data set | metric | mean (half) | rate | runs | collapsed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in summary.rows:
+        rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
+        fields = (row.model, row.family, row.dataset, row.metric, shown(row.mean, row.half), rate, row.runs, row.collapsed)
+        lines.append("| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |")
+    lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
+    for row in summary.rates:
+        means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
+        lines.append(f"| {row.model} | {row.dataset} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
+    return "\n".join([*lines, "", *(f"- {line}" for line in notes(summary))]).rstrip() + "\n"
+
+
+def _plain(row: Row | RateRow) -> dict[str, Any]:
+    values = dict(vars(row))
+    if isinstance(row, RateRow):
+        values["means"] = {rate_name(rate): mean for rate, mean in row.means.items()}
+        values["spread"] = None if math.isnan(row.spread) else row.spread
+    return values
+
+
+def _where(result: Result) -> dict[str, Any]:
+    why = result.failure if result.failure is not None else result.test.collapsed
+    names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
+    return {name: getattr(result, name) for name in names} | {"why": why}
+
+
+@one_line_errors
+def summary_main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc finetune summary`."""
+    quiet()
+    settings = flags.parse(SummaryFlags, argv, prog="megaenc finetune summary", description=__doc__)
+    output = Path(settings.output)
+    if settings.output and output.suffix not in (".json", ".csv", ".md"):
+        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+    found = scan(settings.results)
+    summary = summarise(found, settings.metrics, settings.interval)
+    from rich.console import Console
+
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
+    for table in tables(summary):
+        console.print(table)
+    told = notes(summary)
+    for line in told:
+        say(line)
+    if told:
+        say("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
+    if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in found):
+        say("these files hold the paper's scores alone: --metrics paper shows them")
+    say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
+    if settings.output:
+        make_parent(output, "--output")
+        write_whole(output, as_text(summary, output.suffix))
+        say(f"written: {output}")
+
+
+def _needed(summary: Summary) -> int:
+    """Columns that the table of rates takes with names of 16 letters, which are folded where they are longer."""
+    rates = {rate for row in summary.rates for rate in (*row.means, *row.incomplete)}
+    return 30 + 6 * len(rates) + 12

@@ -1,0 +1,294 @@
+"""Fine-tuning runs in processes of their own: forks of a server, locked against each other, gone when the grid is gone."""
+
+import contextlib
+import dataclasses
+import fcntl
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Literal
+
+from megaenc.errors import InputError
+from megaenc.finetune import results
+from megaenc.finetune.jobs import Job, Progress, model_stamp, rate_name
+from megaenc.processes import die_with_parent
+
+Run = Callable[[Job, Callable[[Progress], None]], None]
+"""What does a job, say `megaenc.finetune.run.run`; a function of a module, as it is imported by its name."""
+
+LOG = "log.txt"
+_REPORT_EVERY = 0.25
+_LAST_LINES = 5
+# One thread each until a run asks torch for more: a pool of threads would not survive the fork. And devices are counted without
+# the driver, which would not survive it either.
+_SERVER = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a try at a job ended.
+
+    `finished`: results are there. `failed`: it has no result and never will. `refused`: wrong input. `busy`: another process is
+    at the same run. `crashed`: an exception, a signal, or silence.
+    """
+
+    kind: Literal["finished", "failed", "refused", "busy", "crashed"]
+    why: str = ""
+    log: str = ""
+    """The last lines of what a crashed run wrote on stderr."""
+
+
+def fork_server(run: Run) -> ForkServerContext:
+    """Where processes come from that have the module of `run` imported; started once in a process, and then kept."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megaenc.finetune.fork_server", __name__, run.__module__, "__main__"])
+    before = dict(os.environ)
+    os.environ.update(_SERVER)
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return context
+
+
+def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
+    """The environment of each place that a run can take, as many as run at a time.
+
+    With accelerators `jobs_per_gpu` on each, or `jobs` at most, the first on different ones. Without: `jobs`, or one for every
+    `threads` cores. For 0 `jobs` stands for as many as fit.
+    """
+    if devices := _devices(context):
+        variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+        places = [{variable: device} for _ in range(jobs_per_gpu) for device in devices]
+        return places[: jobs or None]
+    return [{} for _ in range(jobs or max(1, len(os.sched_getaffinity(0)) // threads))]
+
+
+def _devices(context: ForkServerContext) -> list[str]:
+    """The accelerators that this process may use, by the names that choose one."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return []
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_count_devices, args=(there,))
+    process.start()
+    there.close()
+    try:
+        count = here.recv()
+    except EOFError:
+        raise InputError(f"the accelerators could not be counted: torch ended with exit code {process.exitcode}") from None
+    process.join()
+    chosen = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = chosen.split(",") if chosen else [str(device) for device in range(count)]
+    return names[:count]
+
+
+def _count_devices(answer: Connection) -> None:
+    import torch
+
+    answer.send(torch.cuda.device_count())
+
+
+class Worker:
+    """A process that tries one job. `poll` it until there is an outcome."""
+
+    def __init__(self, context: ForkServerContext, run: Run, job: Job, environment: dict[str, str], *, again: bool) -> None:
+        """`again`: what was written as failed is tried again."""
+        self.job, self.progress = job, Progress("loading")
+        self.connection, there = context.Pipe(duplex=False)
+        self.process = context.Process(target=_work, args=(run, job, environment, again, there))
+        self.process.start()
+        there.close()
+        self.heard = time.monotonic()
+        self._said: Outcome | None = None
+        self._open = True
+
+    @property
+    def waits_for(self) -> list:
+        """What becomes ready when there is news."""
+        return [self.process.sentinel, *([self.connection] if self._open else [])]
+
+    def poll(self, patience: float) -> Outcome | None:
+        """The outcome if the process has ended. One that has not made itself heard for `patience` seconds is ended (0: never)."""
+        ended = not self.process.is_alive()  # asked first: what it said before is in the connection
+        self._listen()
+        if ended:
+            self.connection.close()
+            self.process.join()
+            return self._outcome()
+        if patience and time.monotonic() - self.heard > patience:
+            self.kill()
+            return Outcome("crashed", f"no progress for {patience / 60:.0f} minutes, so it was ended", _last_lines(self.job))
+        return None
+
+    def kill(self) -> None:
+        """End the process at once; what it has written whole stays."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def _listen(self) -> None:
+        try:
+            while self._open and self.connection.poll():
+                message = self.connection.recv()
+                self.heard = time.monotonic()
+                if isinstance(message, Progress):
+                    self.progress = message
+                else:
+                    self._said = message
+        except (EOFError, OSError):
+            self._open = False
+
+    def _outcome(self) -> Outcome:
+        code = self.process.exitcode
+        if code == 0 and self._said is not None:
+            return self._said
+        if code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+            how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+        else:
+            how = f"ended with exit code {code}" if code else "ended without a result"
+        return Outcome("crashed", how, _last_lines(self.job))
+
+
+def _last_lines(job: Job) -> str:
+    try:
+        text = log_path(job).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.strip().splitlines()[-_LAST_LINES:])
+
+
+def log_path(job: Job) -> Path:
+    """Where what a run writes on stdout and stderr goes; there is no file after a run that wrote nothing."""
+    return results.folder(job, job.evaluate_on[0].name) / LOG
+
+
+def remaining(job: Job, *, again: bool) -> tuple[Job | None, int, list[str]]:
+    """`job` with the data sets that it has still to be evaluated on, None for none; how many are finished; and which failed.
+
+    Failed ones are to be done only if they are tried `again`. Raises InputError for results of another protocol.
+    """
+    states = [(dataset, results.state(job, dataset.name)) for dataset in job.evaluate_on]
+    finished = sum(state == "finished" for _, state in states)
+    failed = [dataset.name for dataset, state in states if state == "failed" and not again]
+    missing = tuple(dataset for dataset, state in states if state == "missing" or (state == "failed" and again))
+    return dataclasses.replace(job, evaluate_on=missing) if missing else None, finished, failed
+
+
+def is_locked(job: Job) -> bool:
+    """Whether some process is at this run."""
+    with _lock(job) as got:
+        return not got
+
+
+@contextlib.contextmanager
+def _lock(job: Job) -> Iterator[bool]:
+    """Try to have a training to oneself, whatever it is to be evaluated on; it is let go when the process ends, however it ends.
+
+    On a file system without locks all get it: the work may then be done twice, with the same results, each written whole.
+    """
+    path = Path(
+        job.output, job.model.name, ".locks", f"{job.family}_{job.train_on}_lr{rate_name(job.learning_rate)}_sd{job.seed}"
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise InputError(f"--output {path.parent}: cannot be written to: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        try:
+            mine = os.stat(path).st_ino == os.fstat(descriptor).st_ino
+        except FileNotFoundError:  # the one before has just finished and removed it
+            mine = False
+        try:
+            yield mine
+        finally:
+            if mine:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _work(run: Run, job: Job, environment: dict[str, str], again: bool, connection: Connection) -> None:
+    from megaenc.finetune import fork_server
+
+    die_with_parent(fork_server.PROCESS)
+    os.environ.update(environment, RAYON_NUM_THREADS=str(job.protocol.threads))
+    with contextlib.suppress(BrokenPipeError):  # the grid is gone, and this process with it in a moment
+        try:
+            connection.send(_try(run, job, again, connection))
+        except InputError as error:
+            connection.send(Outcome("refused", " ".join(str(error).split())))
+
+
+def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
+    with _lock(job) as got:
+        if not got:
+            return Outcome("busy")
+        todo, _, failed = remaining(job, again=again)  # another grid may have been here since it was planned
+        if todo is None:
+            return Outcome("failed" if failed else "finished")
+        if model_stamp(job.model.where) != job.fingerprints.model_stamp:
+            raise InputError(f"{job.model.where}: has changed since the grid began; give the same command again")
+        results.sweep(todo)
+        log = log_path(todo)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        _write_to(log)
+        run(todo, _reporter(connection))
+        left, _, failed = remaining(todo, again=False)
+        if left is not None:
+            raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if log.stat().st_size == 0:
+            log.unlink()
+        return Outcome("failed" if failed else "finished")
+
+
+def _write_to(path: Path) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.close(descriptor)
+
+
+def _reporter(connection: Connection) -> Callable[[Progress], None]:
+    last: tuple[str, float] = ("", 0.0)
+
+    def report(progress: Progress) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if progress.stage != last[0] or now - last[1] >= _REPORT_EVERY:
+            last = (progress.stage, now)
+            connection.send(progress)
+
+    return report
+
+
+def wait_for_news(workers: Sequence[Worker], seconds: float) -> None:
+    """Return when one of `workers` has said something or ended, after `seconds` at the latest."""
+    if workers:
+        multiprocessing.connection.wait([source for worker in workers for source in worker.waits_for], timeout=seconds)
+    else:
+        time.sleep(seconds)

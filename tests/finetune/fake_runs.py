@@ -1,0 +1,97 @@
+"""Models, data sets and runs that take no time: what a grid does with them is what is tested.
+
+A run does what `behaviour.json` in its model's folder says for `lr2e-05_sd0`, else for `all`: nothing but write results; wait
+`seconds`; `crash`, `kill` itself, be `refused` or `hang` the first `times`; or write that the loss is `nan`.
+"""
+
+import json
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaenc.errors import InputError
+from megaenc.finetune import results
+from megaenc.finetune.datasets.base import Dataset
+from megaenc.finetune.examples import Family
+from megaenc.finetune.jobs import Job, Progress, rate_name
+
+FAMILIES = {"sc": Family.SC, "tc": Family.TC, "qa": Family.QA, "ir": Family.IR}
+
+
+@dataclass(frozen=True)
+class Scores:
+    score: float
+    scores_i: list
+    metrics: dict
+    metrics_i: dict
+    collapsed: str | None
+    baseline: dict
+
+
+def make_model(folder: Path, **behaviour) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "fake"}')
+    (folder / "model.safetensors").write_bytes(b"weights of " + folder.name.encode())
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "behaviour.json").write_text(json.dumps(behaviour))
+    return folder
+
+
+def find(text: str, **options) -> Dataset:
+    """`sc1`, `ir2`: the family by the first two letters; retrieval is trained on `pairs`."""
+    if text[:2] not in FAMILIES:
+        raise InputError(f"unknown data set `{text}`, expected sc1 or the like")
+    family = FAMILIES[text[:2]]
+    train_on, trained = ("pairs", "p" * 64) if family == Family.IR else (text, text * 8)
+    return Dataset(text, family, (), train_on, text * 8, trained, load=None)
+
+
+def scores(job: Job, dataset: str, split: str) -> Scores:
+    value = (hash_of(f"{job.model.name}{dataset}{split}{job.learning_rate}{job.seed}") % 1000) / 1000
+    return Scores(value, [value] * 3 + [1.0], {"accuracy": value}, {"accuracy": [value]}, None, {"majority class": 0.5})
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(text.encode()[-7:], "big") * 2654435761 % 2**31
+
+
+def calls(model: Path) -> list[str]:
+    """The runs that were begun with a model, in order."""
+    path = model / "calls"
+    return path.read_text().split() if path.exists() else []
+
+
+def run(job: Job, report) -> None:
+    model, name = Path(job.model.where), f"lr{rate_name(job.learning_rate)}_sd{job.seed}"
+    with open(model / "calls", "a") as stream:
+        stream.write(f"{job.train_on}_{name}\n")
+    behaviour = json.loads((model / "behaviour.json").read_text())
+    what = behaviour.get(name, behaviour.get("all", {}))
+    report(Progress("loading"))
+    for step in range(1, 11):
+        report(Progress("training", step, 10, {"loss": 1 / step}))
+        time.sleep(what.get("seconds", 0) / 10)
+    if calls(model).count(f"{job.train_on}_{name}") <= what.get("times", 1000):
+        do(what.get("do"), job)
+    if what.get("do") == "nan" and not (model / "cured").exists():
+        results.write_failure(job, "the loss is nan in step 3", step=3, protocol=job.protocol)
+        return
+    for dataset in job.evaluate_on:
+        report(Progress("test", 1, 1, {"data set": dataset.name}))
+        splits = {split: scores(job, dataset.name, split) for split in ("validation", "test")}
+        results.write(job, dataset.name, splits, steps=10, protocol=job.protocol, seconds={"training": 0.0})
+
+
+def do(what: str | None, job: Job) -> None:
+    if what == "crash":
+        raise ZeroDivisionError("this is what went wrong")
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "refused":
+        raise InputError(f"{job.train_on}: no column `text`")
+    if what == "hang":
+        time.sleep(600)
+    if what == "nothing":
+        os._exit(0)

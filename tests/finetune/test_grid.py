@@ -1,0 +1,272 @@
+"""A grid does every run once, whatever happens to it or to them."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import fake_runs
+import pytest
+from fake_runs import calls, find, make_model
+
+from megaenc import flags
+from megaenc.errors import InputError
+from megaenc.finetune import grid, results
+from megaenc.finetune.grid import GridSettings, run_grid
+
+PROGRAM = Path(__file__).parents[1] / "workers" / "grid_of_fakes.py"
+SMALL = ["--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
+
+
+def settings(model, output, *more) -> GridSettings:
+    argv = ["--model", str(model), "--output", str(output), *map(str, more)]
+    return flags.parse(GridSettings, argv, prog="grid", description="a grid")
+
+
+def go(model, output, *more, code=0) -> None:
+    if not code:
+        return run_grid(settings(model, output, *more), find, fake_runs.run)
+    with pytest.raises(SystemExit) as stop:
+        run_grid(settings(model, output, *more), find, fake_runs.run)
+    assert stop.value.code == code
+    return None
+
+
+def tree(output) -> dict[str, bytes]:
+    """Every file of results but those with times."""
+    files = [path for path in Path(output).rglob("*") if path.is_file() and path.name != results.TIMING]
+    return {str(path.relative_to(output)): path.read_bytes() for path in files}
+
+
+def test_every_rate_and_seed_is_done_and_then_skipped(tmp_path, capsys):
+    model = make_model(tmp_path / "toy")
+    go(model, tmp_path / "out", "--datasets", "sc1", "qa1", *SMALL)
+    assert sorted(tree(tmp_path / "out")) == sorted(
+        f"toy/{family}/{name}/lr{rate}_sd{seed}/results.json"
+        for family, name in (("SC", "sc1"), ("QA", "qa1"))
+        for rate in ("1e-05", "5e-04")
+        for seed in (0, 1)
+    )
+    before = tree(tmp_path / "out")
+    go(model, tmp_path / "out", "--datasets", "sc1", "qa1", *SMALL)
+    assert len(calls(model)) == 8 and tree(tmp_path / "out") == before
+    assert "8 finished, 0 to do" in capsys.readouterr().out
+
+
+def test_retrieval_trains_once_for_all_its_sets(tmp_path, capsys):
+    model = make_model(tmp_path / "toy")
+    go(model, tmp_path / "out", "--datasets", "ir1", "ir2", "ir3", "sc1", *SMALL)
+    assert "16 results from 8 trainings" in capsys.readouterr().out
+    assert sorted(set(calls(model))) == sorted(
+        f"{name}_lr{rate}_sd{seed}" for name in ("pairs", "sc1") for rate in ("1e-05", "5e-04") for seed in (0, 1)
+    )
+    assert (tmp_path / "out/toy/IR/ir2/pairs_lr5e-04_sd1/results.json").is_file()
+
+
+def test_the_studys_grid_is_counted_both_ways(tmp_path):
+    models = [make_model(tmp_path / f"toy{number}") for number in range(5)]
+    names = [f"{family}{number}" for family in ("sc", "tc", "qa", "ir") for number in range(3)]
+    planned = grid.plan(settings(models[0], tmp_path / "out", "--model", *models, "--datasets", *names), find)
+    assert (planned.results, len(planned.jobs)) == (5 * 12 * 30, 5 * 10 * 30)  # of 50 models: 18,000 and 15,000
+
+
+def test_a_new_retrieval_set_is_evaluated_alone(tmp_path):
+    model = make_model(tmp_path / "toy")
+    go(model, tmp_path / "out", "--datasets", "ir1", *SMALL)
+    before = tree(tmp_path / "out")
+    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL), find)
+    assert [[dataset.name for dataset in job.evaluate_on] for job in planned.todo] == [["ir2"]] * 4
+    go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL)
+    after = tree(tmp_path / "out")
+    assert len(after) == 8 and before.items() <= after.items()
+
+
+@pytest.mark.parametrize("what", ["crash", "kill", "nothing"])
+def test_a_crashed_run_is_tried_once_more(tmp_path, what, capsys):
+    model = make_model(tmp_path / "toy", **{"lr1e-05_sd0": {"do": what, "times": 1}})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--jobs", "1")
+    assert calls(model).count("sc1_lr1e-05_sd0") == 2 and len(calls(model)) == 5
+    assert calls(model)[-1] == "sc1_lr1e-05_sd0"  # after the others
+    assert "is tried once more" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").rglob("results.json"))) == 4
+
+
+def test_a_run_that_crashes_twice_is_reported_and_stops_no_other(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "crash"}})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, code=1)
+    said = capsys.readouterr().out
+    assert "without result: toy sc1 5e-04 sd1: crashed twice, ended with exit code 1" in said
+    assert "ZeroDivisionError: this is what went wrong" in said
+    log = tmp_path / "out/toy/SC/sc1/lr5e-04_sd1/log.txt"
+    assert str(log) in said and log.read_text().count("ZeroDivisionError: this is") == 2
+    assert len(list((tmp_path / "out").rglob("results.json"))) == 3 and calls(model).count("sc1_lr5e-04_sd1") == 2
+    make_model(model)  # cured
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    assert calls(model)[-1] == "sc1_lr5e-04_sd1" and len(calls(model)) == 6
+
+
+def test_a_run_that_says_nothing_for_too_long_is_ended(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang", "times": 1}})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--hang-minutes", "0.1")
+    assert calls(model).count("sc1_lr5e-04_sd1") == 2
+    assert "no progress for" in capsys.readouterr().out
+
+
+def test_wrong_input_of_a_run_is_said_once_and_not_tried_again(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", all={"do": "refused"})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, code=1)
+    assert len(calls(model)) == 4
+    assert "without result: toy sc1 1e-05 sd0 and 3 more: sc1: no column `text`" in capsys.readouterr().out
+
+
+def test_a_rate_that_makes_the_loss_nan_is_a_failed_run(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
+    go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL, code=1)
+    assert calls(model).count("pairs_lr5e-04_sd0") == 1
+    assert len(list((tmp_path / "out").rglob("failed.json"))) == 2  # one for each set
+    go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL, code=1)
+    assert len(calls(model)) == 4 and "--retry-failed" in capsys.readouterr().out
+    (model / "cured").touch()
+    go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL, "--retry-failed")
+    assert len(calls(model)) == 5
+    assert not list((tmp_path / "out").rglob("failed.json")) and len(list((tmp_path / "out").rglob("results.json"))) == 8
+
+
+@pytest.mark.parametrize("change", [["--batch-size", "16"], ["--add-bos"], ["--threads", "2"]])
+def test_another_protocol_does_not_go_on(tmp_path, change):
+    model = make_model(tmp_path / "toy")
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    with pytest.raises(InputError, match=rf"field `protocol.{change[0][2:].replace('-', '_')}`"):
+        go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, *change)
+
+
+def test_another_model_of_the_same_name_does_not_go_on(tmp_path):
+    model = make_model(tmp_path / "toy")
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    (model / "model.safetensors").write_bytes(b"others")
+    with pytest.raises(InputError, match=r"field `fingerprints.model`"):
+        go(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    go(f"other={model}", tmp_path / "out", "--datasets", "sc1", *SMALL)
+    assert (tmp_path / "out/other/SC/sc1/lr5e-04_sd0/results.json").is_file()
+
+
+def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
+    model = make_model(tmp_path / "toy")
+    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
+    (model / "model.safetensors").write_bytes(b"others")
+    failed = grid.execute(planned.todo[:1], fake_runs.run, grid.Local(jobs=1))
+    assert "has changed since the grid began" in failed[0][1] and not calls(model)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--model", "nowhere"], "--model nowhere: no such folder"),
+        (["--datasets", "scc", "xx"], "unknown data set `xx`"),
+        (["--datasets", "sc1", "sc1"], "--datasets: found sc1 twice"),
+        (["--learning-rates", "0"], "--learning-rates: found 0.0, expected more than 0"),
+        (["--learning-rates", "1e-5", "1e-5"], "--learning-rates: found 1e-05 twice"),
+        (["--seeds", "0"], "--seeds: found 0, expected at least 1"),
+        (["--jobs-per-gpu", "0"], "--jobs-per-gpu: found 0"),
+        (["--batch-size", "0"], "--batch-size: found 0"),
+    ],
+)
+def test_what_cannot_be_run_is_known_before_anything_begins(tmp_path, argv, message):
+    model = make_model(tmp_path / "toy")
+    with pytest.raises(InputError) as error:
+        grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *argv), find)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("missing", "message"), [("tokenizer.json", "no tokenizer"), ("model.safetensors", "no weights"),
+                                                  ("config.json", "no config.json")])  # fmt: skip
+def test_a_folder_that_is_no_model_is_refused(tmp_path, missing, message):
+    model = make_model(tmp_path / "toy")
+    (model / missing).unlink()
+    with pytest.raises(InputError, match=message):
+        grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1"), find)
+
+
+def start(model, output, *more) -> subprocess.Popen:
+    path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
+    command = [sys.executable, str(PROGRAM), str(model), str(output), *more]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **pipes)
+
+
+def of_session(session: int) -> list[str]:
+    """The processes that began in a session, but for those that have ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(stat.parent.name)
+    return found
+
+
+def until_gone(session: int) -> bool:
+    deadline = time.monotonic() + 20
+    while of_session(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not of_session(session)
+
+
+def test_a_killed_grid_goes_on_where_it_was(tmp_path):
+    """Killed six times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
+    flags = ["--datasets", "sc1", "ir1", "ir2", "--learning-rates", "1e-5", "5e-4", "--seeds", "5", "--jobs", "3"]
+    model = make_model(tmp_path / "toy", all={"seconds": 0.3})
+    random_moments = random.Random(6)
+    for _ in range(6):
+        grid_of_fakes = start(model, tmp_path / "killed", *flags)
+        time.sleep(random_moments.uniform(0.2, 2.5))
+        grid_of_fakes.kill()
+        grid_of_fakes.communicate()
+        assert until_gone(grid_of_fakes.pid)
+    begun = len(calls(model))
+    last = start(model, tmp_path / "killed", *flags)
+    said = last.communicate(timeout=120)[0]
+    assert last.returncode == 0, said
+    assert 20 < len(calls(model)) <= 20 + 3 * 6  # at most those that were under way were begun again
+    assert begun > 0
+    alone = start(model, tmp_path / "alone", *flags)
+    assert (alone.communicate(timeout=120)[0], alone.returncode)[1] == 0
+    whole = {name: content for name, content in tree(tmp_path / "killed").items() if "/.locks/" not in name}
+    assert whole == tree(tmp_path / "alone") and len(whole) == 30
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang"}})
+    grid_of_fakes = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "out").rglob("results.json"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(grid_of_fakes.pid, number) if number == signal.SIGINT else grid_of_fakes.send_signal(number)
+    said = grid_of_fakes.communicate(timeout=60)[0]
+    assert grid_of_fakes.returncode == code, said
+    assert "what is finished is kept" in said and "Traceback" not in said
+    assert until_gone(grid_of_fakes.pid)
+    assert len(list((tmp_path / "out").rglob("results.json"))) == 3
+
+
+def test_two_grids_at_once_share_the_work(tmp_path):
+    model = make_model(tmp_path / "toy", all={"seconds": 0.3})
+    both = [start(model, tmp_path / "out", "--datasets", "sc1", "ir1", "ir2", *SMALL) for _ in range(2)]
+    for one in both:
+        said = one.communicate(timeout=120)[0]
+        assert one.returncode == 0, said
+    assert sorted(calls(model)) == sorted(set(calls(model))) and len(calls(model)) == 8
+    assert len([name for name in tree(tmp_path / "out") if name.endswith("results.json")]) == 12
+
+
+def test_progress_goes_to_a_pipe_as_plain_lines(tmp_path):
+    model = make_model(tmp_path / "toy", all={"seconds": 0.2})
+    one = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    said = one.communicate(timeout=60)[0]
+    assert "\x1b" not in said and "grid  100 %  finished 4  running 0" in said

@@ -1,0 +1,114 @@
+"""The tables of a grid, from trees whose numbers are known."""
+
+import csv
+import json
+
+import fake_runs
+import pytest
+import trees
+from fake_runs import find, make_model
+
+from megaenc import flags
+from megaenc.finetune.grid import GridSettings, run_grid
+from megaenc.finetune.summary import summary_main
+
+PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two models; retrieval as printed, one rate collapsed on SQuAD v2, one run missing."""
+    root = tmp_path / "results"
+    worse = [score - 0.1 for score in PRINTED]
+    retrieval = {1e-5: worse, 5e-5: PRINTED, 5e-4: [*worse[:4], None]}
+    trees.cell(root, "610m-mlm40-42k", "IR/msmarco", retrieval, "msmarco_pairs_")
+    trees.cell(root, "610m-mlm40-42k", "IR/nq", {1e-5: PRINTED[::-1], 5e-5: worse}, "msmarco_pairs_")
+    trees.cell(root, "610m-clm-42k", "QA/squad_v2", {1e-5: [0.60, 0.62], 5e-4: [5945 / 11873, 0.55]})
+    return root
+
+
+def printed(capsys, *argv) -> str:
+    summary_main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    assert not captured.err and all(len(line) <= 80 for line in captured.out.splitlines() if "─" in line)
+    return captured.out
+
+
+def test_mean_and_interval_with_the_chosen_rate(study, capsys):
+    said = printed(capsys, study)
+    assert ["msmarco", "paper's", "91.65", "(0.45)", "5e-05", "14/15"] in [line.split()[-6:] for line in said.splitlines()]
+    assert "91.65 (0.64)" in printed(capsys, study, "--interval", "t")
+
+
+def test_the_average_is_of_the_seeds_averages(study, capsys):
+    """Each seed's average over the two, whose seeds run against each other: (91.02 + 92.33) / 2 = 91.675 for the first."""
+    seeds = [(one + other) / 2 for one, other in zip(PRINTED, PRINTED[::-1], strict=True)]
+    mean = sum(seeds) / 5
+    sd = (sum((seed - mean) ** 2 for seed in seeds) / 4) ** 0.5
+    assert f"average of 2  paper's  {100 * mean:.2f} ({100 * 1.96 * sd / 5**0.5:.2f})" in printed(capsys, study)
+
+
+def test_the_learning_rates_are_compared(study, capsys):
+    rows = [line.split() for line in printed(capsys, study).splitlines()]
+    # Spread 10 points; a rate without every seed is marked and counts for nothing.
+    assert ["610m-mlm40-42k", "msmarco", "81.7", "91.7*", "x", "10.0", "1"] in rows
+    assert ["610m-clm-42k", "squad_v2", "61.0*", "52.5", "8.5", "1"] in rows
+
+
+def test_collapsed_runs_are_listed(study, capsys):
+    assert "collapsed: 610m-clm-42k squad_v2: never answers: 5e-04 sd0" in printed(capsys, study)
+
+
+def test_a_chosen_rate_with_a_collapsed_run_is_marked(tmp_path, capsys):
+    trees.cell(tmp_path / "results", "toy", "QA/squad_v2", {1e-5: [5945 / 11873, 0.9]})
+    said = printed(capsys, tmp_path / "results", "--output", tmp_path / "out.json")
+    assert "70.04 (39.07) !" in said and "! marks" in said
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["collapsed"] == "1 of 2: never answers"
+
+
+def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
+    rows = [line.split() for line in printed(capsys, tmp_path).splitlines()]
+    assert ["toy", "sst2", "paper's", "-", "2/4"] in rows and ["toy", "sst2", "x", "x"] in rows
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """What a grid has written: two sets of retrieval, a rate with a NaN."""
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
+    argv = ["--model", str(model), "--output", str(tmp_path / "results"), "--datasets", "ir1", "ir2"]
+    settings = [*argv, "--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
+    with pytest.raises(SystemExit):
+        run_grid(flags.parse(GridSettings, settings, prog="grid", description="a grid"), find, fake_runs.run)
+    return tmp_path / "results"
+
+
+def test_standard_metrics_stand_beside_the_papers(grid, capsys):
+    for which, shown in (("both", ["paper's", "accuracy"]), ("paper", ["paper's"]), ("standard", ["accuracy"])):
+        said = printed(capsys, grid, "--metrics", which)
+        assert [name for name in ("paper's", "accuracy") if name in said.partition("mean score")[0]] == shown
+
+
+def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
+    said = printed(capsys, grid)
+    assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
+    assert {row[-2] for row in (line.split() for line in said.splitlines()) if "3/4" in row} == {"1e-05"}
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "md"])
+def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
+    output = tmp_path / "new" / f"summary.{ending}"
+    assert f"written: {output}" in printed(capsys, study, "--output", output)
+    text = output.read_text()
+    if ending == "md":
+        assert "| 610m-mlm40-42k | IR | msmarco | paper's | 91.65 (0.45) | 5e-05 | 14/15 |" in text
+        return
+    rows = json.loads(text)["rows"] if ending == "json" else list(csv.DictReader(text.splitlines()))
+    [row] = [row for row in rows if row["dataset"] == "msmarco"]
+    assert float(row["mean"]) == pytest.approx(100 * sum(PRINTED) / 5) and float(row["learning_rate"]) == 5e-5
+    assert round(float(row["half"]), 2) == 0.45 and int(row["seeds"]) == 5
+
+
+def test_wrong_input_is_one_line(study, tmp_path, refusal):
+    assert "expected .json, .csv or .md" in refusal(summary_main, [study, "--output", "summary.xls"])
+    assert "No such file" in refusal(summary_main, [tmp_path / "nowhere"])

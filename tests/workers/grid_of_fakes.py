@@ -1,0 +1,21 @@
+"""A grid of runs that take no time, as a program: `MODEL OUTPUT [flags of the grid]`."""
+
+import sys
+
+import fake_runs
+
+from megaenc import flags
+from megaenc.errors import one_line_errors
+from megaenc.finetune.grid import GridSettings, run_grid
+
+
+@one_line_errors
+def main() -> None:
+    model, output, *rest = sys.argv[1:]
+    argv = ["--model", model, "--output", output, *rest]
+    settings = flags.parse(GridSettings, argv, prog="grid", description="a grid")
+    run_grid(settings, fake_runs.find, fake_runs.run)
+
+
+if __name__ == "__main__":
+    main()
