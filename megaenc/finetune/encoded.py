@@ -92,12 +92,12 @@ class TextEncoder:
         if self.room < 1:
             raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {self._added} added tokens")
 
-    @property
+    @cached_property
     def _bos(self) -> int | None:
         known = self.tokenizer
         return known.cls_token_id if known.bos_token_id is None else known.bos_token_id
 
-    @property
+    @cached_property
     def _eos(self) -> int | None:
         known = self.tokenizer
         return known.sep_token_id if known.eos_token_id is None else known.eos_token_id
@@ -124,8 +124,12 @@ class TextEncoder:
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
         """int32[at most max_length]: a row of the tokens of a text."""
-        before, after = [self._bos] * self.add_bos, [self._eos] * self.add_eos
-        return np.concatenate([before, tokens[: self.room], after]).astype(np.int32)
+        return self.beside(tokens, self._bos, self._eos)
+
+    def beside(self, values: np.ndarray, at_bos: int | None, at_eos: int | None) -> np.ndarray:
+        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and those of BOS and EOS."""
+        before, after = [at_bos] * self.add_bos, [at_eos] * self.add_eos
+        return np.array([*before, *values[: self.room].tolist(), *after], dtype=np.int32)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""

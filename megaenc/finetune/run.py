@@ -63,7 +63,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         return False
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for dataset in datasets:
-        scores = {split: _evaluate(job, dataset, split, model, reader, protocol, report) for split in _EVALUATED}
+        evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
+        scores = {split: _evaluate(evaluated, dataset, split, model, reader, report) for split in _EVALUATED}
         seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
         results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
     return True
@@ -103,11 +104,8 @@ def _progress(step: int, steps: int, loss: float) -> Progress:
     return Progress("training", step, steps, {"loss": loss})
 
 
-def _evaluate(
-    job: Job, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", protocol: Protocol, report: Report
-) -> Scores:
+def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", report: Report) -> Scores:
     report(Progress(split, fields={"data set": dataset.name}))
-    task = TASKS[job.family].of(dataset, protocol)
     data, examples = reader.read(task, dataset, split)
     return task.evaluate(model, data, examples)
 

@@ -37,11 +37,11 @@ class Tagging(Task):
         for example, sentence, (tokens, offsets) in zip(examples, sentences, encoded, strict=True):
             ends = np.cumsum([len(word) + 1 for word in sentence]) - 1
             # A token of trailing white space alone is behind every word.
-            owners = np.searchsorted(ends, offsets[:, 0], side="right")[: encoder.room]
+            owners = np.searchsorted(ends, offsets[:, 0], side="right")
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.room
             rows.append(encoder.row(tokens))
-            words.append(np.pad(owners, (int(encoder.add_bos), int(encoder.add_eos)), constant_values=-1))
+            words.append(encoder.beside(owners, -1, -1))
             tags.append(np.where(words[-1] < 0, _NO_TAG, np.asarray(example.tags)[words[-1]]))
         return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 

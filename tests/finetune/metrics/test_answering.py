@@ -63,3 +63,10 @@ def test_the_best_span_is_the_surest_run():
     assert best_span(np.array([3.0, 1.0])) == (0, 2)
     assert best_span(np.array([-1.0, 0.0])) is None
     assert best_span(np.array([])) is None
+
+
+def test_the_example_of_the_documentation():
+    assert position_f1({12, 13}, {11, 12, 13}) == pytest.approx(0.8) and position_f1((), {7}) == 0
+    golds, predicted = ["Paris", "in Paris"], "the city Paris"
+    assert normalised(predicted) == "city paris"
+    assert exact_match(golds, predicted) == 0 and token_f1(golds, predicted) == pytest.approx(2 / 3)

@@ -103,3 +103,12 @@ def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
     drawn = np.array(drawn)
     expected = list(expected_by_chance(300, (1,) * 7).values())
     assert np.abs(drawn.mean(axis=0) - expected).max() < 4 * (drawn.std(axis=0) / np.sqrt(len(drawn))).max()
+
+
+def test_the_example_of_the_documentation():
+    grades, all_grades = np.array([0, 3, 0, 1, 0, 0, 0, 0, 0, 0]), (3, 1, 2)
+    assert retrieved_ndcg(grades > 0, -np.arange(10.0)) == pytest.approx(0.651, abs=5e-4)
+    assert ndcg(grades, all_grades) == pytest.approx(0.488, abs=5e-4)
+    assert reciprocal_rank(grades) == 1 / 2 and recall(grades, 3) == 2 / 3
+    chance = expected_by_chance(1000, all_grades)
+    assert [round(value, 3) for value in chance.values()] == [0.014, 0.006, 0.009, 0.1]

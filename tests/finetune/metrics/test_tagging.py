@@ -76,3 +76,11 @@ def test_votes_against_a_loop():
             own = tags[words == word].tolist()
             expected.append(max(own, key=lambda tag: (own.count(tag), -own.index(tag))) if own else 9)
         assert majority_vote(words, tags, 12, 9).tolist() == expected
+
+
+def test_the_example_of_the_documentation():
+    gold = [["B-PER", "I-PER", "O", "O", "B-LOC", "O"], ["O", "O"]]
+    predicted = [["B-PER", "O", "O", "O", "B-LOC", "O"], ["O", "O"]]
+    numbers = [[np.array([TAGS.index(tag) for tag in row]) for row in side] for side in (gold, predicted)]
+    assert tag_f1(*numbers).mean() == pytest.approx(0.857, abs=5e-4)
+    assert span_f1(span_counts(gold, predicted)) == {"span_f1": 0.5, "span_precision": 0.5, "span_recall": 0.5}

@@ -117,3 +117,53 @@ def test_a_constant_prediction_is_a_collapse(task, encoder, oracle):
     scores = task.evaluate(oracle(task, told(data, nothing)), data, EXAMPLES)
     assert scores.collapsed == "constant prediction O" and scores.metrics["span_f1"] == 0
     assert scores.scores_i[1] == 1  # a sentence of O alone
+
+
+def other_tokenizer(kind):
+    """Kinds that say otherwise than byte-level BPE which characters a token is made of."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[UNK]", "[SEP]"]
+    texts = [" ".join(example.words) for example in EXAMPLES] * 5
+    if kind == "WordPiece in lower case":
+        backend, trainer = (
+            Tokenizer(models.WordPiece(unk_token="[UNK]")),
+            trainers.WordPieceTrainer(vocab_size=90, special_tokens=special),
+        )
+        backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    elif kind == "Unigram":
+        backend = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="[UNK]")
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        backend = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        )
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "byte-level with a first space")
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]")
+
+
+@pytest.mark.parametrize(
+    "kind", ["WordPiece in lower case", "Unigram", "byte-level without spaces in its offsets", "byte-level with a first space"]
+)
+def test_other_tokenizers(task, kind):
+    tokenizer = other_tokenizer(kind)
+    data = task.encode(EXAMPLES, TextEncoder(tokenizer, 200))
+    for row, example in enumerate(EXAMPLES):
+        tokens = data.texts([row])[0]
+        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+        assert words[-1] == -1 and tokens[-1] == tokenizer.sep_token_id
+        assert np.array_equal(np.unique(words[:-1]), np.arange(len(example.words)))
+        assert (np.diff(words[:-1]) >= 0).all()
+        for word in range(len(example.words)):
+            pieces = "".join(tokenizer.convert_ids_to_tokens(tokens[words == word].tolist()))
+            if kind == "Unigram" and "[UNK]" not in pieces:
+                assert pieces.replace("\u2581", "") == example.words[word]
+            if kind.startswith("WordPiece") and "[UNK]" not in pieces and example.words[word].isascii():
+                assert pieces.replace("##", "") == example.words[word].lower()
+            if kind.startswith("byte-level") and example.words[word].isascii():
+                assert pieces.replace("\u0120", "") == example.words[word]
