@@ -270,3 +270,24 @@ def test_progress_goes_to_a_pipe_as_plain_lines(tmp_path):
     one = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
     said = one.communicate(timeout=60)[0]
     assert "\x1b" not in said and "grid  100 %  finished 4  running 0" in said
+
+
+def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
+    """Bit by bit, from a server with torch imported and one thread, by two runs at once and by more after them."""
+    model, here = make_model(tmp_path / "toy"), Path(__file__).parent
+    program = f"""
+import torch_runs, fake_runs
+from megaenc.finetune.grid import run_grid
+from test_grid import settings
+for threads in ("1", "2"):
+    argv = ["--datasets", "sc" + threads, "--learning-rates", "1e-5", "2e-5", "--seeds", "2", "--threads", threads, "--jobs", "2"]
+    run_grid(settings({str(model)!r}, {str(tmp_path / "out")!r} + threads, *argv), fake_runs.find, torch_runs.run)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    environment.pop("OMP_NUM_THREADS", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
+    for seed, threads in ((0, "1"), (1, "2")):
+        command = [sys.executable, str(here / "torch_runs.py"), str(seed), threads]
+        alone = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+        for rate in ("1e-05", "2e-05"):
+            assert (model / f"sc{threads}_{seed}_{rate}").read_text() == f"{alone} 1"
