@@ -209,7 +209,7 @@ def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]
                         waiting.insert(0, job)
                     else:
                         failed.append((job, _told(job, outcome)))
-                        screen.say(f"{job.name}: {failed[-1][1]}")
+                        screen.say(f"{job.name}: {failed[-1][1].splitlines()[0]}")
                 if elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
                     looked = time.monotonic()
                     released = [job for job in elsewhere if not is_locked(job)]

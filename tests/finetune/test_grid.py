@@ -14,7 +14,7 @@ from fake_runs import calls, find, make_model
 
 from megaenc import flags
 from megaenc.errors import InputError
-from megaenc.finetune import grid, results
+from megaenc.finetune import grid, results, workers
 from megaenc.finetune.grid import GridSettings, run_grid
 
 PROGRAM = Path(__file__).parents[1] / "workers" / "grid_of_fakes.py"
@@ -188,6 +188,31 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, missing, message):
     (model / missing).unlink()
     with pytest.raises(InputError, match=message):
         grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1"), find)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "jobs", "expected"),
+    [
+        ({}, 0, ["CUDA 0", "CUDA 1", "CUDA 0", "CUDA 1"]),
+        ({}, 3, ["CUDA 0", "CUDA 1", "CUDA 0"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, 2, ["CUDA 3", "CUDA GPU-5f"]),
+        ({"HIP_VISIBLE_DEVICES": "4,6"}, 2, ["HIP 4", "HIP 6"]),
+    ],
+)
+def test_gpus_are_shared_the_first_runs_on_different_ones(monkeypatch, chosen, jobs, expected):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(workers, "_count", lambda context: 2)
+    found = [f"{name.split('_')[0]} {device}" for place in workers.slots(None, jobs, 2, 1) for name, device in place.items()]
+    assert found == expected
+
+
+def test_runs_are_as_many_as_cores_allow_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(workers, "_count", lambda context: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    assert [len(workers.slots(None, jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
 
 
 def start(model, output, *more) -> subprocess.Popen:
