@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_runs
@@ -236,24 +237,29 @@ def of_session(session: int) -> list[str]:
 
 
 def until_gone(session: int) -> bool:
-    deadline = time.monotonic() + 20
-    while of_session(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not of_session(session))
     return not of_session(session)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Return when `done` says so, after a minute in any case."""
+    deadline = time.monotonic() + 60
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def test_a_killed_grid_goes_on_where_it_was(tmp_path):
     """Killed six times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
     flags = ["--datasets", "sc1", "ir1", "ir2", "--learning-rates", "1e-5", "5e-4", "--seeds", "5", "--jobs", "3"]
     model = make_model(tmp_path / "toy", all={"seconds": 0.3})
-    random_moments = random.Random(6)
-    for _ in range(6):
-        grid_of_fakes = start(model, tmp_path / "killed", *flags)
-        time.sleep(random_moments.uniform(0.2, 2.5))
+    moments = random.Random(6)
+    for begun in (0, 1, 3, 3, 4, 2):
+        before, grid_of_fakes = len(calls(model)), start(model, tmp_path / "killed", *flags)
+        wait_until(lambda before=before, begun=begun: len(calls(model)) >= before + begun)
+        time.sleep(moments.uniform(0, 0.5))
         grid_of_fakes.kill()
         grid_of_fakes.communicate()
         assert until_gone(grid_of_fakes.pid)
-    begun = len(calls(model))
     last = start(model, tmp_path / "killed", *flags)
     said = last.communicate(timeout=120)[0]
     assert last.returncode == 0, said
@@ -261,7 +267,7 @@ def test_a_killed_grid_goes_on_where_it_was(tmp_path):
     assert begun > 0
     alone = start(model, tmp_path / "alone", *flags)
     assert (alone.communicate(timeout=120)[0], alone.returncode)[1] == 0
-    whole = {name: content for name, content in tree(tmp_path / "killed").items() if "/.locks/" not in name}
+    whole = tree(tmp_path / "killed")
     assert whole == tree(tmp_path / "alone") and len(whole) == 30
 
 
@@ -269,9 +275,7 @@ def test_a_killed_grid_goes_on_where_it_was(tmp_path):
 def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
     model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang"}})
     grid_of_fakes = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
-    deadline = time.monotonic() + 60
-    while len(list((tmp_path / "out").rglob("results.json"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list((tmp_path / "out").rglob("results.json"))) == 3)
     os.killpg(grid_of_fakes.pid, number) if number == signal.SIGINT else grid_of_fakes.send_signal(number)
     said = grid_of_fakes.communicate(timeout=60)[0]
     assert grid_of_fakes.returncode == code, said
