@@ -249,13 +249,13 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 
 def test_a_killed_grid_goes_on_where_it_was(tmp_path):
-    """Killed six times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
+    """Killed four times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
     flags = ["--datasets", "sc1", "ir1", "ir2", "--learning-rates", "1e-5", "5e-4", "--seeds", "5", "--jobs", "3"]
     model = make_model(tmp_path / "toy", all={"seconds": 0.3})
     moments = random.Random(6)
-    for begun in (0, 1, 3, 3, 4, 2):
+    for begun in (0, 1, 3, 2):
         before, grid_of_fakes = len(calls(model)), start(model, tmp_path / "killed", *flags)
-        wait_until(lambda before=before, begun=begun: len(calls(model)) >= before + begun)
+        wait_until(lambda at=before + begun: len(calls(model)) >= at)
         time.sleep(moments.uniform(0, 0.5))
         grid_of_fakes.kill()
         grid_of_fakes.communicate()
@@ -263,12 +263,15 @@ def test_a_killed_grid_goes_on_where_it_was(tmp_path):
     last = start(model, tmp_path / "killed", *flags)
     said = last.communicate(timeout=120)[0]
     assert last.returncode == 0, said
-    assert 20 < len(calls(model)) <= 20 + 3 * 6  # at most those that were under way were begun again
-    assert begun > 0
+    assert 20 < len(calls(model)) <= 20 + 3 * 4  # at most those that were under way were begun again
     alone = start(model, tmp_path / "alone", *flags)
     assert (alone.communicate(timeout=120)[0], alone.returncode)[1] == 0
-    whole = tree(tmp_path / "killed")
-    assert whole == tree(tmp_path / "alone") and len(whole) == 30
+    killed, whole = tree(tmp_path / "killed"), tree(tmp_path / "alone")
+    assert len(whole) == 30 and whole.items() <= killed.items()
+    left = [
+        Path(name) for name in set(killed) - set(whole)
+    ]  # of a kill between the last result and the end: empty, and no result
+    assert all(path.name == "log.txt" or path.parent.name == ".locks" for path in left)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
