@@ -86,14 +86,18 @@ def header_paragraphs(source: str) -> Iterator[str]:
 def paragraphs(text: str) -> Iterator[str]:
     """The paragraphs of a docstring, reST or Markdown text that read as English sentences, markup removed, each on one line."""
     for lines in _blocks(inspect.cleandoc(text.expandtabs(4))):
-        joined = " ".join(lines)
-        for pattern, replacement in _MARKUP:
-            joined = pattern.sub(replacement, joined)
-        joined = joined.strip()
+        joined = plain(" ".join(lines))
         if joined[-1:].isalpha():
             joined += "."  # short descriptions often go without
         if reads_as_english(joined):
             yield joined
+
+
+def plain(text: str) -> str:
+    """`text` on one line, without the markup of docstrings, reST and Markdown."""
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text.strip()
 
 
 def reads_as_english(text: str) -> bool:

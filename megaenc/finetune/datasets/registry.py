@@ -13,8 +13,6 @@ from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Examples, Family, SplitName
 
-__all__ = ["DATASETS", "DataFlags", "Dataset", "find"]
-
 DATASETS = (*(name for name in hub.HUB_SETS if name != hub.TRAINING_PAIRS), *demo.NAMES)
 """What can be fine-tuned for by name alone."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")

@@ -1,0 +1,206 @@
+"""Texts as the models read them: token ids laid end to end, cut to what the model reads, made once and kept on disk."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megaenc.data.encoding import well_formed
+from megaenc.data.tokenizer import encode_documents, vocabulary_of
+from megaenc.errors import InputError
+from megaenc.files import make_parent, whole_files
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+_FORMAT = 1  # of the files on disk, and of the rules below that say which tokens a text has
+_AT_ONCE = 1024  # texts whose offsets are held as Python objects
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokenised texts, row after row."""
+
+    tokens: np.ndarray
+    """int32[N]: all texts end to end."""
+    starts: np.ndarray
+    """int64[n + 1]: where each text starts, and N."""
+    truncated: int = 0
+    """Texts that were longer than the model reads and lost their ends."""
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+    """What else a task needs: arrays by row ([n, ...]) or by token ([N, ...])."""
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "Encoded":
+        """Lay `rows` (int[tokens] each) end to end."""
+        starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+        return cls(flat(rows, np.int32), starts, truncated, columns)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[n]: tokens of each text."""
+        return np.diff(self.starts)
+
+    def texts(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The tokens of these rows, int32[tokens] each."""
+        return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
+
+    def by_token(self, column: str, rows: np.ndarray) -> np.ndarray:
+        """A column that has an entry for each token, of these rows end to end."""
+        values = self.columns[column]
+        parts = [values[self.starts[row] : self.starts[row + 1]] for row in rows]
+        return np.concatenate(parts) if parts else values[:0]
+
+
+def flat(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
+    """`rows` one after the other, `shape` being that of an entry; an empty array where there is none."""
+    return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Turns texts into rows of tokens: plain text, in which a spelled special token stays text; BOS before it, EOS after it.
+
+    Texts are cut so that a row has at most `max_length` tokens and still ends with EOS. Tokenizers that know no BOS or EOS begin
+    and end texts with their CLS and SEP tokens. Raises InputError for a tokenizer that has neither, and for a `max_length` with
+    no room for text.
+    """
+
+    tokenizer: "PreTrainedTokenizerFast"
+    max_length: int
+    add_bos: bool = False
+    add_eos: bool = True
+
+    def __post_init__(self) -> None:
+        for name, added, token in [("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)]:
+            if added and token is None:
+                raise InputError(
+                    f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; "
+                    f"leave it out with --no-add-{name}"
+                )
+        if self.room < 1:
+            raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {self._added} added tokens")
+
+    @property
+    def _bos(self) -> int | None:
+        known = self.tokenizer
+        return known.cls_token_id if known.bos_token_id is None else known.bos_token_id
+
+    @property
+    def _eos(self) -> int | None:
+        known = self.tokenizer
+        return known.sep_token_id if known.eos_token_id is None else known.eos_token_id
+
+    @property
+    def _added(self) -> int:
+        return self.add_bos + self.add_eos
+
+    @property
+    def room(self) -> int:
+        """Tokens of the text itself in a row, at most."""
+        return self.max_length - self._added
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokenizer, as in megaenc.data.vocabulary.Vocabulary."""
+        return vocabulary_of(self.tokenizer).fingerprint
+
+    @property
+    def key(self) -> dict[str, str | int | bool]:
+        """What determines the rows of a text."""
+        rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
+        return {"format": _FORMAT, "tokenizer": self.fingerprint, **rule}
+
+    def row(self, tokens: np.ndarray) -> np.ndarray:
+        """int32[at most max_length]: a row of the tokens of a text."""
+        before, after = [self._bos] * self.add_bos, [self._eos] * self.add_eos
+        return np.concatenate([before, tokens[: self.room], after]).astype(np.int32)
+
+    def encode(self, texts: Sequence[str]) -> Encoded:
+        """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""
+        rows, truncated = [], 0
+        for start in range(0, len(texts), _AT_ONCE):
+            for tokens in encode_documents(self.tokenizer, texts[start : start + _AT_ONCE]):
+                if not len(tokens) and not self._added:
+                    raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
+                truncated += len(tokens) > self.room
+                rows.append(self.row(tokens))
+        return Encoded.of(rows, truncated)
+
+    def with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """For each text its tokens, int32[tokens], and the characters of each, int32[tokens, 2]: the first, one past the last.
+
+        Nothing is added and nothing is cut. Characters are those of the text as `well_formed` gives it.
+        """
+        for start in range(0, len(texts), _AT_ONCE):
+            some = [well_formed(text) for text in texts[start : start + _AT_ONCE]]
+            for found in self._backend.encode_batch(some, add_special_tokens=False):
+                yield np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int32).reshape(-1, 2)
+
+    @cached_property
+    def _backend(self) -> "Tokenizer":
+        from tokenizers import Tokenizer
+
+        backend = Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True  # a special token spelled in the text is text
+        return backend
+
+
+Parts = Encoded | dict[str, Encoded]
+
+
+def cached(folder: Path, key: dict, make: Callable[[], Parts]) -> Parts:
+    """What `make` returns, read from a file of `folder` if it was made before under the same `key` (of JSON values).
+
+    The file appears when it is whole; one that cannot be read is made again. Raises InputError where nothing can be written.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    path = folder / f"{name}.npz"
+    found = _read(path)
+    if found is not None:
+        return found
+    made = make()
+    make_parent(path, "the cache")
+    with whole_files(path) as [temporary], open(temporary, "wb") as stream:
+        np.savez(stream, **_arrays(made))
+    return made
+
+
+def _arrays(made: Parts) -> dict[str, np.ndarray]:
+    arrays = {}
+    for part, rows in (made if isinstance(made, dict) else {"": made}).items():
+        own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
+        arrays |= {f"{part}:{name}": array for name, array in own.items()}
+        arrays |= {f"{part}:columns:{name}": array for name, array in rows.columns.items()}
+    return arrays
+
+
+def _read(path: Path) -> Parts | None:
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: stored[name] for name in stored.files}
+        parts = {}
+        for part in dict.fromkeys(name.split(":")[0] for name in arrays):
+            columns = {
+                name.removeprefix(f"{part}:columns:"): array
+                for name, array in arrays.items()
+                if name.startswith(f"{part}:columns:")
+            }
+            own = [arrays[f"{part}:{name}"] for name in ("tokens", "starts", "truncated")]
+            parts[part] = Encoded(own[0], own[1], int(own[2]), columns)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+    return parts[""] if list(parts) == [""] else parts

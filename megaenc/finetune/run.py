@@ -1,0 +1,153 @@
+"""One fine-tuning run: a model, a data set, a rate and a seed become a result file."""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megaenc.backend.device import detect
+from megaenc.console import say
+from megaenc.data.tokenizer import load_tokenizer
+from megaenc.errors import InputError
+from megaenc.finetune import results
+from megaenc.finetune.backbone import load_backbone
+from megaenc.finetune.datasets import Dataset, find
+from megaenc.finetune.encoded import Parts, TextEncoder, cached
+from megaenc.finetune.examples import Examples, SplitName
+from megaenc.finetune.jobs import Job, Progress
+from megaenc.finetune.optimizer import Optimizer
+from megaenc.finetune.options import Protocol
+from megaenc.finetune.tasks import TASKS, Model, Scores, Task
+from megaenc.randomness import permutation
+
+Report = Callable[[Progress], None]
+CACHE = ".tokenised"
+"""Folder of tokenised data beside the results."""
+_EVALUATED: tuple[SplitName, ...] = ("validation", "test")
+_SHARE_OF_CONTEXT = 0.99  # the study's: 2,028 of 2,048 tokens
+_DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def run(job: Job, report: Report = lambda progress: None) -> bool:
+    """Train and evaluate `job`, and write its results; False where its rate makes the loss NaN, which is written too.
+
+    The bytes of a result depend on the job alone, not on what else runs. InputError for a model or data that cannot be used.
+    """
+    began = time.monotonic()
+    report(Progress("loading"))
+    _make_reproducible(job.protocol.threads)
+    backend = detect()
+    precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
+    backbone = load_backbone(job.model.where, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
+    max_length = _max_length(job.protocol.max_length, backbone.context)
+    protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
+    encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos)
+    reader = _Reader(Path(job.output, CACHE), encoder)
+    datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+    task = TASKS[job.family].of(datasets[0], protocol)
+    data, _ = reader.read(task, datasets[0], "train")
+    torch.manual_seed(job.seed)
+    model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))
+    steps = number_of_steps(protocol, task.count(data))
+    optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
+    seconds = {"loading": time.monotonic() - began}
+    order = batches(job.seed, task.count(data), protocol.batch_size, steps)
+    failure = _train(task, model, optimizer, data, order, lambda step, loss: report(_progress(step, steps, loss)))
+    if failure is not None:
+        results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
+        return False
+    seconds["training"] = time.monotonic() - began - sum(seconds.values())
+    for dataset in datasets:
+        scores = {split: _evaluate(job, dataset, split, model, reader, protocol, report) for split in _EVALUATED}
+        seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
+        results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
+    return True
+
+
+def number_of_steps(protocol: Protocol, examples: int) -> int:
+    """Updates of a run: `epochs` passes over `examples`, the last batch of each pass as small as it is, or `max_steps`."""
+    return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
+
+
+def batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
+    """int64[at most batch_size], the examples of each of `steps` updates: a new random order each pass, of the seed alone."""
+    each = math.ceil(examples / batch_size)
+    for step in range(steps):
+        epoch, at = divmod(step, each)
+        if not at:
+            order = permutation(seed, "fine-tuning order", examples, counters=(epoch,))
+        yield order[at * batch_size : (at + 1) * batch_size]
+
+
+def _train(
+    task: Task, model: Model, optimizer: Optimizer, data: Parts, order: Iterator[np.ndarray], report: Callable[[int, float], None]
+) -> tuple[int, str] | None:
+    """All updates; the step and the reason, where the loss or the gradient is no number. `report` gets step and loss."""
+    model.train()
+    for step, rows in enumerate(order, start=1):
+        loss = task.backward(model, data, rows)
+        norm = optimizer.step()
+        for what, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                return step, f"the {what} is {value} in step {step}"
+        report(step, loss)
+    return None
+
+
+def _progress(step: int, steps: int, loss: float) -> Progress:
+    return Progress("training", step, steps, {"loss": loss})
+
+
+def _evaluate(
+    job: Job, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", protocol: Protocol, report: Report
+) -> Scores:
+    report(Progress(split, fields={"data set": dataset.name}))
+    task = TASKS[job.family].of(dataset, protocol)
+    data, examples = reader.read(task, dataset, split)
+    return task.evaluate(model, data, examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads splits and tokenises them, once for all runs."""
+
+    cache: Path
+    encoder: TextEncoder
+
+    def read(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+        examples = dataset.split(split)
+        fingerprint = dataset.train_fingerprint if split == "train" else dataset.fingerprint
+        key = {"data": fingerprint, "family": dataset.family, "split": split, **self.encoder.key}
+
+        def make() -> Parts:
+            made = task.encode(examples, self.encoder)
+            truncated = sum(part.truncated for part in (made.values() if isinstance(made, dict) else [made]))
+            if truncated:
+                say(f"{dataset.name}, {split}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+            return made
+
+        return cached(self.cache, key, make), examples
+
+
+def _max_length(asked: int, context: int) -> int:
+    if asked > context:
+        raise InputError(f"--max-length: found {asked}, expected at most the {context} tokens that the model reads")
+    return asked or round(_SHARE_OF_CONTEXT * context)
+
+
+def _head_dtype(precision: str) -> torch.dtype:
+    """The head computes in float32 where its weights are kept in it: it is small."""
+    return torch.bfloat16 if precision == "paper-bf16" else torch.float32
+
+
+def _make_reproducible(threads: int) -> None:
+    """The same bits in every run on this machine, whatever else runs."""
+    torch.set_num_threads(threads)
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when it is first used
+        torch.use_deterministic_algorithms(True, warn_only=True)

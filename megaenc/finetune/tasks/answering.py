@@ -1,0 +1,141 @@
+"""Extractive question answering: every sub-token says whether it is inside the answer."""
+
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from megaenc.console import say
+from megaenc.data.encoding import well_formed
+from megaenc.finetune.encoded import Encoded, TextEncoder, flat
+from megaenc.finetune.examples import Answer, Family, Question
+from megaenc.finetune.metrics.answering import best_span, exact_match, position_f1, token_f1
+from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, linear_head
+
+
+class Answering(Task):
+    """Cross-entropy of inside and outside, the mean over all sub-tokens of the batch: of questions, BOS and EOS too, all outside.
+
+    The text is "Question: {question}\\nContext: {context}", its two halves tokenised apart. What is too long loses the end of its
+    context; a question that is too long by itself loses its own end and the whole context. Only the first answer is learned.
+    What counts as inside is what touches a character of the answer; an answer that was cut off cannot be found, and is missed.
+
+    The predicted positions are all that are inside, wherever they are in the text. The predicted answer is the text of one run
+    of them within the context, the one with the largest mean log-odds, so a long run of doubt does not win over a short one of
+    certainty; it is empty where no sub-token of the context is inside.
+    """
+
+    family: ClassVar[Family] = Family.QA
+    baseline: ClassVar[str] = "never answering"
+
+    def encode(self, examples: list[Question], encoder: TextEncoder) -> Encoded:
+        """Rows of the texts.
+
+        By row: `context`, int32[n, 2], the first token of the context and one past its last; `gold`, int32[n, 2], the same of the
+        first answer in the text as it was before it was cut, 0, 0 without one. By token: `offsets`, int32[N, 2], the characters
+        of the context that it is made of, 0, 0 outside it; `inside`, int64[N], 1 within the first answer, else 0.
+        """
+        prefixes = [f"Question: {example.question}\nContext: " for example in examples]
+        contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
+        contexts = dict(zip(contexts, encoder.with_offsets(list(contexts)), strict=True))
+        rows, bounds, golds, offsets, inside, truncated, questions_cut = [], [], [], [], [], 0, 0
+        for example, (prefix, _) in zip(examples, encoder.with_offsets(prefixes), strict=True):
+            tokens, characters = contexts[example.context]
+            first = encoder.add_bos + min(len(prefix), encoder.room)
+            past = encoder.add_bos + min(len(prefix) + len(tokens), encoder.room)
+            gold = first + _touched(example, characters) if example.answers else np.zeros(2, np.int64)
+            truncated += len(prefix) + len(tokens) > encoder.room
+            questions_cut += len(prefix) > encoder.room
+            row = encoder.row(np.concatenate([prefix, tokens]))
+            places, where = np.zeros((len(row), 2), dtype=np.int32), np.arange(len(row))
+            places[first:past] = characters[: past - first]
+            rows.append(row)
+            bounds.append((first, past))
+            golds.append(gold)
+            offsets.append(places)
+            inside.append((where >= gold[0]) & (where < min(gold[1], past)))
+        if questions_cut:
+            say(
+                f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens: their ends and contexts are left out"
+            )
+        return Encoded.of(
+            rows,
+            truncated,
+            context=np.array(bounds, dtype=np.int32).reshape(-1, 2),
+            gold=np.array(golds, dtype=np.int32).reshape(-1, 2),
+            offsets=flat(offsets, np.int32, 2),
+            inside=flat(inside, np.int64),
+        )
+
+    def head(self, hidden_size: int) -> nn.Module:
+        """One linear layer: outside, inside."""
+        return linear_head(hidden_size, 2)
+
+    def backward(self, model: Model, data: Encoded, rows: np.ndarray) -> float:
+        """See Task."""
+
+        def loss_sum(packed, states, some):
+            inside = torch.from_numpy(data.by_token("inside", some)).to(states.device)
+            return cross_entropy(model.logits(states), inside, reduction="sum")
+
+        return backward_in_parts(self, model, data, rows, loss_sum, int(data.lengths[rows].sum()))
+
+    def evaluate(self, model: Model, data: Encoded, examples: list[Question]) -> Scores:
+        """See Task."""
+        positions = _positions(data)
+        overlap, answers = np.zeros(len(data)), [""] * len(data)
+        with evaluating(model):
+            for rows, _, states in self.predictions(model, data):
+                outside, inside = model.logits(states).unbind(1)
+                log_odds = (inside - outside).cpu().numpy()
+                for row, found in zip(rows, np.split(log_odds, np.cumsum(data.lengths[rows])[:-1]), strict=True):
+                    overlap[row] = position_f1(positions[row], np.flatnonzero(found > 0).tolist())
+                    answers[row] = _answer(examples[row].context, found, data, row)
+        golds = [[answer.text for answer in example.answers] for example in examples]
+        never = self._metrics(golds, [""] * len(golds))
+        found = self._metrics(golds, answers)
+        return Scores(
+            score=float(overlap.mean()),
+            scores_i=column(overlap),
+            metrics={name: float(values.mean()) for name, values in found.items()},
+            metrics_i={name: column(values) for name, values in found.items()},
+            collapsed="never answers" if not any(answers) and any(golds) else None,
+            baseline={
+                "score": float(np.mean([position_f1(gold, ()) for gold in positions])),
+                **{name: float(values.mean()) for name, values in never.items()},
+            },
+        )
+
+    @staticmethod
+    def _metrics(golds: list[list[str]], answers: list[str]) -> dict[str, np.ndarray]:
+        pairs = list(zip(golds, answers, strict=True))
+        return {
+            "exact_match": np.array([exact_match(*pair) for pair in pairs]),
+            "f1": np.array([token_f1(*pair) for pair in pairs]),
+        }
+
+
+def _touched(example: Question, characters: np.ndarray) -> np.ndarray:
+    """int64[2]: the first token of the context that has a character of the first answer, and one past the last."""
+    answer: Answer = example.answers[0]
+    start = len(well_formed(example.context[: answer.start]))
+    end = start + len(well_formed(answer.text))
+    touched = np.flatnonzero((characters[:, 0] < end) & (characters[:, 1] > start))
+    return np.array([touched[0], touched[-1] + 1]) if len(touched) else np.zeros(2, np.int64)
+
+
+def _positions(data: Encoded) -> list[set[int]]:
+    """The sub-tokens of each first answer; those that were cut off stand behind all that is left of the row."""
+    bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
+    return [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
+
+
+def _answer(context: str, log_odds: np.ndarray, data: Encoded, row: int) -> str:
+    first, past = data.columns["context"][row]
+    span = best_span(log_odds[first:past])
+    if span is None:
+        return ""
+    offsets = data.columns["offsets"][data.starts[row] + first : data.starts[row] + past]
+    return well_formed(context)[offsets[span[0], 0] : offsets[span[1] - 1, 1]].strip()

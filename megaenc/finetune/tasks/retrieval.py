@@ -1,0 +1,156 @@
+"""Retrieval: texts are the mean of their states, and a query is nearest, by cosine, to the document that answers it."""
+
+import hashlib
+from contextlib import contextmanager
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from megaenc.finetune.encoded import Encoded, TextEncoder
+from megaenc.finetune.examples import Family, Pair
+from megaenc.finetune.examples import Retrieval as Queries
+from megaenc.finetune.metrics.retrieval import (
+    best_first,
+    expected_by_chance,
+    in_trec_order,
+    ndcg,
+    recall,
+    reciprocal_rank,
+    retrieved_ndcg,
+)
+from megaenc.finetune.packing import pack
+from megaenc.finetune.tasks.base import Model, Scores, Task, column, evaluating, mean_states
+
+_DEPTH = 100
+_COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
+_ALIKE = 1e-4
+
+
+class Retrieval(Task):
+    """InfoNCE: cross-entropy of `scale` times the cosines of a query with the documents of the batch, of which one is its own.
+
+    All other documents of the batch are negatives, also one that happens to be the same. A batch that does not fit one forward
+    pass gives the gradients of one that does: embeddings first, without a graph; the gradients of the loss with respect to
+    them; then each part again, from there on back (gradient caching, Gao et al. 2021, 2101.06983).
+    """
+
+    family: ClassVar[Family] = Family.IR
+    baseline: ClassVar[str] = "random ranking"
+
+    _documents: tuple[Model, bytes, Tensor] | None = None
+
+    def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, Encoded]:
+        """`queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
+        if isinstance(examples, Queries):
+            texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
+        else:
+            texts = {"queries": [pair.query for pair in examples], "documents": [pair.document for pair in examples]}
+        return {name: encoder.encode(some) for name, some in texts.items()}
+
+    def head(self, hidden_size: int) -> nn.Module:
+        """None: embeddings are states."""
+        return nn.Identity()
+
+    def count(self, data: dict[str, Encoded]) -> int:
+        """Training pairs."""
+        return len(data["queries"])
+
+    def backward(self, model: Model, data: dict[str, Encoded], rows: np.ndarray) -> float:
+        """See Task. Where dropout is active, a part drops the same both times."""
+        self._documents = None  # the weights are about to change
+        texts = data["queries"].texts(rows) + data["documents"].texts(rows)
+        parts = self.forwards(np.array([len(text) for text in texts]))
+        order = np.argsort(np.concatenate(parts))
+        if len(parts) == 1:
+            vectors = self._embed(model, [texts[at] for at in parts[0]])
+            loss = self._loss(vectors[order])
+            loss.backward()
+            return loss.item()
+        random_states, embedded = [], []
+        with torch.no_grad():
+            for part in parts:
+                random_states.append(_random_state(model.device))
+                embedded.append(self._embed(model, [texts[at] for at in part]))
+        vectors = torch.cat(embedded).requires_grad_()
+        loss = self._loss(vectors[order])
+        loss.backward()
+        for part, state, gradient in zip(parts, random_states, vectors.grad.split([len(part) for part in parts]), strict=True):
+            with _from_random_state(state, model.device):
+                self._embed(model, [texts[at] for at in part]).backward(gradient)
+        return loss.item()
+
+    def evaluate(self, model: Model, data: dict[str, Encoded], examples: Queries) -> Scores:
+        """See Task. Queries without a relevant document are left out, as trec_eval does."""
+        asked = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
+        relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[asked]]
+        names = list(examples.documents)
+        order = in_trec_order(names)
+        names = [names[at] for at in order]
+        values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
+        spread = 0.0
+        with evaluating(model):
+            documents = self._all_documents(model, data["documents"])[torch.from_numpy(order).to(model.device)]
+            queries = self._embed_all(model, data["queries"], asked)
+            for start in range(0, len(asked), block := max(1, _COSINES // len(names))):
+                cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
+                spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
+                for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
+                    best = best_first(scores, _DEPTH)
+                    grades = np.array([grade_of.get(names[at], 0) for at in best])
+                    values["score"].append(retrieved_ndcg(grades > 0, scores[best]))
+                    values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
+                    values["mrr@10"].append(reciprocal_rank(grades))
+                    values["recall@100"].append(recall(grades, len(grade_of)))
+        chance = [expected_by_chance(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
+        means = {name: float(np.mean(some)) for name, some in values.items()}
+        scores_i = values.pop("score")
+        return Scores(
+            score=means.pop("score"),
+            scores_i=column(scores_i),
+            metrics=means,
+            metrics_i={name: column(some) for name, some in values.items()},
+            collapsed="all documents are alike to every query" if spread < _ALIKE and len(names) > 1 else None,
+            baseline={name: float(np.mean([one[name] for one in chance])) for name in ("score", *values)},
+        )
+
+    def _loss(self, vectors: Tensor) -> Tensor:
+        """`vectors` is [2 * batch, hidden]: the queries, then their documents."""
+        queries, documents = vectors.chunk(2)
+        own = torch.arange(len(queries), device=vectors.device)
+        return cross_entropy(self.protocol.scale * queries @ documents.T, own)
+
+    @staticmethod
+    def _embed(model: Model, texts: list[np.ndarray]) -> Tensor:
+        """float32[texts, hidden], of length 1 each."""
+        packed = pack(texts, model.device)
+        return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
+
+    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray) -> Tensor:
+        """float32[rows, hidden] on the model's device."""
+        parts = self.forwards(data.lengths[rows])
+        embedded = [self._embed(model, data.texts(rows[part])) for part in parts]
+        return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
+
+    def _all_documents(self, model: Model, data: Encoded) -> Tensor:
+        """The documents are those of both splits: their embeddings are kept until the next `backward`."""
+        digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes()).digest()
+        if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:
+            self._documents = (model, digest, self._embed_all(model, data, np.arange(len(data))))
+        return self._documents[2]
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _from_random_state(state: tuple[Tensor, Tensor | None], device: torch.device):
+    """Draw as once before; afterwards torch goes on where it was."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], device)
+        yield

@@ -1,0 +1,165 @@
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megaenc.data import demo as corpus
+from megaenc.finetune.datasets import demo, documented
+from megaenc.finetune.datasets.documented import Documented, Parameter
+from megaenc.finetune.datasets.registry import find
+
+SOURCE = '''
+def scale(x, factor=1.0):
+    """Multiply the values of the array by a factor that is given.
+
+    The array is copied first, and if `factor` is ``None`` nothing is done with the values of *x*.
+
+    Args:
+        x (`array`): The values that are to be multiplied. They are not changed.
+        factor (`float`, *optional*): What every one of the values is multiplied with
+        short: no.
+    """
+
+def clip(x, low):
+    """
+    Clip the values of an array to a lower limit.
+
+    Parameters
+    ----------
+    x : array_like
+        The values that are to be clipped by this function.
+    low : float
+        The smallest value that may be left; see :func:`scale` and `low` for more.
+    """
+'''
+
+
+@pytest.fixture
+def parsed(tmp_path):
+    path = tmp_path / "m.py"
+    path.write_text(SOURCE)
+    return list(documented._documented("p/m.py", str(path)))
+
+
+def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
+    assert [[parameter.name for parameter in entry.parameters] for entry in parsed] == [["x", "factor", "short"], ["x", "low"]]
+    assert parsed[0].id == "p/m.py:3" and parsed[0].description.startswith("Multiply the values")
+    assert parsed[1].parameters[0] == Parameter("x", "The values that are to be clipped by this function.")
+
+
+def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
+    rows = list(documented.tagged_sentences(parsed))
+    tagged = [[(word, tag) for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"] for row in rows]
+    assert tagged == [
+        [("factor", "B-PARAM"), ("None", "B-CODE"), ("x", "B-PARAM")],
+        [("scale", "B-CODE"), ("low", "B-PARAM")],
+    ]
+    assert rows[0]["tokens"][:6] == ["The", "array", "is", "copied", "first", ","]
+    [code] = documented.tagged_sentences(
+        [Documented("i", "This is what `dim` is for, as in `dim = 0` and so on.", (Parameter("dim", "d"),))]
+    )
+    # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
+    assert code["tags"] == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
+
+
+def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
+    first, second, *others = documented.questions(parsed)
+    assert first["context"] == (
+        "x: The values that are to be multiplied. They are not changed.\nfactor: What every one of the values is multiplied with."
+    )
+    assert first["answer"] == "The values that are to be multiplied." and "x" in first["question"].split("?")[0].split()
+    assert second["answer"] == "What every one of the values is multiplied with."
+    for asked in (first, second, *others):
+        assert asked["context"][asked["start"] :].startswith(asked["answer"])
+
+
+def test_the_summary_asks_for_the_rest(parsed):
+    first, second = documented.summaries(parsed)
+    assert first["query"] == "Multiply the values of the array by a factor that is given."
+    assert first["query"] not in first["document"] and "They are not changed." in first["document"]
+    assert second["query"] == "Clip the values of an array to a lower limit."
+
+
+def test_what_is_documented_twice_is_there_once(parsed):
+    for examples in (documented.tagged_sentences, documented.questions, documented.summaries):
+        assert len(list(examples([*parsed, *parsed]))) == len(list(examples(parsed)))
+
+
+@pytest.fixture
+def few_sources(monkeypatch):
+    """The documentation of part of networkx instead of everything."""
+    [folder] = importlib.util.find_spec("networkx").submodule_search_locations
+    sources = [(f"networkx/{path.relative_to(folder)}", str(path)) for path in Path(folder).glob("algorithms/[c-d]*.py")]
+    monkeypatch.setattr(corpus, "_sources", lambda: iter(sources))
+
+
+def with_corpus(folder):
+    """`folder` with a corpus of two packages, of which one has twice as many paragraphs, and one too small for a class."""
+    folder.mkdir()
+    rows = [
+        (f"{package}/{n}.py", f"{package} {n}")
+        for package, count in (("big", 80), ("less", 40), ("tiny", 1))
+        for n in range(count)
+    ]
+    words = "is a paragraph of more than ten words for the purposes of this."
+    (folder / "corpus.jsonl").write_text(
+        "".join(
+            json.dumps({"id": name, "text": f"One {text} {words}\n\nTwo {text} {words}\n\nShort."}) + "\n" for name, text in rows
+        )
+    )
+    (folder / "heldout.jsonl").touch()
+    return folder / "finetune"
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_path, monkeypatch):
+    made = demo.ensure_demo_sets(with_corpus(tmp_path / "a"))
+    before = contents(made)
+    monkeypatch.setattr(documented, "usable_cores", lambda: 1)
+    assert contents(demo.ensure_demo_sets(with_corpus(tmp_path / "b"))) == before
+    texts = {}
+    for name in demo.NAMES:
+        found = find(name, demo_folder=str(made))
+        assert (found.name, found.family) == (name, name[-2:].upper())
+        texts[name] = [found.split(split) for split in ("train", "validation", "test")]
+    packages, tags, asked, searched = texts.values()
+
+    assert find("demo_sc", demo_folder=str(made)).labels == ("big", "less")
+    counts = [[sum(example.label == label for example in split) for label in range(2)] for split in packages]
+    assert all(len(set(count)) == 1 and count[0] > 0 for count in counts)  # as many of each package
+
+    assert find("demo_tc", demo_folder=str(made)).labels == ("O", "B-PARAM", "B-CODE", "I-CODE")
+    assert all(any(tag == 1 for tag in example.tags) for split in tags for example in split)
+
+    assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
+    assert any(example.context.count("\n") > 1 for example in asked[0])
+
+    pairs, validation, test = searched
+    assert validation.documents == test.documents and len(test.documents) == len(validation.queries) + len(test.queries)
+    assert all(list(grades.values()) == [1] for grades in test.relevant.values())
+
+    # No text is in two splits, and nothing of one function or file.
+    plain = [
+        [{example.text for example in split} for split in packages],
+        [{" ".join(example.words) for example in split} for split in tags],
+        [{example.context for example in split} for split in asked],
+        [{pair.document for pair in pairs}, set(test.documents.values()) - {pair.document for pair in pairs}],
+        [{pair.query for pair in pairs}, set(validation.queries.values()), set(test.queries.values())],
+        *([{example.id.rpartition("-")[0] for example in split} for split in splits] for splits in (packages, tags, asked)),
+    ]
+    for splits in plain:
+        assert all(splits) and sum(map(len, splits)) == len(set().union(*splits))
+    assert len({pair.document for pair in pairs} & set(test.documents.values())) == 0
+
+
+def test_what_is_there_is_kept(tmp_path):
+    for name in demo.NAMES:
+        (tmp_path / "finetune" / name).mkdir(parents=True)
+    (tmp_path / "finetune" / "demo_sc" / "train.jsonl").write_text(json.dumps({"text": "mine", "label": 0}))
+    demo.main(["--output", str(tmp_path / "finetune")])
+    assert (tmp_path / "finetune" / "demo_sc" / "train.jsonl").read_text().startswith('{"text": "mine"')
+    assert not (tmp_path / "corpus.jsonl").exists()

@@ -1,0 +1,223 @@
+"""No network: `datasets.load_dataset` gives small data sets of the columns that the Hub's have."""
+
+import datasets
+import pytest
+from datasets import ClassLabel, Features, Sequence, Value
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets import hub
+from megaenc.finetune.datasets.registry import DATASETS, find
+from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords
+
+ROWS = 40
+
+
+@pytest.fixture
+def on_hub(monkeypatch):
+    """Give {(repository, config, split): Dataset or an error}; returns the calls."""
+    calls = []
+
+    def give(content):
+        def load_dataset(repository, config=None, *, split, revision=None):
+            calls.append((repository, config, split, revision))
+            found = content[(repository, config, split)]
+            if isinstance(found, Exception):
+                raise found
+            return found if not callable(found) else found(revision)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        return calls
+
+    return give
+
+
+def table(columns, count=ROWS):
+    """`count` rows; of each column its value for a row number."""
+    return datasets.Dataset.from_dict({name: [value(row) for row in range(count)] for name, value in columns.items()})
+
+
+def studys_cut(data):
+    cut = data.train_test_split(train_size=0.95, seed=42)
+    return {"train": cut["train"], "validation": cut["test"]}
+
+
+@pytest.mark.parametrize("name, config, columns, text, test, labels", [
+    ("sst2", "sst2", ["sentence"], "{sentence}", "validation", ("negative", "positive")),
+    ("qqp", "qqp", ["question1", "question2"], "Question 1: {question1}\nQuestion 2: {question2}", "validation",
+     ("not_duplicate", "duplicate")),
+    ("mnli_m", "mnli", ["premise", "hypothesis"], "Premise: {premise}\nHypothesis: {hypothesis}", "validation_matched",
+     ("entailment", "neutral", "contradiction")),
+])  # fmt: skip
+def test_classification(on_hub, name, config, columns, text, test, labels):
+    values = {column: (lambda row, column=column: f"{column} {row} {{}}") for column in columns}
+    data = table({**values, "label": lambda row: row % len(labels), "idx": lambda row: row})
+    calls = on_hub({("nyu-mll/glue", config, "train"): data, ("nyu-mll/glue", config, test): data.select(range(3))})
+    found = find(name)
+    assert not calls  # finding reads nothing
+    assert (found.name, found.family, found.labels, found.train_on) == (name, Family.SC, labels, name)
+    for split, rows in studys_cut(data).items():
+        expected = [LabelledText(f"train-{row['idx']}", text.format(**row), row["label"]) for row in rows]
+        assert found.split(split) == expected and len(expected) == (38 if split == "train" else 2)
+    assert [example.id for example in found.split("test")] == [f"{test}-{row}" for row in range(3)]
+    assert {call[3] for call in calls} == {None}
+
+
+@pytest.mark.parametrize("name, repository, tokens, tags, count", [
+    ("conll2003_en", "hgissbkh/conll2003-en", "words", "ner", 9),
+    ("ontonotes", "hgissbkh/ontonotes5", "tokens", "tags", 37),
+    ("uner_en", "hgissbkh/uner_en", "tokens", "ner_tags", 7),
+])  # fmt: skip
+@pytest.mark.parametrize("spelling", ["names of another order", "integers", "text"])
+def test_tagging(on_hub, name, repository, tokens, tags, count, spelling):
+    found = find(name)
+    assert (found.family, len(found.labels), len(set(found.labels)), found.labels[0]) == (Family.TC, count, count, "O")
+    assert {tag[2:] for tag in found.labels if tag[:2] == "I-"} <= {tag[2:] for tag in found.labels if tag[:2] == "B-"}
+    names = ["O", "I-PER" if "I-PER" in found.labels else "I-PERSON", "B-ORG"]
+    kind = Value("string") if spelling == "text" else Value("int64") if spelling == "integers" else ClassLabel(names=names)
+    position = {"text": names.__getitem__, "integers": lambda at: found.labels.index(names[at])}.get(spelling, int)
+    data = datasets.Dataset.from_dict(
+        {tokens: [["a", "b", "c"], []], tags: [[position(at) for at in (2, 0, 1)], []]},
+        features=Features({tokens: Sequence(Value("string")), tags: Sequence(kind)}),
+    )
+    on_hub({(repository, None, split): data for split in ("train", "validation", "test")})
+    expected = tuple(found.labels.index(names[at]) for at in (2, 0, 1))
+    assert found.split("validation") == [TaggedWords("validation-0", ("a", "b", "c"), expected)]  # without the empty sentence
+
+
+def test_tags_that_the_study_does_not_have_are_refused(on_hub):
+    data = datasets.Dataset.from_dict(
+        {"tokens": [["a"]], "ner_tags": [[1]]},
+        features=Features({"tokens": Sequence(Value("string")), "ner_tags": Sequence(ClassLabel(names=["O", "B-OTH"]))}),
+    )
+    on_hub({("hgissbkh/uner_en", None, "test"): data})
+    with pytest.raises(InputError, match=r"uner_en: test row 1: label 'B-OTH': outside the label set, expected one of O, B-PER"):
+        find("uner_en").split("test")
+
+
+@pytest.mark.parametrize("name, repository", [
+    ("squad", "rajpurkar/squad"), ("squad_v2", "rajpurkar/squad_v2"), ("record", "hgissbkh/record"),
+])  # fmt: skip
+def test_answering(on_hub, capsys, name, repository):
+    def answers(row):
+        if row == 0:
+            return {"text": [], "answer_start": []}
+        return {"text": ["Ada"] * 2, "answer_start": [4 if row > 1 else 5] * 2}
+
+    columns = {"question": lambda row: f"Who {row}?", "context": lambda row: "Yes Ada did.", "answers": answers}
+    data = table({**columns, **({"id": lambda row: f"id{row}"} if name != "record" else {})})
+    on_hub({(repository, None, "train"): data, (repository, None, "validation"): data.select(range(3))})
+    found = find(name)
+    ids = ["validation-0", "validation-2"] if name == "record" else ["id0", "id2"]
+    assert found.split("test") == [
+        Question(ids[0], "Who 0?", "Yes Ada did.", ()),
+        Question(ids[1], "Who 2?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4))),
+    ]
+    said = f"{name}: 1 of 3 questions of validation are left out, the first because of {name}: validation row 2: answer_start 5"
+    assert said in capsys.readouterr().out
+    asked = {split: [row["question"] for row in rows if row["question"] != "Who 1?"] for split, rows in studys_cut(data).items()}
+    assert {split: [example.question for example in found.split(split)] for split in asked} == asked
+
+
+def beir(name, judged):
+    corpus = table({"_id": lambda row: f"d{row}", "title": lambda row: f"T{row}", "text": lambda row: f"text {row}"})
+    queries = table({"_id": lambda row: f"test{row}", "title": lambda row: "", "text": lambda row: f"ask {row}"})
+    content = {(f"BeIR/{name}", "corpus", "corpus"): corpus, (f"BeIR/{name}", "queries", "queries"): queries}
+    for split, rows in judged.items():
+        columns = dict(zip(("query-id", "corpus-id", "score"), zip(*rows, strict=True), strict=True))
+        content[(f"BeIR/{name}-qrels", None, split)] = datasets.Dataset.from_dict(columns)
+    return content
+
+
+def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
+    judged = {"validation": [("test1", "d1", 1), ("test1", "d2", 0)], "test": [("test2", "d3", 2), ("test2", "d4", 1)]}
+    on_hub(beir("msmarco", judged))
+    found = find("msmarco")
+    assert (found.family, found.train_on, found.labels) == (Family.IR, "msmarco_pairs", ())
+    test = found.split("test")
+    assert test.queries == {"test2": "Query: ask 2"} and test.relevant == {"test2": {"d3": 2, "d4": 1}}
+    assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
+    assert found.split("validation").relevant == {"test1": {"d1": 1}}
+    assert found.split("validation").documents == test.documents
+
+
+def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
+    on_hub(beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]}))
+    found = find("nq")
+    validation, test = found.split("validation"), found.split("test")
+    assert (len(validation.queries), len(test.queries)) == (12, 13)
+    assert not validation.queries.keys() & test.queries.keys()
+    assert found.split("test") == test  # drawn with a seed
+    assert test.documents["d7"] == "Document: T7. text 7" and len(test.documents) == 25
+
+
+@pytest.mark.parametrize("layout", ["list", "columns"])
+def test_long_documents(on_hub, layout):
+    def passages(row):
+        found = [f"d{row}", f"d{row + 1}"]
+        return [{"docid": name, "text": "t"} for name in found] if layout == "list" else {"docid": found, "text": ["t", "t"]}
+
+    asked = {"query_id": lambda row: f"q-{row}", "query": lambda row: f"ask {row}", "positive_passages": passages}
+    corpus = table({"docid": lambda row: f"d{row}", "text": lambda row: f"text {row}"})
+    name = "hgissbkh/mldr-en"
+    content = {(name, "default", "dev"): table(asked, 2), (name, "default", "test"): table(asked, 5).select([4])}
+    on_hub(content | {(name, "corpus", "corpus"): corpus})
+    test = find("mldr_en").split("test")
+    assert test.relevant == {"q-4": {"d4": 1, "d5": 1}} and test.queries == {"q-4": "Query: ask 4"}
+    assert sorted(test.documents) == ["d0", "d1", "d2", "d4", "d5"] and test.documents["d1"] == "Document: text 1"
+
+
+def test_pairs_to_train_on(on_hub):
+    on_hub({("hgissbkh/msmarco-pairs", None, "train"): table({"query": str, "positive": lambda row: f"p{row}"})})
+    pairs = find("msmarco_pairs").split("train")
+    assert pairs[:2] == [Pair("train-0", "Query: 0", "Document: p0"), Pair("train-1", "Query: 1", "Document: p1")]
+    assert find("nq").split("train") == pairs and find("nq").train_fingerprint == find("msmarco_pairs").fingerprint
+    with pytest.raises(InputError, match="msmarco_pairs: is there to be trained on alone"):
+        find("msmarco_pairs").split("test")
+
+
+def test_judged_documents_have_to_be_there(on_hub):
+    on_hub(beir("msmarco", {split: [("test1", "d99", 1)] for split in ("validation", "test")}))
+    with pytest.raises(InputError, match=r"msmarco: document 'd99' is judged but not in the corpus \(1 such\)"):
+        find("msmarco").split("test")
+    on_hub(beir("msmarco", {split: [("other", "d1", 1)] for split in ("validation", "test")}))
+    with pytest.raises(InputError, match=r"msmarco: query 'other' is judged but not among the queries"):
+        find("msmarco").split("test")
+
+
+def test_revisions_are_asked_for_and_part_of_the_fingerprint(on_hub):
+    calls = on_hub({("nyu-mll/glue", "sst2", "validation"): table({"sentence": str, "label": lambda row: 1})})
+    assert len(find("sst2@abc").split("test")) == ROWS and calls[-1][3] == "abc"
+    assert find("sst2@abc").name == "sst2" and find("sst2@abc").fingerprint != find("sst2").fingerprint
+    with pytest.raises(InputError, match="nq@abc: is read from several repositories"):
+        find("nq@abc")
+
+
+def test_data_sets_that_are_programs_are_read_as_the_hub_converted_them(on_hub):
+    data = datasets.Dataset.from_dict({"tokens": [["a"]], "tags": [[4]]})
+
+    def found(revision):
+        if revision != "refs/convert/parquet":
+            raise RuntimeError("Dataset scripts are no longer supported, but found ontonotes5.py")
+        return data
+
+    on_hub({("hgissbkh/ontonotes5", None, "test"): found})
+    [example] = find("ontonotes").split("test")
+    assert find("ontonotes").labels[example.tags[0]] == "B-PERSON"
+
+
+def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch):
+    missing = table({"text": str, "label": lambda row: 0})
+    on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ConnectionError("no\nroute")})
+    with pytest.raises(InputError, match="sst2: no column `sentence` on the Hub; found `text`, `label`"):
+        find("sst2").split("train")
+    with pytest.raises(InputError, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: no; .* sst2=FOLDER"):
+        find("sst2").split("test")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match=r"not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
+        find("sst2").split("test")
+
+
+def test_all_twelve_are_there_and_differ():
+    assert len(hub.HUB_SETS) == 13 and len({find(name).fingerprint for name in hub.HUB_SETS}) == 13
+    families = [find(name).family for name in DATASETS if name in hub.HUB_SETS]
+    assert families == [family for family in Family for _ in range(3)]

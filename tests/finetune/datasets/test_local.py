@@ -1,0 +1,352 @@
+import gzip
+import json
+
+import datasets
+import numpy as np
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.base import validation_share
+from megaenc.finetune.datasets.registry import find
+from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, Retrieval, TaggedWords
+
+
+def write(folder, **files):
+    """Files by name (`__` stands for the dot, rows become JSONL, other objects JSON)."""
+    for name, content in files.items():
+        path = folder / name.replace("__", ".").replace("-slash-", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(row) + "\n" for row in content)
+        elif not isinstance(content, str):
+            content = json.dumps(content)
+        path.write_bytes(gzip.compress(content.encode()) if path.suffix == ".gz" else content.encode())
+    return str(folder)
+
+
+SENTIMENT = [{"id": "a", "text": "good", "label": 1}, {"id": "b", "text": "bad", "label": 0}]
+TAGGED = [{"id": "a", "tokens": ["Ada", "Lovelace", "wrote"], "tags": ["B-PER", "I-PER", "O"]}]
+
+
+def three(rows):
+    return {"train__jsonl": rows, "valid__jsonl__gz": rows[:1], "test__jsonl": rows[-1:]}
+
+
+def test_classified_texts_of_jsonl_with_the_labels_of_meta_json(tmp_path):
+    found = find(write(tmp_path / "films", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]}))
+    assert (found.name, found.family, found.labels, found.train_on) == ("films", Family.SC, ("negative", "positive"), "films")
+    assert found.split("train") == [LabelledText("a", "good", 1), LabelledText("b", "bad", 0)]
+    assert found.split("validation") == [LabelledText("a", "good", 1)]
+    assert found.split("test") == [LabelledText("b", "bad", 0)]
+
+
+def test_labels_without_meta_json_are_those_of_train_sorted(tmp_path):
+    words = [{"text": "x", "label": "yes"}, {"text": "y", "label": "no"}]
+    found = find(write(tmp_path / "words", **three(words)))
+    assert found.labels == ("no", "yes") and [example.label for example in found.split("train")] == [1, 0]
+    stars = [{"text": "x", "label": 10}, {"text": "y", "label": 9}, {"text": "z", "label": 10}]
+    found = find(write(tmp_path / "stars", **three(stars)))
+    assert found.labels == ("9", "10") and [example.label for example in found.split("train")] == [1, 0, 1]
+    assert [example.id for example in found.split("train")] == ["0", "1", "2"]
+
+
+def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_the_studys(tmp_path):
+    rows = [{"text": "It rains {now}.", "text_pair": "It is wet.", "label": "yes"}]
+    folder = write(tmp_path / "rain", **three(rows))
+    [default] = find(folder).split("train")
+    assert default.text == "Text 1: It rains {now}.\nText 2: It is wet."
+    [own] = find(folder, pair_template="{text_pair} | {text}").split("train")
+    assert own.text == "It is wet. | It rains {now}."
+    [studys] = find(f"mnli_m={folder}").split("train")
+    assert studys.text == "Premise: It rains {now}.\nHypothesis: It is wet."
+    assert find(folder).fingerprint != find(folder, pair_template="{text_pair} | {text}").fingerprint
+    with pytest.raises(InputError, match=r"--pair-template '\{text\}': found text, expected \{text\} and \{text_pair\}"):
+        find(folder, pair_template="{text}")
+
+
+def test_tables_with_a_header_take_quotes_for_text(tmp_path):
+    table = 'text\tlabel\nthe "best\t1\nworst\t0\n'
+    files = {"train__tsv": table, "dev__tsv": table, "test__tsv": table}
+    found = find(write(tmp_path / "t", **files, meta__json={"labels": ["negative", "positive"]}))
+    assert found.split("validation") == [LabelledText("0", 'the "best', 1), LabelledText("1", "worst", 0)]
+    words = "tokens\ttags\nAda wrote\tB-PER O\n"
+    found = find(write(tmp_path / "w", train__tsv=words, dev__tsv=words, test__tsv=words))
+    assert found.split("test") == [TaggedWords("0", ("Ada", "wrote"), (1, 0))] and found.labels == ("O", "B-PER")
+
+
+CONLL = """-DOCSTART- -X- O O
+
+# not a hash alone
+EU NNP I-NP B-ORG
+# # B-NP O
+rejects VBZ I-VP O
+
+Ada NNP I-NP B-PER
+"""
+UNER = "# sent_id = first\n# text = Ada is in\n1\tAda\tB-PER\t-\tann\n2\tis\tO\t-\tann\n\n# sent_id = second\n1\tIn\tO\t-\tann\n"
+
+
+@pytest.mark.parametrize("rows", ["jsonl", "conll", "iob2"])
+def test_tagged_words_of_every_format(tmp_path, rows):
+    if rows == "jsonl":
+        found = find(write(tmp_path / "x", **three(TAGGED), meta__json={"tags": ["O", "B-PER", "I-PER"], "pos_tags": ["NN"]}))
+        assert found.split("test") == [TaggedWords("a", ("Ada", "Lovelace", "wrote"), (1, 2, 0))]
+    elif rows == "conll":
+        found = find(write(tmp_path / "x", train__conll=CONLL, valid__conll=CONLL, test__txt=CONLL))
+        assert found.labels == ("O", "B-ORG", "B-PER")
+        assert found.split("train") == [TaggedWords("0", ("EU", "#", "rejects"), (1, 0, 0)), TaggedWords("1", ("Ada",), (2,))]
+        assert found.split("test") == found.split("train")
+    else:
+        files = {f"en_ewt-ud-{split}__iob2": UNER for split in ("train", "dev", "test")}
+        found = find(write(tmp_path / "x", **files))
+        assert found.split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
+    assert found.family is Family.TC
+
+
+def squad(*, start=4, impossible=None):
+    asked = {"id": "q", "question": "Who?", "answers": [{"text": "Ada", "answer_start": start}] * 2}
+    none = {"id": "n", "question": "When?", "answers": [], "plausible_answers": asked["answers"], "is_impossible": True}
+    qas = [asked, none] if impossible else [asked]
+    return {"version": "v", "data": [{"title": "T", "paragraphs": [{"context": "Yes Ada did.", "qas": qas}]}]}
+
+
+def test_questions_of_squads_json_of_both_versions(tmp_path):
+    files = {"train-v2__0__json": squad(impossible=True), "dev-v2__0__json__gz": squad(), "test__json": squad()}
+    found = find(write(tmp_path / "s", **files))
+    asked = Question("q", "Who?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4)))
+    assert found.family is Family.QA and found.labels == ()
+    assert found.split("train") == [asked, Question("n", "When?", "Yes Ada did.", ())]
+    assert found.split("validation") == found.split("test") == [asked]
+
+
+def beir(folder, **more):
+    corpus = [{"_id": f"d{n}", "title": "T" if n == 1 else "", "text": "" if n == 4 else f"text {n}"} for n in range(6)]
+    queries = [{"_id": f"q{n}", "text": f"ask {n}"} for n in range(40)]
+    head = "query-id\tcorpus-id\tscore\n"
+    files = {
+        "corpus__jsonl__gz": corpus,
+        "queries__jsonl": queries,
+        "qrels-slash-train__tsv": head + "q0\td0\t2\nq0\td1\t0\nq1\td1\t1\n",
+        "qrels-slash-dev__tsv": head + "q2\td1\t3\nq2\td2\t0\nq3\td2\t0\n",
+        "qrels-slash-test__tsv": head + "q4\td4\t1\n",
+    }
+    return write(folder, **{name: content for name, content in (files | more).items() if content})
+
+
+def test_retrieval_of_a_beir_folder(tmp_path):
+    found = find(beir(tmp_path / "b"))
+    assert (found.family, found.train_on, found.fingerprint) == (Family.IR, "b", found.train_fingerprint)
+    assert found.split("train") == [
+        Pair("q0/d0", "Query: ask 0", "Document: text 0"),
+        Pair("q1/d1", "Query: ask 1", "Document: T. text 1"),
+    ]
+    # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
+    documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
+    assert found.split("validation") == Retrieval({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
+    assert found.split("test") == Retrieval({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
+    whole = find(beir(tmp_path / "b"), whole_corpus=True)
+    assert list(whole.split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
+
+
+def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
+    head = "query-id\tcorpus-id\tscore\n"
+    many = head + "".join(f"q{n}\td{n % 6}\t1\n" for n in range(40))
+    found = find(beir(tmp_path / "a", **{"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": many}))
+    trained = {pair.id.partition("/")[0] for pair in found.split("train")}
+    validated = set(found.split("validation").queries)
+    assert len(trained) == 38 and len(validated) == 2 and not trained & validated
+    found = find(
+        beir(
+            tmp_path / "b",
+            **{name: "" for name in ("qrels-slash-dev__tsv", "qrels-slash-train__tsv")},
+            **{"qrels-slash-test__tsv": many},
+        )
+    )
+    halves = [set(found.split(split).queries) for split in ("validation", "test")]
+    assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
+    with pytest.raises(InputError, match=r"no train split, expected train\.tsv; --train-on names another"):
+        found.split("train")
+
+
+def test_models_can_be_trained_on_other_pairs(tmp_path):
+    evaluated, other = (
+        beir(tmp_path / "b"),
+        beir(tmp_path / "other", **{"qrels-slash-train__tsv": "query-id\tcorpus-id\tscore\nq5\td5\t1\n"}),
+    )
+    found = find(evaluated, train_on=f"elsewhere={other}")
+    assert (found.name, found.train_on) == ("b", "elsewhere")
+    assert found.fingerprint == find(evaluated).fingerprint and found.train_fingerprint == find(other).fingerprint
+    assert found.split("train") == [Pair("q5/d5", "Query: ask 5", "Document: text 5")]
+    assert found.split("test") == find(evaluated).split("test")
+    texts = write(tmp_path / "t", **three(SENTIMENT))
+    with pytest.raises(InputError, match=r"--train-on .*: t is SC, expected retrieval data"):
+        find(texts, train_on=evaluated)
+
+
+@pytest.mark.parametrize("count", [1, 19, 20, 872, 10007])
+def test_the_validation_share_is_that_of_the_study(count):
+    if count > 1:
+        cut = datasets.Dataset.from_dict({"row": range(count)}).train_test_split(train_size=0.95, seed=42)
+        train, validation = validation_share(count)
+        assert train.tolist() == cut["train"]["row"] and validation.tolist() == cut["test"]["row"]
+    assert sorted(np.concatenate(validation_share(count)).tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize("other", ["test", "valid"])
+def test_a_missing_split_is_made_as_the_study_makes_it(tmp_path, capsys, other):
+    rows = [{"id": f"{n}", "text": f"text {n}", "label": n % 2} for n in range(40)]
+    last = [{"id": "last", "text": "last", "label": 0}]
+    found = find(write(tmp_path / f"made_{other}", train__jsonl=rows, **{f"{other}__jsonl": last}))
+    parts = [[example.id for example in found.split(split)] for split in ("train", "validation", "test")]
+    assert [len(part) for part in parts] == [38, 2, 1] and parts[2] == ["last"]
+    assert sorted(parts[0] + parts[1], key=int) == [row["id"] for row in rows]
+    [line] = capsys.readouterr().out.splitlines()  # said once, not for each split
+    assert "5 % of train validate (seed 42)" in line and ("valid.jsonl is the test split" in line) == (other == "valid")
+
+
+def test_a_file_alone_is_a_test_split(tmp_path):
+    write(tmp_path, xquad__en__json=squad())
+    found = find(str(tmp_path / "xquad.en.json"))
+    assert found.name == "xquad.en" and len(found.split("test")) == 1
+    with pytest.raises(InputError, match=r"xquad.en.json: no train split"):
+        found.split("train")
+
+
+def test_the_fingerprint_is_of_the_content_and_not_of_the_place(tmp_path):
+    first, second = (write(tmp_path / name, **three(SENTIMENT)) for name in ("a", "b"))
+    changed = write(tmp_path / "c", **three([*SENTIMENT, {"id": "c", "text": "fine", "label": 1}]))
+    relabelled = write(tmp_path / "d", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]})
+    assert find(first).fingerprint == find(second).fingerprint
+    assert len({find(folder).fingerprint for folder in (first, changed, relabelled)}) == 3
+
+
+GOOD = {"id": "a", "text": "good", "label": "yes"}
+BAD_ROWS = {
+    "a broken line": ("{", r"train.jsonl:2: not JSON: .*; expected one object a line"),
+    "no object": ("[1]", r"train.jsonl:2: found a list, expected a JSON object"),
+    "no text": ('{"label": "no"}', r"train.jsonl:2: no key `text`; found `label`"),
+    "no label": ('{"text": "x"}', r"train.jsonl:2: no key `label`; found `text`"),
+    "text of another type": ('{"text": 3, "label": "no"}', r"train.jsonl:2: key `text`: found 3, expected text"),
+    "a number with a point": ('{"text": "x", "label": 0.5}', r"train.jsonl:2: label 0.5: .* no regression"),
+    "a duplicate id": ('{"id": "a", "text": "x", "label": "no"}', r"train.jsonl:2: id 'a': found at .*train.jsonl:1 too"),
+    "an odd label": ('{"text": "x", "label": [1]}', r"train.jsonl:2: label \[1\]: expected text or an integer"),
+}
+
+
+@pytest.mark.parametrize("row, message", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_bad_rows_of_texts(tmp_path, row, message):
+    folder = write(tmp_path / "x", train__jsonl=json.dumps(GOOD) + "\n" + row, valid__jsonl=[GOOD], test__jsonl=[GOOD])
+    with pytest.raises(InputError, match=message):
+        find(folder).split("train")
+
+
+@pytest.mark.parametrize("label, message", [
+    (2, "label 2: outside the label set, expected 0 to 1"),
+    (-1, "label -1: outside the label set, expected 0 to 1"),
+    ("maybe", "label 'maybe': outside the label set, expected one of negative, positive"),
+    ("7", "label '7': outside the label set, expected 0 to 1"),
+])  # fmt: skip
+def test_labels_outside_the_label_set(tmp_path, label, message):
+    files = three(SENTIMENT) | {"test__jsonl": [{"text": "x", "label": label}]}
+    found = find(write(tmp_path / "x", **files, meta__json={"labels": ["negative", "positive"]}))
+    with pytest.raises(InputError, match=r"test.jsonl:1: " + message):
+        found.split("test")
+    assert len(found.split("train")) == 2
+
+
+BAD_TAGS = {
+    "lengths": ({"tokens": ["a", "b"], "tags": ["O"]}, r"test.jsonl:1: found 2 tokens and 1 tags"),
+    "malformed": ({"tokens": ["a"], "tags": ["PER"]}, r"test.jsonl:1: tag 1: found 'PER', expected IOB2: O, B-TYPE or I-TYPE"),
+    "unknown": ({"tokens": ["a"], "tags": ["B-LOC"]}, r"test.jsonl:1: label 'B-LOC': outside .* expected one of O, B-PER, I-PER"),
+    "no list": ({"tokens": "a", "tags": ["O"]}, r"test.jsonl:1: key `tokens`: found \"a\", expected a list"),
+    "a number": ({"tokens": [1], "tags": ["O"]}, r"test.jsonl:1: token 1: found 1, expected text"),
+    "no tags": ({"tokens": ["a"]}, r"test.jsonl:1: no key `tags`; found `tokens`"),
+}
+
+
+@pytest.mark.parametrize("row, message", BAD_TAGS.values(), ids=BAD_TAGS)
+def test_bad_rows_of_tags(tmp_path, row, message):
+    found = find(write(tmp_path / "x", **three(TAGGED) | {"test__jsonl": [row]}))
+    with pytest.raises(InputError, match=message):
+        found.split("test")
+
+
+@pytest.mark.parametrize("text, message", [
+    ("Ada B-PER\nwrote BAD\nit O\nall O", r"train.conll:2: tag 'BAD': expected IOB2"),
+    ("Ada B-PER\nwrote\n", r"train.conll:2: found 1 columns, expected the tag in column 2"),
+    ("Ada\n", r"train.conll: found no line of a word and its tag"),
+])  # fmt: skip
+def test_bad_columns(tmp_path, text, message):
+    with pytest.raises(InputError, match=message):
+        find(write(tmp_path / "x", train__conll=text, test__conll=CONLL)).split("train")
+
+
+def test_tags_that_begin_inside_are_counted_and_empty_sentences_left_out(tmp_path, capsys):
+    rows = [{"tokens": ["a", "b", "c"], "tags": ["I-PER", "I-PER", "B-ORG"]}, {"tokens": [], "tags": []}]
+    found = find(write(tmp_path / "x", **three(rows) | {"valid__jsonl__gz": rows}))
+    assert [example.tags for example in found.split("validation")] == [(2, 2, 1)]
+    said = capsys.readouterr().out
+    assert "1 tags I- without a B-" in said and "1 sentences without a word are left out" in said
+    with pytest.raises(InputError, match="x: the test split is empty"):
+        found.split("test")
+
+
+BAD_SQUAD = {
+    "another place": (squad(start=3), r"train.json: question q: answer_start 3: found \" Ad\" there .* the answer \"Ada\""),
+    "before the start": (squad(start=-3), r"question q: answer_start -3: found \"\" there"),
+    "no data": ({"questions": []}, r"found rows with questions, expected rows with text and label"),
+    "cut short": ('{"data": [', r"train.json: not JSON: .*; expected SQuAD's layout"),
+    "no paragraphs": ({"data": [{"title": "T"}]}, r"train.json: data\[0\]: no key `paragraphs`; found `title`"),
+    "no id": ({"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}]}, r"paragraphs\[0\]: no key `id`"),
+}
+
+
+@pytest.mark.parametrize("content, message", BAD_SQUAD.values(), ids=BAD_SQUAD)
+def test_bad_questions(tmp_path, content, message):
+    with pytest.raises(InputError, match=message):
+        find(write(tmp_path / "x", train__json=content, valid__json=squad(), test__json=squad())).split("train")
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("qrels-slash-dev__tsv", "q2\td9\t1", r"dev.tsv:1: document 'd9': not in corpus.jsonl.gz, expected the _id of a document"),
+    ("qrels-slash-dev__tsv", "q99\td1\t1", r"dev.tsv:1: query 'q99': not in queries.jsonl, expected the _id of a query"),
+    ("qrels-slash-dev__tsv", "q2\td1\t1\nq2\td1\t2", r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
+    ("qrels-slash-dev__tsv", "q2\t0\td1\t1", r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
+    ("qrels-slash-dev__tsv", "q2\td1\thigh", r"dev.tsv:1: found"),
+    ("qrels-slash-dev__tsv", "q2\td1\t0", r"the validation split is empty"),
+    ("queries__jsonl", [{"_id": "q2", "text": "a"}, {"_id": "q2", "text": "b"}], r"queries.jsonl:2: _id 'q2': found at .*:1 too"),
+    ("queries__jsonl", [{"id": "q2", "text": "a"}], r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
+])  # fmt: skip
+def test_bad_retrieval_data(tmp_path, name, content, message):
+    found = find(beir(tmp_path / "b", **{name: content}))
+    with pytest.raises(InputError, match=message):
+        found.split("validation")
+
+
+def test_folders_that_hold_no_data_set(tmp_path):
+    for name, files, message in [
+        ("empty", {"README__md": "nothing"}, r"found no file that is read, expected train\.\*"),
+        (
+            "twice",
+            {"train__jsonl": SENTIMENT, "train__tsv": "x"},
+            r"found train.jsonl, train.tsv for the train split, expected one",
+        ),
+        ("other", {"train__jsonl": [{"sentence": "x"}]}, r"found rows with sentence, expected rows with text and label"),
+        ("blank", {"train__jsonl": ""}, r"train.jsonl: holds no example"),
+        ("meta", three(SENTIMENT) | {"meta__json": {"labels": ["x", "x"]}}, r"meta.json: key `labels`: expected a list of names"),
+        ("broken", three(SENTIMENT) | {"meta__json": "{"}, r"meta.json: cannot be read as JSON"),
+        ("alone", {"train__jsonl": SENTIMENT}, r"alone: no test split, expected a file test\.\*"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            find(write(tmp_path / name, **files)).split("test")
+    with pytest.raises(InputError, match=r"--task IR: .* holds no corpus.jsonl"):
+        find(write(tmp_path / "x", **three(SENTIMENT)), task="IR")
+    with pytest.raises(InputError, match=r"--task SC: .*b holds corpus.jsonl and queries.jsonl, which are read as IR alone"):
+        find(beir(tmp_path / "b"), task="SC")
+
+
+def test_a_task_can_be_told_where_rows_have_the_keys_of_two(tmp_path):
+    rows = [row | {"text": "x", "label": "y"} for row in TAGGED]
+    folder = write(tmp_path / "x", **three(rows))
+    assert find(folder).family is Family.TC
+    assert find(folder, task="SC").split("train") == [LabelledText("a", "x", 0)]

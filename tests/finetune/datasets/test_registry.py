@@ -1,0 +1,56 @@
+import json
+import pickle
+
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.finetune.datasets.registry import find
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "films"
+    path.mkdir()
+    for split in ("train", "valid", "test"):
+        (path / f"{split}.jsonl").write_text(json.dumps({"text": "good", "label": "yes"}) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("given, message", [
+    ("sst-2", "unknown data set `sst-2`, expected one of sst2, qqp, .*; did you mean `sst2`?"),
+    ("SQuAD", "did you mean `squad`?"),
+    ("demo_sq", "did you mean `demo_sc`?"),
+    ("qqqqq_zzzz", "unknown data set `qqqqq_zzzz`, expected one of .* NAME=PATH$"),
+    ("runs/nowhere", "data set runs/nowhere: found no file or folder runs/nowhere"),
+    ("films=nowhere", "data set films=nowhere: found no file or folder nowhere"),
+])  # fmt: skip
+def test_unknown_names(given, message):
+    with pytest.raises(InputError, match=message):
+        find(given)
+
+
+def test_a_set_is_called_as_its_folder_or_as_is_said(folder, monkeypatch):
+    assert find(str(folder)).name == "films"
+    assert find(f"cinema={folder}").name == "cinema"
+    monkeypatch.chdir(folder)
+    assert find(".").name == "films"
+    monkeypatch.chdir(folder.parent)
+    assert find("films").name == "films"
+    odd = folder.rename(folder.with_name("a=b c"))
+    with pytest.raises(InputError, match=r"name 'a=b c': expected letters, digits and . _ - \(NAME=PATH gives it another\)"):
+        find(str(odd))
+    assert find(f"x={odd}").name == "x"
+
+
+def test_names_of_the_study_come_before_folders_of_that_name(folder, monkeypatch):
+    folder.rename(folder.with_name("sst2"))
+    monkeypatch.chdir(folder.parent)
+    assert find("sst2").labels == ("negative", "positive") and find("./sst2").labels == ("yes",)
+    assert find("sst2=sst2").labels == ("yes",)
+
+
+def test_a_found_set_can_be_handed_to_another_process(folder):
+    found = find(str(folder))
+    again = pickle.loads(pickle.dumps(found))
+    assert again == found and again.split("train") == found.split("train")
+    assert pickle.loads(pickle.dumps(find("nq"))).train_on == "msmarco_pairs"

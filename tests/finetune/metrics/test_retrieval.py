@@ -1,0 +1,105 @@
+"""The study's NDCG against scikit-learn and published values, trec_eval's measures against trec_eval, chance against counting."""
+
+from itertools import permutations
+
+import ir_measures
+import numpy as np
+import pytest
+from ir_measures import RR, R, nDCG
+from sklearn.metrics import ndcg_score
+
+from megaenc.finetune.metrics.retrieval import (
+    best_first,
+    expected_by_chance,
+    in_trec_order,
+    ndcg,
+    recall,
+    reciprocal_rank,
+    retrieved_ndcg,
+)
+
+
+def positives(*ranks: int) -> np.ndarray:
+    return np.isin(np.arange(1, 11), ranks)
+
+
+def test_values_that_the_study_published():
+    """Found among the `scores_i` of its results for MS MARCO and NQ."""
+    falling = -np.arange(10.0)
+    for ranks, value in [
+        ((2,), 0.6309297535714573),
+        ((10,), 0.28906482631788766),
+        ((1, 3), 0.9197207891481877),
+        ((2, 3), 0.6934264036172708),
+        ((1, 6), 0.8315546295836228),
+        ((4, 8), 0.4574945261898617),
+        ((5, 6, 8), 0.49674320298648783),
+    ]:
+        assert retrieved_ndcg(positives(*ranks), falling) == pytest.approx(value, rel=1e-12)
+    assert retrieved_ndcg(positives(), falling) == 0
+    assert retrieved_ndcg(positives(1), falling) == 1  # whatever else there is to find
+
+
+@pytest.mark.parametrize("different", [2, 5, 1000])
+def test_ndcg_of_the_study_as_scikit_learn_has_it(different):
+    """Few different scores: many ties."""
+    random = np.random.default_rng(5)
+    for length in [2, 3, 7, 10] * 20:
+        scores = np.sort(random.integers(0, different, length))[::-1] / different
+        relevant = random.random(length) < 0.3
+        assert retrieved_ndcg(relevant, scores) == pytest.approx(ndcg_score([relevant], [scores]), abs=1e-12)
+    scores, relevant = -np.arange(30.0), random.random(30) < 0.3
+    assert retrieved_ndcg(relevant, scores) == pytest.approx(ndcg_score([relevant[:10]], [scores[:10]]))
+
+
+@pytest.mark.parametrize("different", [3, 40, 10**6])
+def test_as_trec_eval_has_it(different):
+    """Graded judgements, ties in the scores, relevant documents that are not in the corpus, queries that find nothing."""
+    random = np.random.default_rng(6)
+    names = [f"{'dD'[n % 2]}{n}{'é' * (n % 3)}" for n in range(250)]
+    in_order = [names[at] for at in in_trec_order(names)]
+    qrels, run, found = {}, {}, {}
+    for query in map(str, range(40)):
+        # Single precision, as trec_eval has it.
+        scores = dict(zip(names, (random.integers(0, different, 250) / np.float32(different)).tolist(), strict=True))
+        judged = random.choice([*names, "elsewhere"], random.integers(1, 20), replace=False)
+        qrels[query] = {str(name): int(random.integers(1, 4)) for name in judged}
+        run[query] = scores
+        best = best_first(np.array([scores[name] for name in in_order], dtype=np.float32), 100)
+        assert len(best) == 100
+        grades, all_grades = np.array([qrels[query].get(in_order[at], 0) for at in best]), list(qrels[query].values())
+        found[query] = (ndcg(grades, all_grades), reciprocal_rank(grades), recall(grades, len(all_grades)))
+    measures = [nDCG @ 10, RR, R @ 100]
+    for value in ir_measures.pytrec_eval.iter_calc(measures, qrels, run):
+        expected = 0 if value.measure == RR and value.value < 1 / 10 else value.value  # trec_eval's goes on after the tenth
+        assert found[value.query_id][measures.index(value.measure)] == pytest.approx(expected, abs=1e-9), value
+
+
+def test_the_best_are_the_best():
+    random = np.random.default_rng(7)
+    for size, depth in [(1, 100), (100, 100), (500, 100), (500, 1)]:
+        scores = random.integers(0, 50, size).astype(np.float32)
+        assert best_first(scores, depth).tolist() == sorted(range(size), key=lambda at: (-scores[at], at))[:depth]
+
+
+@pytest.mark.parametrize(("documents", "grades"), [(6, (1,)), (6, (1, 1, 3)), (5, (2, 1)), (4, (1, 1, 1, 1))])
+def test_chance_by_counting_every_order(documents, grades):
+    totals = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
+    for order in permutations([*grades, *[0] * (documents - len(grades))]):
+        order = np.array(order)
+        totals["score"].append(retrieved_ndcg(order > 0, -np.arange(documents)))
+        totals["ndcg@10"].append(ndcg(order, grades))
+        totals["mrr@10"].append(reciprocal_rank(order))
+        totals["recall@100"].append(recall(order, len(grades)))
+    assert expected_by_chance(documents, grades) == pytest.approx({name: np.mean(some) for name, some in totals.items()})
+
+
+def test_chance_in_a_corpus_that_is_longer_than_what_is_looked_at():
+    random, relevant = np.random.default_rng(8), np.arange(300) < 7
+    drawn = []
+    for _ in range(20_000):
+        order = random.permutation(relevant)
+        drawn.append([retrieved_ndcg(order, -np.arange(300)), ndcg(order, [1] * 7), reciprocal_rank(order), recall(order, 7)])
+    drawn = np.array(drawn)
+    expected = list(expected_by_chance(300, (1,) * 7).values())
+    assert np.abs(drawn.mean(axis=0) - expected).max() < 4 * (drawn.std(axis=0) / np.sqrt(len(drawn))).max()

@@ -1,0 +1,91 @@
+"""Sequence classification: gradients of the plain way, scores of models that know and of one that does not look."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megaenc.finetune.examples import LabelledText
+from megaenc.finetune.options import Protocol
+from megaenc.finetune.tasks.classification import Classification
+
+TEXTS = ["The garden.", "The old man walked down to the river with his dog.", "Nobody came, nobody.", "A book", "Lyon and Paris"]
+EXAMPLES = [LabelledText(str(at), text, label) for at, (text, label) in enumerate(zip(TEXTS, [0, 2, 1, 2, 2], strict=True))]
+
+
+@pytest.mark.parametrize("tokens_per_forward", [16384, 20, 1])
+def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
+    task = Classification.of(dataset("abc"), Protocol(tokens_per_forward=tokens_per_forward))
+    data, model = task.encode(EXAMPLES, encoder), make_model(task)
+    head = task.head(16)
+    head.load_state_dict(model.head.state_dict())
+    rows = np.array([4, 1, 2, 0])
+    states, mask = plain_states.forward(data.texts(rows))
+    mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    expected = cross_entropy(head(mean), torch.tensor([EXAMPLES[row].label for row in rows]))
+    expected.backward()
+    assert task.backward(model, data, rows) == pytest.approx(expected.item(), rel=1e-6)
+    same_gradients(model, plain_states.model, head)
+
+
+def test_heads_are_drawn_by_the_seed(dataset):
+    task = Classification.of(dataset("abc"), Protocol())
+    heads = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        heads.append(task.head(512))
+    assert torch.equal(heads[0].weight, heads[1].weight) and not torch.equal(heads[0].weight, heads[2].weight)
+    assert heads[0].weight.shape == (3, 512) and heads[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not heads[0].bias.any() and heads[0].weight.dtype == torch.float32
+
+
+def told(data, predicted):
+    return [
+        (text, np.tile(np.eye(3)[label], (len(text), 1))) for text, label in zip(data.texts(range(5)), predicted, strict=True)
+    ]
+
+
+def test_scores(dataset, encoder, oracle):
+    task = Classification.of(dataset(["a", "b", "c"]), Protocol(tokens_per_forward=20))
+    data = task.encode(EXAMPLES, encoder)
+    assert task.count(data) == 5
+    perfect = oracle(task, told(data, data.columns["labels"]))
+    scores = task.evaluate(perfect, data, EXAMPLES)
+    assert scores.score == 1 and scores.scores_i == [1.0] * 5 and scores.collapsed is None
+    assert scores.metrics == {"accuracy": 1.0} and scores.metrics_i == {"accuracy": [1.0] * 5}
+    assert scores.baseline == {"score": 0.6, "accuracy": 0.6}
+    assert perfect.backbone.seen == 5  # one pass
+
+    scores = task.evaluate(oracle(task, told(data, [0, 2, 1, 0, 1])), data, EXAMPLES)
+    assert scores.score == 0.6 and scores.scores_i == [1, 1, 1, 0, 0] and scores.collapsed is None
+
+
+def test_a_constant_prediction_is_a_collapse(dataset, encoder, oracle):
+    task = Classification.of(dataset(["bad", "fair", "good"]), Protocol())
+    data = task.encode(EXAMPLES, encoder)
+    scores = task.evaluate(oracle(task, told(data, [1] * 5)), data, EXAMPLES)
+    assert scores.score == 0.2 and scores.collapsed == "constant prediction fair"
+    one = EXAMPLES[1:2]
+    data = task.encode(one, encoder)
+    assert task.evaluate(oracle(task, [(data.tokens, np.eye(3)[[2] * len(data.tokens)])]), data, one).collapsed is None
+
+
+def test_evaluation_leaves_the_model_as_it_was(dataset, encoder, make_model):
+    task = Classification.of(dataset("abc"), Protocol())
+    data, model = task.encode(EXAMPLES, encoder), make_model(task)
+    model.train()
+    assert task.evaluate(model, data, EXAMPLES) == task.evaluate(model, data, EXAMPLES)
+    assert model.training and all(weights.grad is None for weights in model.parameters())
+
+
+def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_model):
+    task = Classification.of(dataset("abc"), Protocol())
+    data, model = task.encode(EXAMPLES, encoder), make_model(task)
+    expected = task.backward(model, data, np.arange(5))
+    model.backbone.to(torch.bfloat16)
+    assert task.backward(model, data, np.arange(5)) == pytest.approx(expected, rel=0.02)
+    assert model.head.weight.grad.dtype == torch.float32
+    model.to(torch.bfloat16)
+    losses = [task.backward(model, data, np.array([row])) for row in range(5)]
+    assert np.mean(losses) == pytest.approx(expected, rel=0.02)
+    assert any(float(torch.tensor(loss, dtype=torch.bfloat16)) != loss for loss in losses)

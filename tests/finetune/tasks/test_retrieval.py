@@ -1,0 +1,174 @@
+"""Retrieval: gradients of the plain way in one pass and in parts, with dropout too, and rankings of planted embeddings."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize
+
+from megaenc.finetune.examples import Pair, Retrieval
+from megaenc.finetune.options import Protocol
+from megaenc.finetune.packing import pack
+from megaenc.finetune.tasks import TASKS, Model
+from megaenc.finetune.tasks.base import mean_states
+from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
+
+PAIRS = [
+    Pair("0", "Query: a garden", "Document: The small garden behind the house was full of flowers."),
+    Pair("1", "Query: who came?", "Document: Nobody came."),
+    Pair("2", "Query: where did the old man walk with his dog?", "Document: down to the river"),
+    Pair("3", "Query: Lyon", "Document: Paris and Lyon"),
+    Pair("4", "Query: Paris", "Document: Paris and Lyon"),  # the same document: a negative all the same
+]
+
+
+def plain_loss(queries, documents, scale):
+    scores = normalize(queries, dim=1) @ normalize(documents, dim=1).T * scale
+    return cross_entropy(scores, torch.arange(len(queries)))
+
+
+def test_every_family_has_its_task():
+    assert {family.value: task.__name__ for family, task in TASKS.items()} == {
+        "SC": "Classification",
+        "TC": "Tagging",
+        "QA": "Answering",
+        "IR": "Retrieval",
+    }
+
+
+@pytest.mark.parametrize("scale", [20.0, 3.0])
+@pytest.mark.parametrize("tokens_per_forward", [16384, 60, 1])
+def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward, scale):
+    task = RetrievalTask.of(dataset(), Protocol(tokens_per_forward=tokens_per_forward, scale=scale))
+    data, model = task.encode(PAIRS, encoder), make_model(task)
+    assert task.count(data) == 5
+    rows = np.array([4, 0, 3, 2])
+    vectors = []
+    for side in ("queries", "documents"):
+        states, mask = plain_states.forward(data[side].texts(rows))
+        vectors.append((states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+    expected = plain_loss(*vectors, scale)
+    expected.backward()
+    assert task.backward(model, data, rows) == pytest.approx(expected.item(), rel=1e-5)
+    same_gradients(model, plain_states.model)
+
+
+class Words(nn.Module):
+    """A backbone with dropout that keeps the order of what it read."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(400, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.read: list[int] = []
+
+    def states(self, packed):
+        self.read.append(len(packed.lengths))
+        return self.dropout(self.table(packed.tokens))
+
+
+def test_parts_drop_the_same_both_times(dataset, encoder):
+    task = RetrievalTask.of(dataset(), Protocol(tokens_per_forward=25))
+    data, rows = task.encode(PAIRS, encoder), np.arange(5)
+    model = Model(Words(dropout=0.5), nn.Identity())
+    torch.manual_seed(7)
+    loss = task.backward(model, data, rows)
+    after = torch.get_rng_state()
+    found = model.backbone.table.weight.grad.clone()
+    read = model.backbone.read
+    assert len(read) > 4 and read[: len(read) // 2] == read[len(read) // 2 :] and sum(read) == 20
+
+    # The same parts with one graph over all of them.
+    model.zero_grad()
+    texts = data["queries"].texts(rows) + data["documents"].texts(rows)
+    vectors: list[torch.Tensor] = [torch.empty(0)] * 10
+    torch.manual_seed(7)
+    for part in task.forwards(np.array([len(text) for text in texts])):
+        packed = pack([texts[at] for at in part], "cpu")
+        for at, vector in zip(part, mean_states(model.backbone.states(packed), packed), strict=True):
+            vectors[at] = vector
+    expected = plain_loss(torch.stack(vectors[:5]), torch.stack(vectors[5:]), 20.0)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(found, model.backbone.table.weight.grad, rtol=1e-5, atol=1e-6)
+    assert torch.equal(after, torch.get_rng_state())  # what is drawn next does not depend on the second pass
+    torch.manual_seed(8)
+    task.backward(model, data, rows)
+    assert not torch.allclose(found, model.backbone.table.weight.grad - found)
+
+
+DOCUMENTS = {name: f"Document: {text}" for name, text in [("a", "garden"), ("b", "river"), ("c", "dog"), ("d", "letters")]}
+SPLIT = Retrieval(
+    queries={"q1": "Query: flowers", "q2": "Query: a walk", "q3": "Query: without an answer", "q4": "Query: walks"},
+    documents=DOCUMENTS,
+    relevant={"q1": {"a": 1}, "q2": {"b": 1, "c": 3}, "q4": {"a": 1, "d": 2}},
+)
+
+
+def planted(task, data, oracle, queries, documents):
+    """A model that gives these embeddings; the queries' and documents' in the order of SPLIT."""
+    told = []
+    for side, vectors in (("queries", queries), ("documents", documents)):
+        told += [
+            (text, np.tile(vector, (len(text), 1)))
+            for text, vector in zip(data[side].texts(range(len(vectors))), vectors, strict=True)
+        ]
+    return oracle(task, told)
+
+
+@pytest.fixture
+def task(dataset):
+    return RetrievalTask.of(dataset(), Protocol(tokens_per_forward=30))
+
+
+def test_scores_by_hand(task, encoder, oracle):
+    data = task.encode(SPLIT, encoder)
+    queries = [[1, 0, 0, 0], [0, 0.5, 1, 0.7], [0, 0, 0, 1], [0, 0.2, 0.1, 0.3]]
+    model = planted(task, data, oracle, queries, 2 * np.eye(4))
+    scores = task.evaluate(model, data, SPLIT)
+    assert model.backbone.seen == 3 + 4  # one pass, without the query that nothing answers
+    # q1: a first. q2: c (grade 3), d, b (grade 1), a. q4: d (grade 2), b, c, a (grade 1).
+    third, fourth = 1 / np.log2(4), 1 / np.log2(5)
+    second = 1 / np.log2(3)
+    assert scores.scores_i == pytest.approx([1, (1 + third) / (1 + second), (1 + fourth) / (1 + second)])
+    assert scores.metrics_i["ndcg@10"] == pytest.approx([1, (3 + third) / (3 + second), (2 + fourth) / (2 + second)])
+    assert scores.metrics_i["mrr@10"] == [1, 1, 1] and scores.metrics_i["recall@100"] == [1, 1, 1]
+    assert scores.score == pytest.approx(np.mean(scores.scores_i)) and scores.collapsed is None
+    assert scores.metrics == pytest.approx({name: np.mean(some) for name, some in scores.metrics_i.items()})
+    assert set(scores.baseline) == {"score", *scores.metrics} and scores.baseline["recall@100"] == 1
+    assert scores.baseline["mrr@10"] == pytest.approx(
+        ((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4 + 2 * (1 / 2 + 1 / 6 + 1 / 18)) / 3, abs=0.02
+    )
+
+
+def test_a_model_that_knows(task, encoder, oracle):
+    data = task.encode(SPLIT, encoder)
+    queries = [[1, 0, 0, 0], [0, 0.5, 1, 0], [0, 0, 0, 1], [0.5, 0, 0, 1]]
+    scores = task.evaluate(planted(task, data, oracle, queries, np.eye(4)), data, SPLIT)
+    assert scores.score == 1 and scores.metrics == {"ndcg@10": 1.0, "mrr@10": 1.0, "recall@100": 1.0}
+
+
+def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
+    data = task.encode(SPLIT, encoder)
+    model = Model(Words(), nn.Identity())
+    first = task.evaluate(model, data, SPLIT)
+    test = Retrieval({"q5": "Query: a dog"}, DOCUMENTS, {"q5": {"c": 1}})
+    task.evaluate(model, task.encode(test, encoder), test)
+    assert sum(model.backbone.read) == 4 + 3 + 1
+    task.backward(model, task.encode(PAIRS, encoder), np.arange(5))
+    with torch.no_grad():
+        model.backbone.table.weight.normal_()
+    fresh = RetrievalTask.of(dataset(), task.protocol)
+    changed = task.evaluate(model, data, SPLIT)
+    assert changed == fresh.evaluate(model, data, SPLIT) and changed.metrics != first.metrics
+
+
+def test_documents_that_are_all_alike_are_a_collapse(task, encoder, oracle):
+    data = task.encode(SPLIT, encoder)
+    model = planted(task, data, oracle, np.eye(4), np.ones((4, 4)))
+    scores = task.evaluate(model, data, SPLIT)
+    assert scores.collapsed == "all documents are alike to every query"
+    # d, c, b, a, as trec_eval orders equals; the study's score gives equals equal shares.
+    assert scores.metrics_i["mrr@10"] == [1 / 4, 1 / 2, 1]
+    assert scores.scores_i[0] == pytest.approx((1 + 1 / np.log2(3) + 0.5 + 1 / np.log2(5)) / 4)
