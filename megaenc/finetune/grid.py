@@ -3,35 +3,20 @@
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
-from megaenc.finetune.jobs import (
-    Fingerprints,
-    Job,
-    Named,
-    model_fingerprint,
-    model_stamp,
-    named_model,
-    tokenizer_fingerprint,
-)
+from megaenc.finetune.jobs import Find, Job, make_jobs
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.progress import Screen
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, is_locked, log_path, remaining, slots, wait_for_news
-
-if TYPE_CHECKING:
-    from megaenc.finetune.datasets.base import Dataset
-
-    Find = Callable[..., Dataset]
 
 _TRIES = 2
 _LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
@@ -88,45 +73,11 @@ class Plan:
         return sum(len(job.evaluate_on) for job in self.jobs)
 
 
-def plan(settings: GridSettings, find: "Find") -> Plan:
-    """Look at every model, data set and finished result. Raises InputError for what no run could be made of.
-
-    Data set after data set, on each model after model, seed after seed with all rates: the cells of the summary fill one by one.
-    """
+def plan(settings: GridSettings, find: Find) -> Plan:
+    """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
     _check(settings)
-    models = [named_model(text) for text in settings.model]
-    _all_different("--model", [model.name for model in models])
-    found = [
-        (Named(dataset.name, text), dataset) for text in settings.datasets for dataset in [find(text, **asdict(settings.data))]
-    ]
-    _all_different("--datasets", [named.name for named, _ in found])
-    trainings: dict[tuple[str, ...], list] = defaultdict(list)
-    for named, dataset in found:
-        trainings[(dataset.family, dataset.train_on) if dataset.family == Family.IR else (dataset.family, named.name)].append(
-            (named, dataset)
-        )
-    prints = {
-        model: (model_fingerprint(model.where), tokenizer_fingerprint(model.where), model_stamp(model.where)) for model in models
-    }
-    jobs = []
-    for members in trainings.values():
-        first = members[0][1]
-        for _, other in members[1:]:
-            if other.train_fingerprint != first.train_fingerprint:
-                raise InputError(f"--datasets {other.name}: is trained on another {first.train_on} than {first.name}")
-        for model in models:
-            weights, tokenizer, stamp = prints[model]
-            by_name = {named.name: dataset.fingerprint for named, dataset in members}
-            fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
-            evaluate_on = tuple(named for named, _ in members)
-            for seed in range(settings.seeds):
-                jobs += [
-                    Job(
-                        model, Family(first.family), first.train_on, evaluate_on, rate, seed,
-                        settings.output, settings.protocol, settings.data, fingerprints,
-                    )
-                    for rate in settings.learning_rates
-                ]  # fmt: skip
+    rates, seeds = settings.learning_rates, range(settings.seeds)
+    jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
     again, todo, failed = settings.local.retry_failed, [], []
     for job in jobs:
         left, _, names = remaining(job, again=again)
@@ -154,15 +105,7 @@ def _check(settings: GridSettings) -> None:
     for rate in settings.learning_rates:
         if not 0 < rate < float("inf"):
             raise InputError(f"--learning-rates: found {rate}, expected more than 0")
-    _all_different("--learning-rates", settings.learning_rates)
     make_parent(Path(settings.output, "model"), "--output")
-
-
-def _all_different(flag: str, values: Sequence) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            hint = "; name one of them otherwise, NAME=FOLDER" if flag != "--learning-rates" else ""
-            raise InputError(f"{flag}: found {value} twice, expected each once{hint}")
 
 
 def _failure(job: Job, names: list[str]) -> str:
@@ -208,8 +151,10 @@ def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]
                         screen.say(f"{job.name}: {outcome.why}; is tried once more when the others have had their turn")
                         waiting.insert(0, job)
                     else:
-                        failed.append((job, _told(job, outcome)))
-                        screen.say(f"{job.name}: {failed[-1][1]}")
+                        why = _told(job, outcome)
+                        if why not in [said for _, said in failed]:
+                            screen.say(f"{job.name}: {why.splitlines()[0]}")
+                        failed.append((job, why))
                 if elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
                     looked = time.monotonic()
                     released = [job for job in elsewhere if not is_locked(job)]
@@ -219,7 +164,8 @@ def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]
         finally:
             for worker, _ in running.values():
                 worker.kill()
-    return failed
+    order = {job: at for at, job in enumerate(jobs)}
+    return sorted(failed, key=lambda job_and_why: order[job_and_why[0]])
 
 
 def _told(job: Job, outcome: Outcome) -> str:
@@ -283,7 +229,7 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     run_grid(settings, find, run)
 
 
-def run_grid(settings: GridSettings, find: "Find", run: Run) -> None:
+def run_grid(settings: GridSettings, find: Find, run: Run) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     planned, began = plan(settings, find), time.monotonic()

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.options import Protocol
@@ -86,6 +88,57 @@ class Progress:
 def rate_name(rate: float) -> str:
     """A learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)
+
+
+Find = Callable[..., Dataset]
+"""As `megaenc.finetune.datasets.registry.find`: takes what the command line calls a data set, and the fields of DataFlags."""
+
+
+def make_jobs(
+    models: Sequence[str],
+    datasets: Sequence[str],
+    rates: Sequence[float],
+    seeds: Iterable[int],
+    output: str,
+    protocol: Protocol,
+    data: DataFlags,
+    find: Find,
+) -> list[Job]:
+    """Every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
+
+    Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
+    Models and data sets are looked at. Raises InputError for what no run could be made of.
+    """
+    named = [named_model(text) for text in models]
+    found = [(text, find(text, **asdict(data))) for text in datasets]
+    _all_different("--model", [model.name for model in named])
+    _all_different("--datasets", [dataset.name for _, dataset in found])
+    _all_different("--learning-rates", rates)
+    trainings: dict[tuple[str, str], list[tuple[str, Dataset]]] = defaultdict(list)
+    for text, dataset in found:
+        trainings[dataset.family, dataset.train_on].append((text, dataset))
+    prints = [(model_fingerprint(one.where), tokenizer_fingerprint(one.where), model_stamp(one.where)) for one in named]
+    jobs = []
+    for members in trainings.values():
+        family, train_on, trained = members[0][1].family, members[0][1].train_on, members[0][1].train_fingerprint
+        for _, other in members:
+            if other.train_fingerprint != trained:
+                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {members[0][1].name} has")
+        evaluate_on = tuple(Named(dataset.name, text) for text, dataset in members)
+        by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
+        for model, (weights, tokenizer, stamp) in zip(named, prints, strict=True):
+            fingerprints = Fingerprints(weights, tokenizer, trained, by_name, stamp)
+            for seed in seeds:
+                common = {"output": output, "protocol": protocol, "data": data, "fingerprints": fingerprints}
+                jobs += [Job(model, family, train_on, evaluate_on, rate, seed, **common) for rate in rates]
+    return jobs
+
+
+def _all_different(flag: str, values: Sequence) -> None:
+    for value in values:
+        if values.count(value) > 1:
+            hint = "; name one of them otherwise, NAME=FOLDER" if flag != "--learning-rates" else ""
+            raise InputError(f"{flag}: found {value} twice, expected each once{hint}")
 
 
 def named_model(text: str) -> Named:

@@ -75,10 +75,10 @@ class Screen:
         if self._first is None and running:
             self._first = (now, done)
         left = ""
-        if self._first is not None and done > self._first[1]:
-            left = f"  {clock((self.runs - done) * (now - self._first[0]) / (done - self._first[1]))} left"
-        tail = "  ".join(f"{count:,} {name}" for name, count in counts.items()) + left
-        self._live.update(self._whole, completed=done, tail=tail)
+        if self._first is not None and self._first[1] < done < self.runs:
+            left = f"{clock((self.runs - done) * (now - self._first[0]) / (done - self._first[1]))} left"
+        words = f"grid: {finished:,} of {self.runs:,} finished" + (f", {failed:,} failed" if failed else "")
+        self._live.update(self._whole, description=words, completed=done, tail=left)
         for job in [job for job in self._rows if job not in running]:
             self._live.remove_task(self._rows.pop(job)[0])
         for job, progress in running.items():
@@ -86,15 +86,16 @@ class Screen:
 
     def _row(self, job: Job, progress: Progress, now: float) -> None:
         if job not in self._rows:
-            task = self._live.add_task(job.name, total=None, stage="", tail="")
-            self._rows[job] = (task, now, "")
+            task = self._live.add_task(job.name, total=None, stage=progress.stage, tail="")
+            self._rows[job] = (task, now, progress.stage)
         task, since, stage = self._rows[job]
         if stage != progress.stage:
             since = now
             self._rows[job] = (task, since, progress.stage)
-        parts = [f"{name} {number(value)}" for name, value in progress.fields.items()]
+        parts = []
         if progress.total and 0 < progress.done < progress.total and now > since:
             parts.append(f"{clock((progress.total - progress.done) * (now - since) / progress.done)} left")
+        parts += [f"{name} {number(value)}" for name, value in progress.fields.items()]
         self._live.update(
             task, total=progress.total or None, completed=progress.done, stage=progress.stage, tail="  ".join(parts)
         )

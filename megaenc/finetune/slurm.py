@@ -73,10 +73,10 @@ def submit(jobs: Sequence[Job], run: Run, settings: SlurmSettings, local: "Local
         raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
     size = settings.jobs_per_task
     parts = [Part(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
-    logs = Path(output, ".slurm")
+    logs, asked = Path(output, ".slurm"), _of_cluster(settings)
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
-        executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **_of_cluster(settings))
+        executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
         with executor.batch():
             submitted = [executor.submit(part) for part in parts]
         ids = [job.job_id for job in submitted]

@@ -19,7 +19,7 @@ from typing import Literal
 from megaenc.errors import InputError
 from megaenc.finetune import results
 from megaenc.finetune.jobs import Job, Progress, model_stamp, rate_name
-from megaenc.processes import die_with_parent
+from megaenc.processes import die_with_parent, usable_cores
 
 Run = Callable[[Job, Callable[[Progress], None]], None]
 """What does a job, say `megaenc.finetune.run.run`; a function of a module, as it is imported by its name."""
@@ -71,29 +71,28 @@ def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int
     With accelerators `jobs_per_gpu` on each, or `jobs` at most, the first on different ones. Without: `jobs`, or one for every
     `threads` cores. For 0 `jobs` stands for as many as fit.
     """
-    if devices := _devices(context):
+    if devices := _count(context):
         variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
-        places = [{variable: device} for _ in range(jobs_per_gpu) for device in devices]
-        return places[: jobs or None]
-    return [{} for _ in range(jobs or max(1, len(os.sched_getaffinity(0)) // threads))]
+        chosen = os.environ.get(variable, "")
+        names = (chosen.split(",") if chosen else [str(device) for device in range(devices)])[:devices]
+        return [{variable: name} for _ in range(jobs_per_gpu) for name in names][: jobs or None]
+    return [{} for _ in range(jobs or max(1, usable_cores() // threads))]
 
 
-def _devices(context: ForkServerContext) -> list[str]:
-    """The accelerators that this process may use, by the names that choose one."""
+def _count(context: ForkServerContext) -> int:
+    """How many accelerators this process may use."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return []
+        return 0  # known without loading torch
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_count_devices, args=(there,))
     process.start()
     there.close()
     try:
-        count = here.recv()
+        return here.recv()
     except EOFError:
-        raise InputError(f"the accelerators could not be counted: torch ended with exit code {process.exitcode}") from None
-    process.join()
-    chosen = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = chosen.split(",") if chosen else [str(device) for device in range(count)]
-    return names[:count]
+        raise InputError("the accelerators could not be counted: torch cannot be loaded; the lines above say why") from None
+    finally:
+        process.join()
 
 
 def _count_devices(answer: Connection) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_runs
@@ -14,7 +15,7 @@ from fake_runs import calls, find, make_model
 
 from megaenc import flags
 from megaenc.errors import InputError
-from megaenc.finetune import grid, results
+from megaenc.finetune import grid, results, workers
 from megaenc.finetune.grid import GridSettings, run_grid
 
 PROGRAM = Path(__file__).parents[1] / "workers" / "grid_of_fakes.py"
@@ -190,6 +191,31 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path, missing, message):
         grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1"), find)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "jobs", "expected"),
+    [
+        ({}, 0, ["CUDA 0", "CUDA 1", "CUDA 0", "CUDA 1"]),
+        ({}, 3, ["CUDA 0", "CUDA 1", "CUDA 0"]),
+        ({"CUDA_VISIBLE_DEVICES": "3,GPU-5f"}, 2, ["CUDA 3", "CUDA GPU-5f"]),
+        ({"HIP_VISIBLE_DEVICES": "4,6"}, 2, ["HIP 4", "HIP 6"]),
+    ],
+)
+def test_gpus_are_shared_the_first_runs_on_different_ones(monkeypatch, chosen, jobs, expected):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(workers, "_count", lambda context: 2)
+    found = [f"{name.split('_')[0]} {device}" for place in workers.slots(None, jobs, 2, 1) for name, device in place.items()]
+    assert found == expected
+
+
+def test_runs_are_as_many_as_cores_allow_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(workers, "_count", lambda context: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    assert [len(workers.slots(None, jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
+
+
 def start(model, output, *more) -> subprocess.Popen:
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
     command = [sys.executable, str(PROGRAM), str(model), str(output), *more]
@@ -211,42 +237,48 @@ def of_session(session: int) -> list[str]:
 
 
 def until_gone(session: int) -> bool:
-    deadline = time.monotonic() + 20
-    while of_session(session) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: not of_session(session))
     return not of_session(session)
 
 
+def wait_until(done: Callable[[], bool]) -> None:
+    """Return when `done` says so, after a minute in any case."""
+    deadline = time.monotonic() + 60
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def test_a_killed_grid_goes_on_where_it_was(tmp_path):
-    """Killed six times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
+    """Killed four times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
     flags = ["--datasets", "sc1", "ir1", "ir2", "--learning-rates", "1e-5", "5e-4", "--seeds", "5", "--jobs", "3"]
     model = make_model(tmp_path / "toy", all={"seconds": 0.3})
-    random_moments = random.Random(6)
-    for _ in range(6):
-        grid_of_fakes = start(model, tmp_path / "killed", *flags)
-        time.sleep(random_moments.uniform(0.2, 2.5))
+    moments = random.Random(6)
+    for begun in (0, 1, 3, 2):
+        before, grid_of_fakes = len(calls(model)), start(model, tmp_path / "killed", *flags)
+        wait_until(lambda at=before + begun: len(calls(model)) >= at)
+        time.sleep(moments.uniform(0, 0.5))
         grid_of_fakes.kill()
         grid_of_fakes.communicate()
         assert until_gone(grid_of_fakes.pid)
-    begun = len(calls(model))
     last = start(model, tmp_path / "killed", *flags)
     said = last.communicate(timeout=120)[0]
     assert last.returncode == 0, said
-    assert 20 < len(calls(model)) <= 20 + 3 * 6  # at most those that were under way were begun again
-    assert begun > 0
+    assert 20 < len(calls(model)) <= 20 + 3 * 4  # at most those that were under way were begun again
     alone = start(model, tmp_path / "alone", *flags)
     assert (alone.communicate(timeout=120)[0], alone.returncode)[1] == 0
-    whole = {name: content for name, content in tree(tmp_path / "killed").items() if "/.locks/" not in name}
-    assert whole == tree(tmp_path / "alone") and len(whole) == 30
+    killed, whole = tree(tmp_path / "killed"), tree(tmp_path / "alone")
+    assert len(whole) == 30 and whole.items() <= killed.items()
+    left = [
+        Path(name) for name in set(killed) - set(whole)
+    ]  # of a kill between the last result and the end: empty, and no result
+    assert all(path.name == "log.txt" or path.parent.name == ".locks" for path in left)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
     model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang"}})
     grid_of_fakes = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
-    deadline = time.monotonic() + 60
-    while len(list((tmp_path / "out").rglob("results.json"))) < 3 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(list((tmp_path / "out").rglob("results.json"))) == 3)
     os.killpg(grid_of_fakes.pid, number) if number == signal.SIGINT else grid_of_fakes.send_signal(number)
     said = grid_of_fakes.communicate(timeout=60)[0]
     assert grid_of_fakes.returncode == code, said
@@ -270,3 +302,24 @@ def test_progress_goes_to_a_pipe_as_plain_lines(tmp_path):
     one = start(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
     said = one.communicate(timeout=60)[0]
     assert "\x1b" not in said and "grid  100 %  finished 4  running 0" in said
+
+
+def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
+    """Bit by bit, from a server with torch imported and one thread, by two runs at once and by more after them."""
+    model, here = make_model(tmp_path / "toy"), Path(__file__).parent
+    program = f"""
+import torch_runs, fake_runs
+from megaenc.finetune.grid import run_grid
+from test_grid import settings
+for threads in ("1", "2"):
+    argv = ["--datasets", "sc" + threads, "--learning-rates", "1e-5", "2e-5", "--seeds", "2", "--threads", threads, "--jobs", "2"]
+    run_grid(settings({str(model)!r}, {str(tmp_path / "out")!r} + threads, *argv), fake_runs.find, torch_runs.run)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
+    environment.pop("OMP_NUM_THREADS", None)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=600)
+    for seed, threads in ((0, "1"), (1, "2")):
+        command = [sys.executable, str(here / "torch_runs.py"), str(seed), threads]
+        alone = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
+        for rate in ("1e-05", "2e-05"):
+            assert (model / f"sc{threads}_{seed}_{rate}").read_text() == f"{alone} 1"

@@ -138,12 +138,8 @@ def test_published_runs_that_collapsed_are_seen(tmp_path, place, test, why):
 
 @pytest.mark.parametrize("lists", [[], [[]], [[1], [2, 3]], [[], [1.5e-5]]])
 def test_lists_are_left_out_without_parsing_them(lists):
-    values = {
-        "metrics_i": {f"m{at}": row for at, row in enumerate(lists)},
-        "a": ["]", '"scores_i": ['],
-        "scores_i": [1, 2],
-        "b": {},
-    }
+    others = {"a": ["]", '"scores_i": ['], "scores_i": [1, 2], "b": {}}
+    values = {"metrics_i": {f"m{at}": row for at, row in enumerate(lists)}} | others
     for indent in (None, 4):
         read = json.loads(results._without_lists(json.dumps(values, indent=indent).encode()))
         assert read == others | {"metrics_i": None, "scores_i": None}

@@ -67,29 +67,16 @@ def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
 
 def test_what_sbatch_gets(tmp_path, monkeypatch):
     """Slurm's executor makes an array of the tasks with the flags that were given; sbatch is not called."""
-    sent = []
-
-    def sbatch(self, command):
-        sent.append(Path(command[-1]).read_text())
-        return submitit.SlurmJob(folder=self.folder, job_id="17", tasks=[0])
-
-    monkeypatch.setattr(submitit.SlurmExecutor, "affinity", classmethod(lambda cls: 2))
-    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", lambda self, command: sbatch(self, self._file()))
-    script = submitit.SlurmExecutor._make_submission_file_text
-
-    def keep(self, command, uid):
-        sent.append(script(self, command, uid))
-        return sent[-1]
-
+    scripts, script = [], submitit.SlurmExecutor._make_submission_file_text
+    keep = lambda *given: scripts.append(script(*given)) or scripts[-1]  # noqa: E731
     monkeypatch.setattr(submitit.SlurmExecutor, "_make_submission_file_text", keep)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr("submitit.core.utils.CommandFunction.__call__", lambda self: "Submitted batch job 17\n")
-    monkeypatch.setattr(submitit.SlurmExecutor, "_submit_command", submitit.core.core.PicklingExecutor._submit_command)
     wanted = ["--slurm-partition", "mi250", "--slurm-minutes", "90", "--slurm-gpus", "8", "--slurm-parallel", "5",
               "--slurm-cpus", "56", "--slurm-extra", "account=abc", "--jobs-per-task", "3"]  # fmt: skip
     submitted = submit(settings(make_model(tmp_path / "toy"), tmp_path / "out", "--slurm", *wanted))
     assert [job.job_id for job in submitted] == ["17_0", "17_1", "17_2"]
-    lines = sent[-1].splitlines()
+    lines = scripts[-1].splitlines()
     for line in ("--partition=mi250", "--time=90", "--gpus-per-node=8", "--array=0-2%3", "--account=abc", "--cpus-per-task=56"):
         assert f"#SBATCH {line}" in lines
 
