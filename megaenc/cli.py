@@ -17,6 +17,19 @@ COMMANDS = {
     "data verify": ("megaenc.data.verify:main", "check that the files of a corpus are whole, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
+    "finetune run": ("megaenc.finetune.command:run_main", "fine-tune a model on one data set, with one rate and one seed"),
+    "finetune grid": (
+        "megaenc.finetune.grid:grid_main",
+        "fine-tune models on data sets with every rate and seed",
+    ),
+    "finetune summary": (
+        "megaenc.finetune.summary:summary_main",
+        "print means and intervals of a grid, and how the rates matter",
+    ),
+    "finetune demo": (
+        "megaenc.finetune.datasets.demo:main",
+        "make four small data sets from what is installed here",
+    ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),

@@ -12,7 +12,7 @@ from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.jobs import Find, Job, make_jobs
+from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.progress import Screen
 from megaenc.finetune.slurm import SlurmSettings, submit
@@ -103,8 +103,7 @@ def _check(settings: GridSettings) -> None:
     if not settings.learning_rates:
         raise InputError("--learning-rates: found none, expected at least one")
     for rate in settings.learning_rates:
-        if not 0 < rate < float("inf"):
-            raise InputError(f"--learning-rates: found {rate}, expected more than 0")
+        check_rate("--learning-rates", rate)
     make_parent(Path(settings.output, "model"), "--output")
 
 

@@ -134,6 +134,12 @@ def make_jobs(
     return jobs
 
 
+def check_rate(flag: str, rate: float) -> None:
+    """InputError for a learning rate that trains nothing."""
+    if not 0 < rate < float("inf"):
+        raise InputError(f"{flag}: found {rate}, expected more than 0")
+
+
 def _all_different(flag: str, values: Sequence) -> None:
     for value in values:
         if values.count(value) > 1:

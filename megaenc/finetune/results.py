@@ -123,7 +123,7 @@ def scan(root: str | Path) -> list[Result]:
     Raises InputError for a file that no run wrote. Examples' own scores are skipped, not parsed: the tree of the study is
     several gigabytes of them.
     """
-    found = [result for path in _run_folders(Path(root)) if (result := _result(path)) is not None]
+    found = [result for path in _run_folders(Path(root)) if (result := read(path)) is not None]
     if not found:
         raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
     return found
@@ -145,7 +145,8 @@ def _run_folders(root: Path) -> Iterator[Path]:
                     yield from inside(dataset)
 
 
-def _result(path: Path) -> Result | None:
+def read(path: Path) -> Result | None:
+    """The run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
     name = _FOLDER.fullmatch(path.name)
     if name is None:
         return None

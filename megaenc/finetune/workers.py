@@ -190,12 +190,12 @@ def remaining(job: Job, *, again: bool) -> tuple[Job | None, int, list[str]]:
 
 def is_locked(job: Job) -> bool:
     """Whether some process is at this run."""
-    with _lock(job) as got:
+    with lock(job) as got:
         return not got
 
 
 @contextlib.contextmanager
-def _lock(job: Job) -> Iterator[bool]:
+def lock(job: Job) -> Iterator[bool]:
     """Try to have a training to oneself, whatever it is to be evaluated on; it is let go when the process ends, however it ends.
 
     On a file system without locks all get it: the work may then be done twice, with the same results, each written whole.
@@ -242,7 +242,7 @@ def _work(run: Run, job: Job, environment: dict[str, str], again: bool, connecti
 
 
 def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
-    with _lock(job) as got:
+    with lock(job) as got:
         if not got:
             return Outcome("busy")
         todo, _, failed = remaining(job, again=again)  # another grid may have been here since it was planned

@@ -1,0 +1,178 @@
+"""Fine-tuning runs per hour, beside a plain script of transformers' Trainer with the study's settings, on one machine.
+
+    python benchmarks/finetuning.py --model hf/a --dataset path/to/sc/sst2 --output finetuning.json
+
+The Trainer reads 4 texts at once, padded to the longest, and adds up 8 such gradients; one run at a time has all threads. The
+grid does the same runs in its own way. Each side has every process, import and evaluation counted that its runs need, and the
+order of the two alternates. Text classification; model and data are local folders.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean, median, stdev
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The size of the benchmark."""
+
+    model: str
+    """Hugging Face folder of an encoder with its tokenizer"""
+    dataset: str
+    """folder of a text classification set: train, valid and test as JSON lines"""
+    output: str = "finetuning.json"
+    """JSON file for the figures"""
+    max_steps: int = 100
+    """updates of each run, of 32 texts"""
+    learning_rate: float = 2e-4
+    """peak rate of each run"""
+    seeds: int = 3
+    """runs of each side in a round"""
+    rounds: int = 1
+    """times that each side does its runs"""
+    precision: str = "fp32"
+    """fp32 or bf16, for both: float32 weights, computed in bfloat16"""
+
+
+def train_with_trainer(settings: dict[str, Any], seed: int) -> dict[str, float]:
+    """One run as a script of transformers' Trainer does it; accuracy on both splits."""
+    import numpy as np
+    import torch
+    from datasets import load_dataset
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        DataCollatorWithPadding,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    set_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    folder = Path(settings["dataset"])
+    files = {split: str(next(folder.glob(f"{split}.jsonl*"))) for split in ("train", "valid", "test")}
+    data = load_dataset("json", data_files=files)
+
+    def tokenise(batch):
+        return tokenizer([text + tokenizer.eos_token for text in batch["text"]], add_special_tokens=False, truncation=True)
+
+    labels = len(set(data["train"]["label"]))
+    data = data.map(tokenise, batched=True, remove_columns=[name for name in data["train"].column_names if name != "label"])
+    model = AutoModelForSequenceClassification.from_pretrained(settings["model"], num_labels=labels, classifier_pooling="mean")
+    with tempfile.TemporaryDirectory() as work:
+        arguments = TrainingArguments(
+            output_dir=work,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=8,
+            per_device_eval_batch_size=4,
+            max_steps=settings["max_steps"],
+            learning_rate=settings["learning_rate"],
+            lr_scheduler_type="linear",
+            warmup_steps=0.1,
+            adam_beta1=0.9,
+            adam_beta2=0.95,
+            adam_epsilon=1e-5,
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            bf16=settings["precision"] == "bf16",
+            use_cpu=not torch.cuda.is_available(),
+            seed=seed,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        collator = DataCollatorWithPadding(tokenizer)
+        trainer = Trainer(model=model, args=arguments, train_dataset=data["train"], data_collator=collator)
+        trainer.train()
+        found = {}
+        for split in ("valid", "test"):
+            predicted = trainer.predict(data[split])
+            found[split] = float((np.argmax(predicted.predictions, axis=-1) == predicted.label_ids).mean())
+    return found
+
+
+def by_trainer(settings: Settings, work: Path) -> tuple[float, list[float]]:
+    """Seconds for all runs of a round, one process after the other, and their accuracies on test."""
+    program = f"import sys, json; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); import finetuning; "
+    program += "print(json.dumps(finetuning.train_with_trainer(json.loads(sys.argv[1]), int(sys.argv[2]))))"
+    began, scores = time.monotonic(), []
+    environment = os.environ | {"HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    for seed in range(settings.seeds):
+        command = [sys.executable, "-c", program, json.dumps(asdict(settings)), str(seed)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"the Trainer's script ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        scores.append(json.loads(done.stdout.splitlines()[-1])["test"])
+    return time.monotonic() - began, scores
+
+
+def by_grid(settings: Settings, work: Path) -> tuple[float, list[float]]:
+    """Seconds for all runs of a round as one grid, and their accuracies on test."""
+    command = [sys.executable, "-m", "megaenc", "finetune", "grid", "--model", settings.model, "--datasets", settings.dataset]
+    command += ["--learning-rates", str(settings.learning_rate), "--seeds", str(settings.seeds), "--output", str(work)]
+    command += ["--max-steps", str(settings.max_steps), "--epochs", "1000", "--precision", settings.precision]
+    began = time.monotonic()
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    seconds = time.monotonic() - began
+    if done.returncode:
+        raise SystemExit(f"the grid ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-2000:]}")
+    found = sorted(work.glob("*/SC/*/*/results.json"))
+    return seconds, [json.loads(file.read_text())["test"]["score"] for file in found]
+
+
+def figures(settings: Settings, work: Path) -> dict[str, Any]:
+    """Runs per hour of both sides, their ratio by round, and the accuracies with the interval of the seeds."""
+    sides = {"trainer": by_trainer, "grid": by_grid}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    scores: dict[str, list[float]] = {name: [] for name in sides}
+    for round_ in range(settings.rounds):
+        for name in list(sides)[:: 1 if round_ % 2 == 0 else -1]:
+            folder = work / f"{name}{round_}"
+            folder.mkdir()
+            took, scores[name] = sides[name](settings, folder)
+            seconds[name].append(took)
+            print(f"{name}: {settings.seeds} runs in {took:.0f} s, accuracy {mean(scores[name]):.4f}", flush=True)
+    ratios = [slow / fast for slow, fast in zip(seconds["trainer"], seconds["grid"], strict=True)]
+    hourly = {name: settings.seeds * 3600 / median(some) for name, some in seconds.items()}
+    spread = {name: 1.96 * stdev(some) / len(some) ** 0.5 if len(some) > 1 else None for name, some in scores.items()}
+    return {
+        **asdict(settings),
+        "cores": os.cpu_count(),
+        "runs_per_hour": hourly,
+        "ratio": median(ratios),
+        "ratios": ratios,
+        "accuracy": {name: mean(some) for name, some in scores.items()},
+        "interval": spread,
+        "accuracies": scores,
+    }
+
+
+def main() -> None:
+    from megaenc import flags
+    from megaenc.console import quiet
+    from megaenc.files import write_whole
+
+    quiet()
+    settings = flags.parse(Settings, None, prog="finetuning.py", description=__doc__)
+    with tempfile.TemporaryDirectory() as work:
+        found = figures(settings, Path(work))
+    write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
+    hourly = found["runs_per_hour"]
+    print(f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {found['ratio']:.1f} times")
+
+
+if __name__ == "__main__":
+    main()

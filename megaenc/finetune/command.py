@@ -1,0 +1,84 @@
+"""`megaenc finetune run`: one model on one data set, with one learning rate and one seed."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megaenc import flags
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import stopped_by_sigterm
+from megaenc.finetune import results
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.jobs import Job, check_rate, make_jobs
+from megaenc.finetune.options import Protocol
+from megaenc.finetune.progress import share
+from megaenc.finetune.workers import lock, remaining
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What `megaenc finetune run` takes."""
+
+    model: str
+    """Hugging Face folder of an encoder or a decoder; NAME=FOLDER names the results otherwise than the folder's last part"""
+    dataset: str
+    """sst2 and the study's others by name, demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
+    learning_rate: float = 1e-4
+    """peak of the rate"""
+    seed: int = 0
+    """order of the data and the new head follow from it"""
+    output: str = "results"
+    """folder of results; what is finished there is not done again"""
+    retry_failed: bool = False
+    """try a run again that is written down as failed, as its loss became NaN"""
+    data: DataFlags = field(default_factory=DataFlags)
+    protocol: Protocol = field(default_factory=Protocol)
+
+
+@one_line_errors
+def run_main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
+    quiet()
+    settings = flags.parse(RunSettings, argv, prog="megaenc finetune run", description=__doc__)
+    settings.protocol.check()
+    check_rate("--learning-rate", settings.learning_rate)
+    if settings.seed < 0:
+        raise InputError(f"--seed: found {settings.seed}, expected at least 0")
+    from megaenc.finetune.datasets import find
+
+    rates, seeds = (settings.learning_rate,), (settings.seed,)
+    [job] = make_jobs(
+        (settings.model,), (settings.dataset,), rates, seeds, settings.output, settings.protocol, settings.data, find
+    )
+    todo, _, _ = remaining(job, again=settings.retry_failed)
+    if todo is not None:
+        with stopped_by_sigterm(), lock(todo) as mine:
+            if not mine:
+                raise InputError(f"{results.folder(job, job.evaluate_on[0].name)}: another process is at this run; wait for it")
+            _run(todo)
+    _show(job, before=todo is None)
+
+
+def _run(job: Job) -> None:
+    results.sweep(job)
+    say(f"{job.name}: imports torch and transformers")
+    from megaenc.finetune.run import run
+
+    with ProgressLine("loading", total=1.0) as line:
+        run(job, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+
+
+def _show(job: Job, *, before: bool) -> None:
+    """The scores beside the trivial ones, or why there are none."""
+    [dataset] = job.evaluate_on
+    folder = results.folder(job, dataset.name)
+    found = results.read(folder)
+    if found.failure is not None:
+        say(f"failed{' before' * before}: {found.failure} ({folder / results.FAILED}); choose a smaller --learning-rate")
+        sys.exit(1)
+    for name, split in (("validation", found.validation), ("test", found.test)):
+        values = {"score": split.score, **split.metrics}
+        listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
+        say(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
+    say(f"in brackets: without a model; {'finished before, ' * before}{folder / results.RESULTS}")
