@@ -1,6 +1,7 @@
 """Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from megaenc.finetune.command import run_main
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.run import batches, number_of_steps
 
-FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--learning-rate", "1e-3", "--epochs", "9"]
+FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
+CUT = [("train", 40), ("validation", 12), ("test", 12)]
 WORDS = ["stan", "plark", "mill", "dove", "brack"]
 
 
@@ -74,133 +76,89 @@ def write_queries(folder, split, texts):
     (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + rows)
 
 
-def commands(*arguments, **how):
-    return runs.run([sys.executable, "-m", "megaenc", "finetune", *map(str, arguments)], timeout=300, **how)
-
-
 def results(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(Path(folder).rglob("results.json"))}
 
 
+def alone(model, dataset, output, *flags):
+    """A run in this process, which has done other things before; those of the grid are forks."""
+    run_main([str(flag) for flag in ("--model", model, "--dataset", dataset, "--output", output, *FEW, *flags)])
+
+
 @pytest.fixture(scope="module")
 def grid(model, data, tmp_path_factory):
-    """The results of a grid of all families, two rates and two seeds, two runs at a time."""
+    """The output of a grid of all families, two seeds, and a rate that no model stands beside a good one."""
     output = tmp_path_factory.mktemp("grid")
-    sets = [data / name for name in ("sc", "tc", "qa", "ir")]
-    rates = ["--learning-rates", "1e-3", "1e-4"]
-    commands(
-        "grid", "--model", model, "--datasets", *sets, *FEW[:6], *FEW[8:], *rates, "--seeds", 2, "--jobs", 2, "--output", output
-    )
-    return output
+    flags = [
+        "--model",
+        model,
+        "--datasets",
+        *(data / name for name in ("sc", "tc", "qa", "ir", "other")),
+        "--train-on",
+        data / "ir",
+    ]
+    flags += ["--learning-rates", "1e-3", "1e30", "--seeds", 2, "--jobs", 2, "--output", output, *FEW]
+    command = [sys.executable, "-m", "megaenc", "finetune", "grid", *map(str, flags)]
+    return output, runs.run(command, timeout=400, expect=1).stdout
 
 
 @pytest.mark.parametrize("family", ["sc", "tc", "qa", "ir"])
 def test_a_run_alone_gives_the_bytes_that_it_gives_in_a_grid(family, model, data, grid, tmp_path):
-    commands("run", "--model", model, "--dataset", data / family, *FEW, "--seed", 1, "--output", tmp_path)
-    [(name, alone)] = results(tmp_path).items()
-    assert results(grid)[name] == alone
-    other = name.replace("sd1", "sd0")
-    assert results(grid)[other] != alone.replace(b'"seed": 1', b'"seed": 0'), "seeds change nothing"
+    alone(model, data / family, tmp_path, "--learning-rate", "1e-3", "--seed", 1)
+    [(name, content)] = results(tmp_path).items()
+    assert results(grid[0])[name] == content
+
+
+def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
+    output, said = grid
+    assert "20 results from 16 trainings" in said
+    one, other = ((output / "little" / "IR" / name / "ir_lr1e-03_sd0" / "results.json").read_text() for name in ("ir", "other"))
+    assert json.loads(one)["test"] == json.loads(other)["test"]
+
+
+def test_seeds_matter(grid):
+    found = [
+        json.loads((grid[0] / "little" / "IR" / "ir" / f"ir_lr1e-03_sd{seed}" / "results.json").read_text()) for seed in (0, 1)
+    ]
+    assert found[0]["test"]["scores_i"] != found[1]["test"]["scores_i"]
 
 
 def test_what_a_result_holds(grid):
-    found = json.loads((grid / "little" / "SC" / "sc" / "lr1e-03_sd0" / "results.json").read_text())
+    found = json.loads((grid[0] / "little" / "SC" / "sc" / "lr1e-03_sd0" / "results.json").read_text())
     assert (found["steps"], found["protocol"]["max_length"], found["protocol"]["precision"]) == (6, 63, "fp32")
     for split in ("validation", "test"):
         assert len(found[split]["scores_i"]) == 12 and found[split]["score"] == np.mean(found[split]["scores_i"])
         assert found[split]["metrics"].keys() == {"accuracy"} and found[split]["baseline"]["accuracy"] == 0.5
-    assert len(results(grid)) == 16
+
+
+def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, model, data, capfd):
+    output, said = grid
+    assert len(results(output)) == 10 and "failed.json says why" in said
+    failures = [json.loads(path.read_text()) for path in output.rglob("failed.json")]
+    assert len(failures) == 10 and {failure["learning_rate"] for failure in failures} == {1e30}
+    assert all(
+        re.fullmatch(r"the (loss|norm of the gradient) is (nan|inf) in step \d", failure["reason"]) for failure in failures
+    )
+    with pytest.raises(SystemExit) as stop:
+        alone(model, data / "sc", output, "--learning-rate", "1e30")
+    assert stop.value.code == 1
+    assert "failed before: the " in (found := capfd.readouterr().out) and "choose a smaller --learning-rate" in found
 
 
 def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, data, grid, tmp_path):
-    commands("run", "--model", model, "--dataset", data / "ir", *FEW, "--tokens-per-forward", 50, "--output", tmp_path)
+    alone(model, data / "ir", tmp_path, "--learning-rate", "1e-3", "--tokens-per-forward", 50)
     name = "little/IR/ir/ir_lr1e-03_sd0/results.json"
-    here, there = (json.loads(results(folder)[name])["test"] for folder in (tmp_path, grid))
+    here, there = (json.loads(results(folder)[name])["test"] for folder in (tmp_path, grid[0]))
     np.testing.assert_allclose(here["scores_i"], there["scores_i"], atol=1e-6)
-
-
-def test_sets_with_the_same_pairs_are_evaluated_after_one_training(model, data, grid, tmp_path):
-    sets = [data / "ir", "--train-on", data / "ir"]
-    both = [data / "ir", data / "other"]
-    commands(
-        "grid",
-        "--model",
-        model,
-        "--datasets",
-        *both,
-        *sets[1:],
-        *FEW[:6],
-        *FEW[8:],
-        "--learning-rates",
-        "1e-3",
-        "--seeds",
-        1,
-        "--output",
-        tmp_path,
-    )
-    names = {"little/IR/ir/ir_lr1e-03_sd0/results.json", "little/IR/other/ir_lr1e-03_sd0/results.json"}
-    assert results(tmp_path).keys() == names
-    scores = [json.loads(content)["test"] for content in results(tmp_path).values()]
-    assert scores[0] == scores[1] == json.loads(results(grid)["little/IR/ir/ir_lr1e-03_sd0/results.json"])["test"]
-
-
-def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(model, data, tmp_path):
-    rates = ["--learning-rates", "1e-3", "1e30"]
-    done = commands(
-        "grid",
-        "--model",
-        model,
-        "--datasets",
-        data / "sc",
-        *FEW[:6],
-        *FEW[8:],
-        *rates,
-        "--seeds",
-        1,
-        "--output",
-        tmp_path,
-        expect=1,
-    )
-    assert len(results(tmp_path)) == 1
-    failed = json.loads((tmp_path / "little" / "SC" / "sc" / "lr1e+30_sd0" / "failed.json").read_text())
-    assert "is nan in step" in failed["reason"] or "is inf in step" in failed["reason"]
-    assert "failed.json says why" in done.stdout
-    again = commands(
-        "run",
-        "--model",
-        model,
-        "--dataset",
-        data / "sc",
-        *FEW[:6],
-        *FEW[8:],
-        "--learning-rate",
-        "1e30",
-        "--output",
-        tmp_path,
-        expect=1,
-    )
-    assert "failed before" in again.stdout and "choose a smaller --learning-rate" in again.stdout
 
 
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
     for seed in (0, 1):
-        command = [
-            "run",
-            "--model",
-            model,
-            "--dataset",
-            data / "sc",
-            *FEW,
-            "--max-length",
-            10,
-            "--seed",
-            seed,
-            "--output",
-            tmp_path,
-        ]
-        lines = [line for line in commands(*command).stdout.splitlines() if "are cut" in line]
-        assert len(lines) == (0 if seed else 3), lines
-    assert lines == []
+        alone(model, data / "sc", tmp_path, "--max-length", 5, "--seed", seed)
+        lines = [line for line in capfd.readouterr().out.splitlines() if "are cut" in line]
+        assert lines == (
+            [] if seed else [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in CUT]
+        )
 
 
 @pytest.mark.parametrize(
