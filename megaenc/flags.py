@@ -72,6 +72,24 @@ def from_yaml(
     return replace_fields(default, fields, source=str(path))
 
 
+def parse_with_config(settings: type[Settings], argv: Sequence[str] | None, *, prog: str, description: str) -> Settings:
+    """As `parse`, for a dataclass that can be made of nothing, over the YAML file that `--config` in `argv` names."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    config = value_of(arguments, "--config")
+    default = from_yaml(settings(), config) if config else settings()
+    return parse(settings, arguments, prog=prog, description=description, default=default)
+
+
+def value_of(argv: Sequence[str], flag: str) -> str | None:
+    """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
+    found = None
+    for word, following in zip(argv, [*argv[1:], None], strict=False):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == flag:  # either spelling is a flag
+            found = value if equals else following
+    return found
+
+
 def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -> Settings:
     """Return `settings` with the flat `values` put into whichever nested dataclass has a field of that name."""
     known = flatten(settings)

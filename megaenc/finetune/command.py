@@ -20,9 +20,11 @@ from megaenc.finetune.workers import lock, remaining
 class RunSettings:
     """What `megaenc finetune run` takes."""
 
-    model: str
+    config: str = ""
+    """YAML file of flags; the command line wins over it"""
+    model: str = ""
     """Hugging Face folder of an encoder or a decoder; NAME=FOLDER names the results otherwise than the folder's last part"""
-    dataset: str
+    dataset: str = ""
     """sst2 and the study's others by name, demo_sc, demo_tc, demo_qa, demo_ir, a path to your own, or NAME=PATH"""
     learning_rate: float = 1e-4
     """peak of the rate"""
@@ -40,7 +42,10 @@ class RunSettings:
 def run_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
     quiet()
-    settings = flags.parse(RunSettings, argv, prog="megaenc finetune run", description=__doc__)
+    settings = flags.parse_with_config(RunSettings, argv, prog="megaenc finetune run", description=__doc__)
+    for flag, value in (("--model", settings.model), ("--dataset", settings.dataset)):
+        if not value:
+            raise InputError(f"{flag}: missing; see megaenc finetune run --help")
     settings.protocol.check()
     check_rate("--learning-rate", settings.learning_rate)
     if settings.seed < 0:

@@ -40,9 +40,11 @@ class Local:
 class GridSettings:
     """What `megaenc finetune grid` takes."""
 
-    model: tuple[str, ...]
+    config: str = ""
+    """YAML file of flags; the command line wins over it"""
+    model: tuple[str, ...] = ()
     """Hugging Face folders; NAME=FOLDER names the results otherwise than the folder's last part"""
-    datasets: tuple[str, ...]
+    datasets: tuple[str, ...] = ()
     """data sets by name or path, as --dataset of `megaenc finetune run`"""
     learning_rates: tuple[float, ...] = LEARNING_RATES
     """each model is trained on each set with each of these"""
@@ -221,7 +223,7 @@ def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tu
 def grid_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune grid`."""
     quiet()
-    settings = flags.parse(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
+    settings = flags.parse_with_config(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
     from megaenc.finetune.datasets.registry import find
     from megaenc.finetune.run import run
 

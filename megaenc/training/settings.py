@@ -187,12 +187,12 @@ With nothing given it trains the tiny preset on the demo corpus. Each flag is al
 
 def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
-    config, model = _value_of(argv, "--config"), _value_of(argv, "--model")
+    config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
     default = settings_from(config) if config else PretrainSettings()
     if model:
         default = _with_preset(default, model)
     for pair in _PAIRS:
-        if sum(_value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
+        if sum(flags.value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
             default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
     return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
 
@@ -204,13 +204,3 @@ def settings_from(path: str) -> PretrainSettings:
 
 def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
     return dataclasses.replace(settings, model=name, shape=preset(name))
-
-
-def _value_of(argv: Sequence[str], flag: str) -> str | None:
-    """The last value that `argv` gives `flag`, looked up before the rest is read: it decides the defaults of others."""
-    found = None
-    for word, following in zip(argv, [*argv[1:], None], strict=False):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") == flag:  # either spelling is a flag
-            found = value if equals else following
-    return found
