@@ -170,7 +170,7 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path,
     folder = with_tokenizer(folder, tmp_path / "hf", rename_mask("<|fim_pad|>"))
     assert "give --add-mask-token" in refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
     core = convert(folder, tmp_path / "core", "--add-mask-token")
-    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400
+    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400 and open_run(core).added_token == "<|mask|>"
     assert open_run(core).vocab_size == max(rows, 401)
     found, given = held(core), hf_models.weights(folder)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -186,7 +186,7 @@ def test_it_can_go_out_again(llama, tmp_path):
     assert_same(found, hf_models.weights(llama))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"] == hf_models.LLAMA3
     assert (
-        "Its first weights are those of `llama`, a Hugging Face model of type llama."
+        "Its weights are those of `llama`, a Hugging Face model of type llama."
         in (tmp_path / "hf" / "README.md").read_text()
     )
 
