@@ -35,6 +35,8 @@ class Settings:
     """Hugging Face folder of the model; a small one with random weights unless given"""
     family: Literal["llama", "qwen3"] = "llama"
     """of the model that is made where none is given"""
+    add_mask_token: bool = False
+    """give its tokenizer a mask token, where it has none nor a reserved one"""
     train_iters: int = 100
     """steps of MLM"""
     seq_length: int = 128
@@ -59,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     make_parent(out, "--output")
     out.mkdir(exist_ok=True)
     source = settings.model or str(make_model(settings.family, settings.input, out / "source"))
-    megaenc("convert", "from-hf", "--input", source, "--output", out / "core")
+    mask = ["--add-mask-token"] if settings.add_mask_token else []
+    megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
     tokenizer = out / "core" / "tokenizer"
     corpus = ["--input", settings.input, "--output-prefix", out / "corpus", "--tokenizer", tokenizer, "--append-eod"]
     megaenc("preprocess", *corpus)

@@ -12,9 +12,11 @@ from megaenc.objectives import Objective, Phase, Schedule
 def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
     """The name of the export of `step`; one that is not the last has its number at the end: `610m-clm-42k-1000`.
 
-    Steps count on from those of the runs that the first weights come from.
+    Steps count on from those of the runs that the first weights come from. A Hugging Face model that came in keeps its name.
     """
     done, parts = 0, [_model(run)]
+    if run.is_source:
+        return parts[0]
     for stage in run.start.before:
         if not stage.family:
             done += stage.step
@@ -26,7 +28,7 @@ def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
     for number, (label, last) in enumerate(phases):
         if number + 1 == len(phases) or phases[number + 1][0] != label:
             parts.append(f"{label}-{_count(done + last)}")
-    if step < run.settings.total_iters and not run.is_source:
+    if step < run.settings.total_iters:
         parts.append(str(step))
     return "-".join(parts)
 

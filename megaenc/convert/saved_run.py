@@ -53,6 +53,12 @@ class SavedRun:
         return "source" in self.facts
 
     @property
+    def added_token(self) -> str:
+        """The mask token that this model was given a row for as it came in, if so."""
+        mask = self.facts.get("source", {}).get("mask_token", {})
+        return mask["token"] if mask.get("origin") == "added" else ""
+
+    @property
     def draws_step_0(self) -> bool:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
         return self.start.kind == "new" and not self.source

@@ -165,6 +165,8 @@ class Exporter:
             metrics=last_rows(run.folder, step),
             license=self.how.license,
             sentences=self.how.sentence_transformers,
+            is_source=run.is_source,
+            added_token=run.added_token,
         )
         tokens = settings.tokens_after(step)
         return Provenance(settings.objective_schedule, self.schedule, step, settings.total_iters, tokens, run.start, **facts)

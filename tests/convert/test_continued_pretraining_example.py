@@ -2,6 +2,7 @@
 
 import json
 
+import hf_models
 import pytest
 import runs
 import torch
@@ -16,10 +17,14 @@ quiet()
 
 @pytest.fixture(scope="module")
 def made(small_corpus, tmp_path_factory):
-    """By family: what the example leaves."""
+    """By family: what the example leaves, of the Llama that it makes and of a Qwen3 whose tokenizer has no mask token."""
     folder = tmp_path_factory.mktemp("made")
-    for family in ("llama", "qwen3"):
-        flags = ["--input", str(small_corpus.text), "--output", str(folder / family), "--family", family, *SHORT]
+    source = hf_models.write(hf_models.build("qwen3"), folder / "source", small_corpus.tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (source / name).read_text().replace("<|mask|>", "<|fim_pad|>").replace('"mask_token"', '"fim_pad_token"')
+        (source / name).write_text(text)
+    for family, flags in (("llama", []), ("qwen3", ["--model", str(source), "--add-mask-token"])):
+        flags += ["--input", str(small_corpus.text), "--output", str(folder / family), *SHORT]
         runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"})
     return folder
 

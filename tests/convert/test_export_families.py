@@ -1,4 +1,4 @@
-"""Every family goes out as it came in, bit by bit, and loads where nothing but transformers is."""
+"""Every family goes out as it came in, bit by bit, from a run in any layout, and loads where nothing but transformers is."""
 
 import json
 import sys
@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from megaenc.convert.command import main
 
 CAME_IN = [name for name in hf_models.MODELS]
+LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "TP2 x PP2": (2, 2)}  # sizes of the tensor-parallel and the pipeline-parallel groups
 OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_word_embeddings", False)} for name in CAME_IN}
 
 
@@ -27,6 +28,20 @@ def cores(small_corpus, tmp_path_factory):
             main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
             found[name, model.config.tie_word_embeddings] = hf, work / "core"
     return found
+
+
+@pytest.fixture(scope="module")
+def begun(cores, small_corpus, tmp_path_factory):
+    """By name, whether the embedding is tied, and layout: a run that began with what came in and changed nothing."""
+    folder, found = tmp_path_factory.mktemp("begun"), {}
+    for (name, tied), (_, core) in cores.items():
+        for layout, (tensor, pipeline) in LAYOUTS.items():
+            flags = ["--config", core / "config.yaml", "--init-from", core, *small_corpus.flags, *runs.STANDSTILL]
+            flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+            save = folder / f"{name} {tied} {layout}"
+            found[name, tied, layout] = runs.Job(save, [str(flag) for flag in flags], processes=tensor * pipeline)
+    runs.in_turn(list(found.values()), folder, timeout=600)
+    return {which: job.save for which, job in found.items()}
 
 
 def out(core, folder, *flags):
@@ -57,6 +72,19 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
     again = tmp_path / "again"
     main(["from-hf", "--input", str(written), "--output", str(again)])
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CAME_IN)
+def test_what_a_run_in_any_layout_saves_is_what_came_in(name, tied, layout, cores, begun, tmp_path):
+    """No rank holds the whole model: its parts go out as one."""
+    hf, _ = cores[name, tied]
+    run = begun[name, tied, layout]
+    tensor, pipeline = LAYOUTS[layout]
+    ranks = {file.name.split("_")[2] for file in (run / "checkpoints" / "iter_0000001").glob("*.distcp")}
+    assert len(ranks) == tensor * pipeline
+    assert_same(hf_models.weights(out(run, tmp_path / "hf", "--as", "source")), hf_models.weights(hf))
 
 
 @pytest.mark.parametrize("name", ["llama with stretched positions", "mistral", "qwen2"])
