@@ -142,12 +142,12 @@ def from_hf(
     fit, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     found = open_source(source, tie=tie)
     tokenizer = _tokenizer(found)
     mask = give_mask_token(tokenizer, add_mask_token)
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
     weights = DTYPES.get(dtype, found.dtype)
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
         tokenizer.save_pretrained(folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))

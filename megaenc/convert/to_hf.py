@@ -72,11 +72,11 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> i
     any difference to the model of the run, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     run = open_run(load)
     exporter = Exporter(run, Export(**how))
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
-        return exporter.write(folder, output.name, step)
+        return exporter.write(folder, output.resolve().name, step)
 
 
 def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
@@ -86,11 +86,11 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
     as `to_hf` does.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     run = open_run(load)
     steps = run.steps()
     exporter = Exporter(run, Export(**how))
     names = [study_name(run, exporter.schedule, step) for step in steps]
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()

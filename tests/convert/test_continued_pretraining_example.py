@@ -58,3 +58,13 @@ def test_it_loads_in_sentence_transformers(family, made):
 
     model = sentence_transformers.SentenceTransformer(str(made / family / "sentences"), device="cpu")
     assert model.encode(["stan plark", "a stone"]).shape == (2, 64)
+
+
+def test_bad_input_leaves_no_folder(small_corpus, tmp_path):
+    text = ["--input", str(small_corpus.text)]
+    for flags, words in (
+        (["--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
+        ([*text, "--model", str(tmp_path / "none")], "no such folder"),
+    ):
+        done = runs.script(EXAMPLE, [*flags, "--output", str(tmp_path / "new" / "out")], expect=2)
+        assert words in done.stderr.splitlines()[-1] and not list(tmp_path.iterdir())
