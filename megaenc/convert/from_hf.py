@@ -16,8 +16,9 @@ import yaml
 from megaenc import __version__, backend, flags
 from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_folder import HFFolder
-from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.mask_token import MaskToken, give_mask_token
+from megaenc.convert.shards import dtype_of
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -28,7 +29,6 @@ from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.start import Stage, Start
 
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -39,7 +39,6 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
 )
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def from_hf(
     tokenizer = _tokenizer(found)
     mask = give_mask_token(tokenizer, add_mask_token)
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
-    weights = DTYPES.get(dtype, found.dtype)
+    weights = dtype_of(dtype, "source", found.dtype)
     make_parent(output, "--output")
     with whole_folder(output) as folder:
         tokenizer.save_pretrained(folder / TOKENIZER)

@@ -15,10 +15,10 @@ from megaenc.convert.card import Provenance, card, check_license, last_rows
 from megaenc.convert.certificate import LENGTH, Probe, certify, core_outputs
 from megaenc.convert.export_names import study_name
 from megaenc.convert.families import FAMILIES, Family, config_of
-from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.mapping import HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.saved_run import SavedRun, open_run
 from megaenc.convert.sentence_layout import write_sentence_layout
-from megaenc.convert.shards import size_of, write_shards
+from megaenc.convert.shards import dtype_of, size_of, write_shards
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
@@ -27,8 +27,6 @@ from megaenc.objectives import Attention, Schedule
 from megaenc.training.run_folder import TOKENIZER
 
 CERTIFICATE = "conversion.json"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OUTPUT_LAYER = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,7 @@ class Exporter:
         self.run, self.how = run, how
         self.largest = size_of(how.max_shard_size, "--max-shard-size")
         check_license(how.license)
-        self.dtype = _DTYPES.get(how.dtype, run.dtype)
+        self.dtype = dtype_of(how.dtype, "run", run.dtype)
         self.family, self.attention = how.family(run)
         self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
         self.tokenizer.model_max_length = run.seq_length
@@ -194,7 +192,7 @@ def _hf_tensors(parameters: dict[str, Tensor], model: ModelConfig, family: Famil
         for name, part in zip(names, rule.to_hf(tensor, model), strict=True):
             if not base:
                 yield name, part
-            elif name != _OUTPUT_LAYER:
+            elif name != HEAD:
                 yield name.removeprefix("model."), part
     for name in family.zero_biases(model):
         like = next(iter(parameters.values()))

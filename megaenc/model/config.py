@@ -105,6 +105,8 @@ class ModelConfig:
             raise InputError(f"{found} {self.head_dim}, expected an even head width for rotary positions")
         if self.rope_scaling_factor < 1:
             raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected 1 or more")
+        if self.rope_scaling_factor != ModelConfig.rope_scaling_factor and not self.use_rope_scaling:
+            raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected --use-rope-scaling beside it")
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")

@@ -7,6 +7,7 @@ import pytest
 
 from megaenc.convert import from_hf, to_hf
 from megaenc.convert.command import main
+from megaenc.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +79,12 @@ def test_bad_input_leaves_no_parent_folders(llama, tmp_path, refusal):
     ):
         assert complaint in refusal(main, [*words, "--output", tmp_path / "new" / "out"])
         assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_that_is_none_is_not_taken_for_the_default(llama, tmp_path):
+    hf, core = llama
+    with pytest.raises(InputError, match="--dtype: found 'float32', expected source, fp32 or bf16"):
+        from_hf.from_hf(hf, tmp_path / "out", dtype="float32")
+    with pytest.raises(InputError, match="--dtype: found 'float16', expected run, fp32 or bf16"):
+        to_hf.to_hf(core, tmp_path / "out", dtype="float16")
+    assert not list(tmp_path.iterdir())
