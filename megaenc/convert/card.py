@@ -33,6 +33,8 @@ class Provenance:
     license: str = "unknown"
     sentences: bool = False
     """Whether the export gives states of tokens and no predictions."""
+    architecture: str = ""
+    """The class of transformers that loads the export; empty where it is none yet."""
     is_source: bool = False
     """Whether this is a Hugging Face model that came in, and nothing was trained since: `schedule` is what it was made for."""
     added_token: str = ""
@@ -70,7 +72,8 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
     )
     trained = "made for" if provenance.is_source else "last trained" if provenance.step else "trained first"
-    tag = "text-generation" if causal else "fill-mask"
+    # transformers' pipeline fills masks with the classes made for it alone.
+    tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
     return f"""---
 library_name: {library}
@@ -82,7 +85,7 @@ tags: [megaenc]
 # {name}
 
 A text {"decoder" if causal else "encoder"}{_training(provenance)} {_descent(provenance)}Attention in this
-export: {attention}.
+export: {attention}.{_loads_with(provenance, attention)}
 
 {_figures(provenance)}## Where predictions stand
 
@@ -178,6 +181,19 @@ def _descent(provenance: Provenance) -> str:
     return "".join(parts)
 
 
+def _is_decoder(provenance: Provenance) -> bool:
+    return provenance.architecture.endswith("ForCausalLM")
+
+
+def _loads_with(provenance: Provenance, attention: Attention) -> str:
+    if not provenance.architecture:
+        return ""
+    text = f" It loads with `{provenance.architecture}` of transformers"
+    if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
+        text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
+    return f"{text}."
+
+
 def _moved(shift: int) -> str:
     return f"i + {shift}" if shift else "i"
 
@@ -188,11 +204,15 @@ def _how_to_read(objective: Objective, attention: Attention, provenance: Provena
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
     elif shift:
+        pipeline = (
+            ""
+            if _is_decoder(provenance)
+            else ('`transformers.pipeline("fill-mask")` reads position i and would answer for another token; ')
+        )
         parts.append(
             f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** `{name}` predicts a token from the output "
             f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
-            '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
-            "`megaenc fill-mask` moves the logits by itself."
+            f"{pipeline}`megaenc fill-mask` moves the logits by itself."
         )
     else:
         parts.append(f"`{name}` predicts a token where it stands: the output at position i is for token i.")

@@ -163,6 +163,7 @@ class Exporter:
             metrics=last_rows(run.folder, step),
             license=self.how.license,
             sentences=self.how.sentence_transformers,
+            architecture=self.config.architectures[0],
             is_source=run.is_source,
             added_token=run.added_token,
         )

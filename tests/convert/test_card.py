@@ -87,10 +87,33 @@ def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus, tmp
     (folder,) = (tmp_path / "out").iterdir()
     text = (folder / "README.md").read_text()
     assert folder.name == "qwen3" and "# qwen3\n\nA text encoder as it came in: nothing was trained since." in text
+    assert "pipeline_tag: feature-extraction\n" in text and "with `Qwen3ForCausalLM` of transformers, which reads both" in text
     assert "Its weights are those of `qwen3`, a Hugging Face model of type qwen3. Attention" in text
     assert "| made for | under attention |" in text and "It came in reading under causal attention" in text
     for words in ("pretrained", "was trained under", "last trained", "first weights", " step", "added"):
         assert words not in text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "tag", "said"),
+    [
+        ("EuroBertForMaskedLM", "BIDIRECTIONAL", "fill-mask", "It loads with `EuroBertForMaskedLM` of transformers."),
+        ("LlamaForCausalLM", "CAUSAL", "text-generation", "It loads with `LlamaForCausalLM` of transformers."),
+        (
+            "Qwen3ForCausalLM",
+            "BIDIRECTIONAL",
+            "feature-extraction",
+            "It loads with `Qwen3ForCausalLM` of transformers, which reads both ways here, and not with `AutoModelForMaskedLM`; "
+            "`megaenc fill-mask` fills masks with it.",
+        ),
+    ],
+)
+def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention, tag, said):
+    export = dataclasses.replace(provenance("mntp"), architecture=architecture)
+    text = card("hf", export, Attention[attention])
+    assert f"pipeline_tag: {tag}\n" in text and said in text
+    assert ("moves the logits by itself" in text) == (attention == "BIDIRECTIONAL")
+    assert ('pipeline("fill-mask")' in text) == (tag == "fill-mask")
 
 
 def test_the_row_of_an_added_mask_token_is_named():
