@@ -57,6 +57,11 @@ class Source:
         return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
 
     @property
+    def generation(self) -> dict[str, Any]:
+        """How it writes text: its generation_config.json; without that, where it stops if that is at several tokens."""
+        return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Where the weights come from: family, name, context and the SHA-256 of each file."""
         files = [self.folder.config_file, *self.folder.files]
@@ -170,7 +175,8 @@ def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, 
 def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
     """What run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
-    stage = Stage(str(source.folder.path), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
+    path, made_for = str(source.folder.path), shared["objective_schedule"]
+    stage = Stage(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,

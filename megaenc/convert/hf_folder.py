@@ -11,6 +11,7 @@ from torch import Tensor
 from megaenc.errors import InputError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
@@ -32,6 +33,8 @@ class HFFolder:
             )
         self.config_file = path / CONFIG
         self.config: dict[str, Any] = _json(self.config_file)
+        generation = path / GENERATION
+        self.generation: dict[str, Any] = _generation(generation) if generation.is_file() else {}
         self.files, indexed = _weight_files(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: set[str] = set()
@@ -105,6 +108,21 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         if not (path / file).is_file():
             raise InputError(f"{path / file}: missing, and {INDEX} says that weights are there; get the whole folder again")
     return [path / file for file in sorted({*index.values()})], index
+
+
+def _generation(file: Path) -> dict[str, Any]:
+    """What generation_config.json holds, if transformers takes it for that."""
+    from transformers import GenerationConfig
+
+    values = _json(file)
+    try:
+        GenerationConfig.from_dict(values).validate()
+    except Exception as error:  # whatever a wrong type leads to
+        raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
+    ends = values.get("eos_token_id")
+    if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
+        raise InputError(f"{file}: field `eos_token_id`: found {ends!r}, expected ids of tokens")
+    return values
 
 
 def _json(file: Path) -> dict[str, Any]:

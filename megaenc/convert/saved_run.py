@@ -50,6 +50,11 @@ class SavedRun:
         return max(self.seq_length, self.source.context if self.source else 0)
 
     @property
+    def generation(self) -> dict[str, Any]:
+        """How that model wrote text; nothing where it said nothing, or there is none."""
+        return self.source.generation if self.source else {}
+
+    @property
     def is_source(self) -> bool:
         """Whether this is no run but a Hugging Face model that came in, as it was."""
         return "source" in self.facts
@@ -154,7 +159,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
         if type(value) is not int or value < 1:
             raise InputError(f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more")
     for part in parts:
-        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple)}
+        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
         flags.replace_fields(part, plain, source=f"{file}: start")  # which looks at the kind of each
     for stage in start.before:
         if stage.family and stage.family not in FAMILIES:

@@ -15,6 +15,7 @@ from megaenc.convert.card import Provenance, card, check_license, last_rows
 from megaenc.convert.certificate import LENGTH, Probe, certify, core_outputs
 from megaenc.convert.export_names import study_name
 from megaenc.convert.families import FAMILIES, Family, config_of
+from megaenc.convert.hf_folder import GENERATION
 from megaenc.convert.mapping import HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.saved_run import SavedRun, open_run
 from megaenc.convert.sentence_layout import write_sentence_layout
@@ -137,6 +138,8 @@ class Exporter:
             provenance = self._provenance(found)
             self.config.prediction_shift = provenance.read_as(self.attention).shift
             self.config.save_pretrained(folder)
+            if self.attention == Attention.CAUSAL and run.generation and not how.sentence_transformers:
+                (folder / GENERATION).write_text(json.dumps(run.generation, indent=2) + "\n", encoding="utf-8")
             _store_in(encoder, self.dtype)
             digests = self._write_weights(folder, dict(encoder.named_parameters()))
             expected = core_outputs(encoder, probe, self.attention, head=not how.sentence_transformers)

@@ -1,6 +1,7 @@
 """Every family goes out as it came in, bit by bit, from a run in any layout, and loads where nothing but transformers is."""
 
 import json
+import shutil
 import sys
 
 import hf_models
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaenc.convert.command import main
+from megaenc.training.command import main as pretrain
 
 CAME_IN = [name for name in hf_models.MODELS]
 LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "TP2 x PP2": (2, 2)}  # sizes of the tensor-parallel and the pipeline-parallel groups
@@ -116,6 +118,38 @@ def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (hf, written)]
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("stops", ["generation_config.json", "config.json"])
+def test_a_decoder_stops_where_it_did(stops, small_corpus, tmp_path):
+    """Also after a run: a chat model ends its turn at other tokens than a document."""
+    from transformers import AutoModelForCausalLM
+
+    model = hf_models.build("llama with stretched positions", eos_token_id=[0, 7, 9])
+    hf = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
+    if stops == "config.json":
+        (hf / "generation_config.json").unlink()
+    else:
+        values = {"eos_token_id": [0, 7, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+        (hf / "generation_config.json").write_text(json.dumps(values))
+    main(["from-hf", "--input", str(hf), "--output", str(tmp_path / "core")])
+    flags = ["--config", tmp_path / "core" / "config.yaml", "--init-from", tmp_path / "core", *small_corpus.flags]
+    pretrain([str(flag) for flag in (*flags, *runs.STANDSTILL, "--save", tmp_path / "run")])
+    for run in ("core", "run"):
+        written = out(tmp_path / run, tmp_path / f"{run} hf", "--as", "llama")
+        found, expected = (AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (written, hf))
+        for name in ("eos_token_id", "temperature", "top_p", "do_sample"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert found.eos_token_id == [0, 7, 9]
+        assert not (out(tmp_path / run, tmp_path / f"{run} both ways") / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("values", ['{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}', "[1]", "{"])
+def test_what_says_no_way_to_write_text_is_one_line(values, cores, tmp_path, refusal):
+    hf = shutil.copytree(cores["qwen3", False][0], tmp_path / "hf")
+    (hf / "generation_config.json").write_text(values)
+    assert "generation_config.json: " in refusal(main, ["from-hf", "--input", hf, "--output", tmp_path / "core"])
+    assert not (tmp_path / "core").exists()
 
 
 def test_the_default_for_what_eurobert_cannot_say_is_the_source(cores, tmp_path, refusal):

@@ -86,6 +86,7 @@ def stage(**values):
         (lambda facts: facts["start"].update(before=[{"run": 1}]), "expected what a pretraining run wrote there"),
         (stage(run=1), "start: field `run`: found 1, expected a str"),
         (stage(context="512"), "start: field `context`: found '512', expected a int"),
+        (stage(generation=[1]), "start: field `generation`: found [1], expected a dict"),
         (stage(family="gemma"), "start: field `family`: found 'gemma', expected one of eurobert, llama"),
         (lambda facts: facts.update(source="hub"), "expected what a pretraining run wrote there"),
         (lambda facts: facts["source"].update(mask_token={"origin": "added"}), "expected what a pretraining run wrote there"),
