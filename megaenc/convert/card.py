@@ -35,7 +35,7 @@ class Provenance:
     """Whether the export gives states of tokens and no predictions."""
     architecture: str = ""
     """The class of transformers that loads the export; empty where it is none yet."""
-    is_source: bool = False
+    converted: bool = False
     """Whether this is a Hugging Face model that came in, and nothing was trained since: `schedule` is what it was made for."""
     added_token: str = ""
     """The mask token that such a model was given a row for."""
@@ -71,7 +71,7 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
     rows = "\n".join(
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
     )
-    trained = "made for" if provenance.is_source else "last trained" if provenance.step else "trained first"
+    trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
     # transformers' pipeline fills masks with the classes made for it alone.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
@@ -151,7 +151,7 @@ def _figures(provenance: Provenance) -> str:
 
 
 def _training(provenance: Provenance) -> str:
-    if provenance.is_source:
+    if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
         f" pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;\n"
@@ -161,7 +161,7 @@ def _training(provenance: Provenance) -> str:
 
 def _descent(provenance: Provenance) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
-    start, whose = provenance.start, "weights" if provenance.is_source else "first weights"
+    start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
         f"Its {whose} are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
         for stage in start.before
@@ -217,7 +217,7 @@ def _how_to_read(objective: Objective, attention: Attention, provenance: Provena
     else:
         parts.append(f"`{name}` predicts a token where it stands: the output at position i is for token i.")
     if objective.attention != attention:
-        was = "came in reading" if provenance.is_source else "was trained" if provenance.step else "is first trained"
+        was = "came in reading" if provenance.converted else "was trained" if provenance.step else "is first trained"
         parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")
     parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

@@ -40,22 +40,22 @@ class SavedRun:
     facts: dict[str, Any]
 
     @property
-    def source(self) -> Stage | None:
+    def origin(self) -> Stage | None:
         """The Hugging Face model that the weights once came from, if any."""
         return next((stage for stage in self.start.before if stage.family), None)
 
     @property
     def context(self) -> int:
         """Tokens that the model can read: those of its packs, or what its Hugging Face model could, if that is more."""
-        return max(self.seq_length, self.source.context if self.source else 0)
+        return max(self.seq_length, self.origin.context if self.origin else 0)
 
     @property
     def generation(self) -> dict[str, Any]:
         """How that model wrote text; nothing where it said nothing, or there is none."""
-        return self.source.generation if self.source else {}
+        return self.origin.generation if self.origin else {}
 
     @property
-    def is_source(self) -> bool:
+    def converted(self) -> bool:
         """Whether this is no run but a Hugging Face model that came in, as it was."""
         return "source" in self.facts
 
@@ -68,7 +68,7 @@ class SavedRun:
     @property
     def draws_step_0(self) -> bool:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
-        return self.start.kind == "new" and not self.source
+        return self.start.kind == "new" and not self.origin
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """What the run trained. Raises InputError where one of its objectives is not installed here."""

@@ -51,7 +51,7 @@ class Export:
             return family, Attention.BIDIRECTIONAL if family.encoder else Attention.CAUSAL
         if self.architecture not in (None, "source"):
             raise InputError(f"--as {self.architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
-        source = FAMILIES[run.source.family] if run.source else FAMILIES["eurobert"]
+        source = FAMILIES[run.origin.family] if run.origin else FAMILIES["eurobert"]
         source = FAMILIES[source.written_as or source.model_type]
         if self.architecture == "source":
             return source, Attention.BIDIRECTIONAL
@@ -167,7 +167,7 @@ class Exporter:
             license=self.how.license,
             sentences=self.how.sentence_transformers,
             architecture=self.config.architectures[0],
-            is_source=run.is_source,
+            converted=run.converted,
             added_token=run.added_token,
         )
         tokens = settings.tokens_after(step)

@@ -118,7 +118,7 @@ def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention
 
 def test_the_row_of_an_added_mask_token_is_named():
     stage = Stage("/home/me/llama", 0, "clm", 0, "llama", 512)
-    source = dataclasses.replace(provenance("clm", step=0), start=Start(before=(stage,)), is_source=True, added_token="<|mask|>")
+    source = dataclasses.replace(provenance("clm", step=0), start=Start(before=(stage,)), converted=True, added_token="<|mask|>")
     text = card("hf", source, Attention.CAUSAL)
     assert "a Hugging Face model of type llama. The row of its mask token, `<|mask|>`, was added: the mean of the others." in text
 
