@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from megaenc.convert.families import Family, family_of, read_config, shape_of, t
 from megaenc.convert.hf_folder import HFFolder
 from megaenc.convert.mapping import VOCABULARY_ROWS, lines
 from megaenc.convert.mask_token import MaskToken, give_mask_token
+from megaenc.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -30,15 +29,6 @@ from megaenc.training.start import Stage, Start
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -144,12 +134,12 @@ def from_hf(
     refuse_existing(output, "--output")
     make_parent(output, "--output")
     found = open_source(source, tie=tie)
-    tokenizer = _tokenizer(found)
+    tokenizer = read_tokenizer(source, found.config.vocab_size)
     mask = give_mask_token(tokenizer, add_mask_token)
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
     weights = DTYPES.get(dtype, found.dtype)
     with whole_folder(output) as folder:
-        tokenizer.save_pretrained(folder / TOKENIZER)
+        write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
         shared = _flags(found, model, weights) | {"tokenizer": str(output / TOKENIZER)}
         facts = _facts(found, model, vocabulary, shared, mask)
@@ -187,29 +177,6 @@ def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: d
             "source": hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:16],
         },
     }
-
-
-def _tokenizer(source: Source) -> Any:
-    """The tokenizer of the folder, as its own files say. InputError if there is none or it has more ids than the model has rows.
-
-    Beside config.json transformers would take the class of Qwen2's own tokenizer for that of any Qwen2 model, for one.
-    """
-    path = source.folder.path
-    if not (path / "tokenizer.json").is_file():
-        raise InputError(f"--input {path}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer")
-    with tempfile.TemporaryDirectory() as alone:
-        for file in {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}:
-            shutil.copy(file, alone)
-        try:
-            tokenizer = load_tokenizer(alone)
-        except InputError as error:
-            raise InputError(str(error).replace(f"--tokenizer {alone}", f"--input {path}")) from None
-    ids, rows = vocabulary_of(tokenizer).size, source.config.vocab_size
-    if ids > rows:
-        raise InputError(
-            f"{source.folder.config_file}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
-        )
-    return tokenizer
 
 
 def _write_checkpoint(

@@ -31,7 +31,7 @@ class HFFolder:
                 f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
             )
         self.config_file = path / CONFIG
-        self.config: dict[str, Any] = _json(self.config_file)
+        self.config: dict[str, Any] = read_json(self.config_file)
         self.files, indexed = _weight_files(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: set[str] = set()
@@ -96,7 +96,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 "(save_pretrained of transformers writes it)"
             )
         raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
-    index = _json(path / INDEX).get("weight_map")
+    index = read_json(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
@@ -107,7 +107,8 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path / file for file in sorted({*index.values()})], index
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; InputError where there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
