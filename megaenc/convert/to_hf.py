@@ -21,6 +21,7 @@ from megaenc.convert.sentence_layout import write_sentence_layout
 from megaenc.convert.shards import size_of, write_shards
 from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
@@ -111,6 +112,7 @@ class Exporter:
         self.family, self.attention = how.family(run)
         self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
         vocabulary = vocabulary_of(self.tokenizer)
+        _check_tokenizer(run, vocabulary)
         self.tokenizer.model_max_length = run.seq_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -195,6 +197,18 @@ class Exporter:
         shapes = {name: tuple(tensor.shape) for name, tensor in _hf_tensors(empty, model, self.family, base)}
         tensors = _hf_tensors(parameters, model, self.family, base)
         return write_shards(folder, shapes, self.dtype, tensors, self.largest)
+
+
+def _check_tokenizer(run: SavedRun, vocabulary: Vocabulary) -> None:
+    """InputError if the tokenizer in the run folder is not the one that the run was trained with."""
+    where, expected = run.folder / TOKENIZER, str(run.identity.get("tokenizer"))
+    if vocabulary.fingerprint != expected:
+        raise InputError(
+            f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+            f"{expected[:12]}); put the one back that the run wrote there"
+        )
+    if vocabulary.size > run.vocab_size:
+        raise InputError(f"{where}: found {vocabulary.size} ids, expected at most the {run.vocab_size} rows that run.json says")
 
 
 def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -125,6 +125,16 @@ def test_another_pipeline_is_refused_where_no_text_tells(cores, tmp_path, refusa
     assert "is not the run's: `normalizer` differs" in line
 
 
+def test_another_tokenizer_than_the_runs_is_refused(cores, tmp_path, refusal):
+    _, core = cores["llama 3"]
+    for name in ("smollm", "qwen2"):
+        copy = shutil.copytree(core, tmp_path / name)
+        shutil.rmtree(copy / TOKENIZER)
+        shutil.copytree(cores[name][1] / TOKENIZER, copy / TOKENIZER)
+        line = refusal(main, ["to-hf", "--load", copy, "--output", tmp_path / "no"])
+        assert f"{copy / TOKENIZER}: found another tokenizer than the run's" in line
+
+
 def test_code_that_a_tokenizer_names_is_left_alone(tmp_path):
     hf = came("llama 3", tmp_path, auto_map={"AutoTokenizer": [None, "code.Tokenizer"]})
     (hf / "code.py").write_text("raise SystemExit('run')")
