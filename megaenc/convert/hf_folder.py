@@ -113,7 +113,7 @@ def read_json(file: Path) -> dict[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}; expected the {file.name} of a Hugging Face model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: no JSON ({error})") from None
     if not isinstance(values, dict):
         raise InputError(f"{file}: found a {type(values).__name__}, expected an object")

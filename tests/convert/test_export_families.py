@@ -38,14 +38,8 @@ def cores(small_corpus, tmp_path_factory):
 def begun(cores, small_corpus, tmp_path_factory):
     """By name, whether the embedding is tied, and layout: a run that began with what came in and changed nothing."""
     folder, found = tmp_path_factory.mktemp("begun"), {}
-    corpus = [
-        "--input",
-        small_corpus.text,
-        "--output-prefix",
-        folder / "qwen",
-        "--tokenizer",
-        cores["qwen2", True][1] / "tokenizer",
-    ]
+    text, tokenizer = small_corpus.text, cores["qwen2", True][1] / "tokenizer"
+    corpus = ["--input", text, "--output-prefix", folder / "qwen", "--tokenizer", tokenizer]
     preprocess.main([*map(str, corpus), "--append-eod"])
     read = ["--data-path", folder / "qwen_text_document", "--split", "90,10,0"]
     for (name, tied), (_, core) in cores.items():

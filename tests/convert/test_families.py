@@ -16,6 +16,7 @@ quiet()
 SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
 WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
 WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
@@ -83,6 +84,10 @@ def test_fields_of_older_versions_are_understood():
     assert read(released) == dataclasses.replace(SMALL, rotary_base=250000.0)
 
 
+def rope(**values):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | values}
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -96,6 +101,14 @@ def test_fields_of_older_versions_are_understood():
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found 0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config`: found {'bits': 4}, expected none"),
         ("llama", {"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
+        ("llama", {"model_type": []}, "`model_type`: found [], expected one of"),
+        ("llama", rope(rope_theta=None), "`rope_theta`: found None, expected a number above 0"),
+        ("llama", rope(rope_theta=-5), "`rope_theta`: found -5, expected a number above 0"),
+        ("llama", rope(rope_theta=float("inf")), "`rope_theta`: found inf, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=None), "`factor`: found None, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=0.5), "--rope-scaling-factor: found 0.5, expected 1 or more"),
+        ("llama", {"rms_norm_eps": 0.0}, "`rms_norm_eps`: found 0.0, expected a number above 0"),
+        ("llama", {"max_position_embeddings": 0}, "`max_position_embeddings`: found 0, expected a number above 0"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
     ],
 )
