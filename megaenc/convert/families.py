@@ -131,12 +131,15 @@ def _refuse_unlike(config: Any, where: str) -> None:
             raise InputError(f"{where}: field `{name}`: found {_short(found)}, expected {expected or 'none'}")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     _number(context, "max_position_embeddings", where)
-    if window is not None and window < context:
+    kinds = getattr(config, "layer_types", None) or ()
+    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers look through the window
+    if window is not None and window < context and windowed:
         raise InputError(
             f"{where}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
-            "`max_position_embeddings`: attention here sees the whole document"
+            "`max_position_embeddings`: attention here sees the whole document; put "
+            f"{window} for `max_position_embeddings` there to read no further than the window"
         )
-    for kind in getattr(config, "layer_types", None) or ():
+    for kind in kinds:
         if kind != "full_attention" and window is None:  # a window as long as the context is no window
             raise InputError(f"{where}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
 
