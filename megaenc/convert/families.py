@@ -66,6 +66,7 @@ FAMILIES = {
     )
 }
 KNOWN = ", ".join(FAMILIES)
+_NOT_IN_TENSORS = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings")  # no shape contradicts them
 
 
 def family_of(values: dict[str, Any], where: str) -> Family:
@@ -82,6 +83,11 @@ def read_config(values: dict[str, Any], where: str) -> Any:
     Its class follows from the family alone: code that the folder holds is never run. InputError for what is no such config.
     """
     family = family_of(values, where)
+    if family.written_as:  # what that family's config would put there is of another model
+        said = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
+        for name in _NOT_IN_TENSORS:
+            if name not in said:
+                raise InputError(f"{where}: field `{name}`: missing, expected what the model was trained with")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = family.written_as or family.model_type

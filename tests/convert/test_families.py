@@ -98,6 +98,18 @@ def test_a_window_that_no_layer_has_is_none():
         read(values | asked | {"max_window_layers": 1})
 
 
+@pytest.mark.parametrize("field", ["num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings"])
+def test_released_weights_must_say_what_their_tensors_do_not(field):
+    """EuroBERT's own value would stand in for it otherwise, and the tensors would fit."""
+    values = written("eurobert", SMALL)
+    del values["rope_parameters"]
+    released = values | {"model_type": "sl_model", "rope_theta": 250000}
+    read(released)
+    del released[field]
+    with pytest.raises(InputError, match=f"config.json: field `{field}`: missing, expected"):
+        read(released)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
