@@ -141,7 +141,7 @@ def from_hf(
     with whole_folder(output) as folder:
         write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
-        shared = _flags(found, model, weights) | {"tokenizer": str(output / TOKENIZER)}
+        shared = _flags(found, model, weights) | {"tokenizer": str((output / TOKENIZER).resolve())}
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -161,7 +161,7 @@ def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, 
 def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
     """What run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
-    stage = Stage(str(source.folder.path), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
+    stage = Stage(str(source.folder.path.resolve()), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,

@@ -194,6 +194,21 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path,
     assert_same(found, given)
 
 
+def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
+    """The tokenizer is found from any folder, and `--input .` has a name."""
+    folder = shutil.copytree(llama, tmp_path / "a-llama")
+    monkeypatch.chdir(folder)
+    core = tmp_path / "core"
+    main(["from-hf", "--input", ".", "--output", "../core"])
+    monkeypatch.chdir("/")
+    settings = open_run(core).settings
+    assert settings.data.tokenizer == str(core / TOKENIZER) and load_tokenizer(settings.data.tokenizer).mask_token_id == 1
+    main(["to-hf", "--load", str(core), "--output", str(tmp_path / "all"), "--all"])
+    [name] = (path.name for path in (tmp_path / "all").iterdir())
+    assert name == "a-llama"
+    assert "Its weights are those of `a-llama`," in (tmp_path / "all" / name / "README.md").read_text()
+
+
 def test_it_can_go_out_again(llama, tmp_path):
     core = convert(llama, tmp_path / "core")
     main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), "--as", "llama"])
