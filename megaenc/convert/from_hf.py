@@ -136,6 +136,8 @@ def from_hf(
     found = open_source(source, tie=tie)
     tokenizer = read_tokenizer(source, found.config.vocab_size)
     mask = give_mask_token(tokenizer, add_mask_token)
+    if mask.origin == "reserved" and _untrained(found.folder, mask.id):
+        mask = dataclasses.replace(mask, origin="untrained")
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
     weights = DTYPES.get(dtype, found.dtype)
     with whole_folder(output) as folder:
@@ -145,7 +147,7 @@ def from_hf(
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        _write_checkpoint(folder, found, model, weights, mask, facts["identity"])
+        _write_checkpoint(folder, found, model, weights, mask, vocabulary.size, facts["identity"])
     return found, mask
 
 
@@ -179,8 +181,20 @@ def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: d
     }
 
 
+def _untrained(folder: HFFolder, row: int) -> bool:
+    """Whether a row of the embedding is next to nothing, which no training left as it is: weight decay alone did."""
+    norms = torch.cat([part.float().norm(dim=1) for part in folder.in_parts(EMBEDDING, _ROWS)])
+    return bool(norms[row] < norms.median() / 100)
+
+
 def _write_checkpoint(
-    folder: Path, source: Source, model: ModelConfig, dtype: torch.dtype, mask: MaskToken, identity: dict[str, Any]
+    folder: Path,
+    source: Source,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    mask: MaskToken,
+    ids: int,
+    identity: dict[str, Any],
 ) -> None:
     backend.start(backend.Layout(), seed=0)
     try:
@@ -189,23 +203,26 @@ def _write_checkpoint(
 
         # Rotary angles are no weights, so the length is of no account.
         encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), dtype, seed=None)
-        _fill(encoder, source, model, mask)
+        _fill(encoder, source, model, mask, ids)
         OwnCheckpoints(folder / "checkpoints").save_weights(encoder, identity)
     finally:
         backend.stop()
 
 
 @torch.no_grad()
-def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken) -> None:
-    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero."""
+def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken, ids: int) -> None:
+    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
+
+    A mask token without a row of its own gets the mean of the rows of the tokenizer's other `ids`.
+    """
     parameters = dict(encoder.named_parameters())
     for rule, core, names in lines(model):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             _fill_rows(parameter, source.folder.in_parts(*names, _ROWS))
-            if mask.origin == "added":  # the ids before it are all that the tokenizer had
-                others = parameter[: mask.id].split(_ROWS)
-                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / mask.id
+            if mask.origin in ("untrained", "added"):
+                others = (*parameter[: mask.id].split(_ROWS), *parameter[mask.id + 1 : ids].split(_ROWS))
+                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / (ids - 1)
         else:
             parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
 

@@ -209,6 +209,27 @@ def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
     assert "Its weights are those of `a-llama`," in (tmp_path / "all" / name / "README.md").read_text()
 
 
+def nearly_nothing(tensors):
+    """The rows of two tokens, among them the one that becomes the mask token, are as no training touched them."""
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name][[1, 5]] *= 1e-6
+
+
+def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(llama, tmp_path):
+    """As in Llama 3, whose reserved tokens have next to nothing for a row: RMSNorm would make it as large as any other."""
+    folder = with_tokenizer(llama, tmp_path / "hf", rename_mask("<|reserved_special_token_7|>"))
+    edit_weights(nearly_nothing)(folder)
+    core = convert(folder, tmp_path / "core")
+    source = json.loads((core / "run.json").read_text())["source"]
+    assert source["mask_token"] == {"token": "<|reserved_special_token_7|>", "id": 1, "origin": "untrained"}
+    found, given = held(core), hf_models.weights(folder)
+    others = [0, *range(2, 400)]  # ids of the tokenizer; rows beyond are spare
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(found[name][1], given[name][others].mean(dim=0))
+        found[name][1] = given[name][1]
+    assert_same(found, given)
+
+
 def test_it_can_go_out_again(llama, tmp_path):
     core = convert(llama, tmp_path / "core")
     main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), "--as", "llama"])
