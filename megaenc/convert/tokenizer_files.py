@@ -5,6 +5,7 @@ vocabulary from it and build everything else as they see fit; tokenizer_config.j
 does. So files are read and written under the class that takes tokenizer.json as it is, and an export's are loaded and compared.
 """
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BESIDES = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 _AS_IT_IS = "PreTrainedTokenizerFast"  # the name that versions before 5 know too
+_PLAIN = (_AS_IT_IS, "TokenizersBackend", None)
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
 
 
@@ -38,10 +40,17 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
         for file in {folder / FILE, *(file for pattern in _BESIDES for file in folder.glob(pattern))}:
             if file.is_file():
                 shutil.copy(file, alone)
-        tokenizer = _load(alone, config | {"tokenizer_class": _AS_IT_IS})
-        if tokenizer is None:
-            raise InputError(f"{folder / FILE}: cannot be loaded; expected that of a Hugging Face fast tokenizer")
-        named = _load(alone, config) if config.get("tokenizer_class") else None
+        try:
+            tokenizer = _load(alone, config | {"tokenizer_class": _AS_IT_IS})
+        except InputError as error:
+            raise InputError(str(error).replace("--tokenizer", "--input").replace(str(alone), str(folder))) from None
+        named = None
+        if config.get("tokenizer_class") not in _PLAIN:
+            with contextlib.suppress(InputError):
+                named = _load(alone, config)
+    ids = vocabulary_of(tokenizer).size
+    if named is None and ids <= rows:
+        return tokenizer
     from tokenizers import Tokenizer
 
     known = Tokenizer.from_file(str(folder / FILE)).get_vocab(with_added_tokens=True)
@@ -49,23 +58,18 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
         token = getattr(named, role, None)
         if getattr(tokenizer, role) is None and token in known:
             setattr(tokenizer, role, token)
-    _check_size(folder, tokenizer, known, rows)
+    if ids > rows:
+        _refuse_size(folder, tokenizer, known, rows, ids)
     return tokenizer
 
 
 def _load(alone: Path, config: dict[str, Any]) -> Any:
-    """The tokenizer in folder `alone` with this tokenizer_config.json; None where transformers cannot."""
+    """The tokenizer in folder `alone` with this tokenizer_config.json."""
     (alone / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-    try:
-        return load_tokenizer(alone)
-    except InputError:
-        return None
+    return load_tokenizer(alone)
 
 
-def _check_size(folder: Path, tokenizer: Any, known: dict[str, int], rows: int) -> None:
-    ids = vocabulary_of(tokenizer).size
-    if ids <= rows:
-        return
+def _refuse_size(folder: Path, tokenizer: Any, known: dict[str, int], rows: int, ids: int) -> None:
     for role in ROLES:  # transformers gives an id to a token with a role that has none
         token = getattr(tokenizer, role)
         if token is not None and token not in known:
@@ -155,7 +159,8 @@ def _pipeline(tokenizer: Any) -> dict[str, Any]:
     parts = json.loads(tokenizer.backend_tokenizer.to_str())
     parts["added_tokens"].sort(key=lambda token: token["id"])
     parts["model"] |= {name: parts["model"].get(name) or None for name in ("continuing_subword_prefix", "end_of_word_suffix")}
-    return {part: _without_offsets(parts[part]) for part in _PARTS}
+    offsets = {part: _without_offsets(parts[part]) for part in ("pre_tokenizer", "post_processor")}
+    return {part: parts[part] for part in _PARTS} | offsets
 
 
 def _without_offsets(part: Any) -> Any:
