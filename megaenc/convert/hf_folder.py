@@ -32,7 +32,7 @@ class HFFolder:
                 f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
             )
         self.config_file = path / CONFIG
-        self.config: dict[str, Any] = _json(self.config_file)
+        self.config: dict[str, Any] = read_json(self.config_file)
         generation = path / GENERATION
         self.generation: dict[str, Any] = _generation(generation) if generation.is_file() else {}
         self.files, indexed = _weight_files(path)
@@ -99,7 +99,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 "(save_pretrained of transformers writes it)"
             )
         raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
-    index = _json(path / INDEX).get("weight_map")
+    index = read_json(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
@@ -114,7 +114,7 @@ def _generation(file: Path) -> dict[str, Any]:
     """What generation_config.json holds, if transformers takes it for that."""
     from transformers import GenerationConfig
 
-    values = _json(file)
+    values = read_json(file)
     try:
         GenerationConfig.from_dict(values).validate()
     except Exception as error:  # whatever a wrong type leads to
@@ -125,12 +125,13 @@ def _generation(file: Path) -> dict[str, Any]:
     return values
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; InputError where there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}; expected the {file.name} of a Hugging Face model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: no JSON ({error})") from None
     if not isinstance(values, dict):
         raise InputError(f"{file}: found a {type(values).__name__}, expected an object")

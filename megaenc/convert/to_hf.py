@@ -20,7 +20,9 @@ from megaenc.convert.mapping import HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.saved_run import SavedRun, open_run
 from megaenc.convert.sentence_layout import write_sentence_layout
 from megaenc.convert.shards import dtype_of, size_of, write_shards
+from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
@@ -108,11 +110,14 @@ class Exporter:
         self.dtype = dtype_of(how.dtype, "run", run.dtype)
         self.family, self.attention = how.family(run)
         self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
+        vocabulary = vocabulary_of(self.tokenizer)
+        _check_tokenizer(run, vocabulary)
         self.tokenizer.model_max_length = run.seq_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.schedule: Schedule = run.schedule(vocabulary_of(self.tokenizer))
+        self.schedule: Schedule = run.schedule(vocabulary)
         self.config = self._config()
+        fit_beside(self.config.model_type, self.tokenizer)
 
     def _config(self) -> Any:
         """transformers' config; InputError where the family cannot say what the model is."""
@@ -134,6 +139,7 @@ class Exporter:
         """Fill `folder` with the export of `step`, which is called `name`; returns the step."""
         run, how = self.run, self.how
         probe = Probe.of(run.vocab_size, run.context)
+        tokens = self._write_tokenizer(folder)
         with run.loaded(step, LENGTH) as (found, encoder):
             provenance = self._provenance(found)
             self.config.prediction_shift = provenance.read_as(self.attention).shift
@@ -144,7 +150,6 @@ class Exporter:
             digests = self._write_weights(folder, dict(encoder.named_parameters()))
             expected = core_outputs(encoder, probe, self.attention, head=not how.sentence_transformers)
             del encoder  # before there is another
-        self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card(name, provenance, self.attention), encoding="utf-8")
         if how.sentence_transformers:
             write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
@@ -154,8 +159,21 @@ class Exporter:
             raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {"megaenc": __version__, "run": run.folder.resolve().name, "step": found, "family": self.family.model_type}
         origin["dtype"] = str(self.dtype).removeprefix("torch.")
-        (folder / CERTIFICATE).write_text(json.dumps(origin | proof, indent=1) + "\n", encoding="utf-8")
+        (folder / CERTIFICATE).write_text(json.dumps(origin | proof | {"tokenizer": tokens}, indent=1) + "\n", encoding="utf-8")
         return found
+
+    def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
+        """Write it, and compare what its users get with what training had; returns what conversion.json says."""
+        self.config.save_pretrained(folder)  # which has a say in the class that it is loaded as
+        write_tokenizer(self.tokenizer, folder)
+        try:
+            proof = certify_tokenizer(folder, self.tokenizer, self.config.model_type)
+        except InputError as error:
+            family = self.config.model_type
+            able = [name for name in _WRITTEN if name != family and not FAMILIES[name].lacks(self.run.model, self.attention)]
+            others = f"; expected --as {' or '.join(able)}" if able else ""
+            raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
+        return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
     def _provenance(self, step: int) -> Provenance:
         run, settings = self.run, self.run.settings
@@ -181,6 +199,18 @@ class Exporter:
         shapes = {name: tuple(tensor.shape) for name, tensor in _hf_tensors(empty, model, self.family, base)}
         tensors = _hf_tensors(parameters, model, self.family, base)
         return write_shards(folder, shapes, self.dtype, tensors, self.largest)
+
+
+def _check_tokenizer(run: SavedRun, vocabulary: Vocabulary) -> None:
+    """InputError if the tokenizer in the run folder is not the one that the run was trained with."""
+    where, expected = run.folder / TOKENIZER, str(run.identity.get("tokenizer"))
+    if vocabulary.fingerprint != expected:
+        raise InputError(
+            f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+            f"{expected[:12]}); put the one back that the run wrote there"
+        )
+    if vocabulary.size > run.vocab_size:
+        raise InputError(f"{where}: found {vocabulary.size} ids, expected at most the {run.vocab_size} rows that run.json says")
 
 
 def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -5,12 +5,14 @@ import shutil
 import sys
 
 import hf_models
+import hf_tokenizers
 import pytest
 import runs
 import torch
 from safetensors.torch import load_file
 
 from megaenc.convert.command import main
+from megaenc.data import preprocess
 from megaenc.training.command import main as pretrain
 
 CAME_IN = [name for name in hf_models.MODELS]
@@ -22,11 +24,13 @@ OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_w
 def cores(small_corpus, tmp_path_factory):
     """By name and whether the embedding is tied: the Hugging Face folder and the run folder made of it. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("cores"), {}
+    # Beside Qwen2's config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is.
+    qwen = hf_tokenizers.save(hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>")
     for name in CAME_IN:
         for options in ({}, OTHER_TIE[name]):
             model = hf_models.build(name, vocab_size=410, **options)
             work = folder / f"{name} {bool(options)}"
-            hf = hf_models.write(model, work / "hf", small_corpus.tokenizer)
+            hf = hf_models.write(model, work / "hf", qwen if name == "qwen2" else small_corpus.tokenizer)
             main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
             found[name, model.config.tie_word_embeddings] = hf, work / "core"
     return found
@@ -36,9 +40,14 @@ def cores(small_corpus, tmp_path_factory):
 def begun(cores, small_corpus, tmp_path_factory):
     """By name, whether the embedding is tied, and layout: a run that began with what came in and changed nothing."""
     folder, found = tmp_path_factory.mktemp("begun"), {}
+    text, tokenizer = small_corpus.text, cores["qwen2", True][1] / "tokenizer"
+    corpus = ["--input", text, "--output-prefix", folder / "qwen", "--tokenizer", tokenizer]
+    preprocess.main([*map(str, corpus), "--append-eod"])
+    read = ["--data-path", folder / "qwen_text_document", "--split", "90,10,0"]
     for (name, tied), (_, core) in cores.items():
         for layout, (tensor, pipeline) in LAYOUTS.items():
-            flags = ["--config", core / "config.yaml", "--init-from", core, *small_corpus.flags, *runs.STANDSTILL]
+            flags = ["--config", core / "config.yaml", "--init-from", core, *runs.STANDSTILL]
+            flags += read if name == "qwen2" else small_corpus.flags
             flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
             save = folder / f"{name} {tied} {layout}"
             found[name, tied, layout] = runs.Job(save, [str(flag) for flag in flags], processes=tensor * pipeline)

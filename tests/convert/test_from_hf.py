@@ -194,6 +194,42 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path,
     assert_same(found, given)
 
 
+def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
+    """The tokenizer is found from any folder, and `--input .` has a name."""
+    folder = shutil.copytree(llama, tmp_path / "a-llama")
+    monkeypatch.chdir(folder)
+    core = tmp_path / "core"
+    main(["from-hf", "--input", ".", "--output", "../core"])
+    monkeypatch.chdir("/")
+    settings = open_run(core).settings
+    assert settings.data.tokenizer == str(core / TOKENIZER) and load_tokenizer(settings.data.tokenizer).mask_token_id == 1
+    main(["to-hf", "--load", str(core), "--output", str(tmp_path / "all"), "--all"])
+    [name] = (path.name for path in (tmp_path / "all").iterdir())
+    assert name == "a-llama"
+    assert "Its weights are those of `a-llama`," in (tmp_path / "all" / name / "README.md").read_text()
+
+
+def nearly_nothing(tensors):
+    """The rows of two tokens, among them the one that becomes the mask token, are as no training touched them."""
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name][[1, 5]] *= 1e-6
+
+
+def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(llama, tmp_path):
+    """As in Llama 3, whose reserved tokens have next to nothing for a row: RMSNorm would make it as large as any other."""
+    folder = with_tokenizer(llama, tmp_path / "hf", rename_mask("<|reserved_special_token_7|>"))
+    edit_weights(nearly_nothing)(folder)
+    core = convert(folder, tmp_path / "core")
+    source = json.loads((core / "run.json").read_text())["source"]
+    assert source["mask_token"] == {"token": "<|reserved_special_token_7|>", "id": 1, "origin": "untrained"}
+    found, given = held(core), hf_models.weights(folder)
+    others = [0, *range(2, 400)]  # ids of the tokenizer; rows beyond are spare
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(found[name][1], given[name][others].mean(dim=0))
+        found[name][1] = given[name][1]
+    assert_same(found, given)
+
+
 def test_it_can_go_out_again(llama, tmp_path):
     core = convert(llama, tmp_path / "core")
     main(["to-hf", "--load", str(core), "--output", str(tmp_path / "hf"), "--as", "llama"])
@@ -259,6 +295,7 @@ BAD = {
     "another family": (edit_config(model_type="gemma"), "found 'gemma', expected one of eurobert, llama, mistral, qwen2, qwen3"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file or directory; expected"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: no JSON"),
+    "config without an end": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: no JSON"),
     "sliding window": (
         edit_config(model_type="mistral", sliding_window=256, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
         "`sliding_window`: found 256, expected none or at least the 512 tokens",
