@@ -13,25 +13,39 @@ from pathlib import Path
 
 from megaenc.errors import InputError
 
+_UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+
 
 def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError when `path` is a file or a folder with something in it; `flag` names where the path came from."""
+    """Raise InputError when `path` is a file or a folder with something in it, or the working directory.
+
+    `flag` names where the path came from.
+    """
     try:
-        if path.is_dir() and not any(path.iterdir()):
-            return
-        exists = path.exists() or path.is_symlink()
+        place = _place(path)
+        empty = place.is_dir() and not any(place.iterdir())
+        exists = place.exists() or path.is_symlink()
+        here = empty and place == Path.cwd()
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
-    if exists:
+    if here:  # whoever stands in it would be left standing in what was replaced
+        raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
+    if exists and not empty:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
 
 
 def make_parent(path: Path, flag: str) -> None:
     """Create the folder that `path` goes into. Raises InputError when that cannot be."""
+    parent = _place(path).parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{flag} {path}: cannot create the folder {path.parent}: {error.strerror}") from None
+        raise InputError(f"{flag} {path}: cannot create the folder {parent}: {error.strerror}") from None
+
+
+def _place(path: Path) -> Path:
+    """Where `path` leads, `..` and links followed, whether anything is there or not."""
+    return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
@@ -45,7 +59,7 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
     temporary = [_temporary(path) for path in paths]
     renamed: list[Path] = []
     try:
-        with _one_line_when_full(paths[0].parent):
+        with _one_line(paths[0].parent, *_UNUSABLE):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
@@ -94,25 +108,52 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a temporary folder beside `path`; when the block ends well, rename it to `path` (absent or empty), else remove it."""
-    temporary = _temporary(path)
+    """Give a temporary folder beside `path`; when the block ends well, rename it to `path` (absent or empty), else remove it.
+
+    All of it is on the disk before it is renamed. Raises InputError where the folder cannot be written, or something has taken
+    its place meanwhile.
+    """
+    place = _place(path)
+    temporary = _temporary(place)
     try:
-        with _one_line_when_full(path.parent):
+        with _one_line(path, *_UNUSABLE, errno.ENAMETOOLONG):
             temporary.mkdir()
+        with _one_line(place.parent, *_UNUSABLE):
             yield temporary
-        os.rename(temporary, path)
+            for inside in (*temporary.rglob("*"), temporary):
+                sync(inside)
+        try:
+            with _one_line(path, *_UNUSABLE):
+                os.rename(temporary, place)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            raise InputError(f"{path}: something has come there meanwhile ({error.strerror}); choose another name") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def sync(path: Path) -> None:
+    """Put a file or the names in a folder on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # of file systems that know no such thing for folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
-def _one_line_when_full(folder: Path) -> Iterator[None]:
+def _one_line(place: Path, *numbers: int) -> Iterator[None]:
+    """InputError, naming `place`, for an OSError of one of `numbers`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        if error.errno not in numbers:
             raise
-        raise InputError(f"{folder}: cannot be written to: {error.strerror}") from None
+        raise InputError(f"{place}: cannot be written to: {error.strerror}") from None
 
 
 @contextlib.contextmanager

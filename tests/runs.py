@@ -24,6 +24,12 @@ SHORT_RUN = [
     "--lr-wsd-decay-iters", "5", "--clip-grad", "0.5", "--eval-iters", "1", "--eval-interval", "10",
 ]  # fmt: skip
 
+# One update, smaller than any rounding: no weight changes.
+STANDSTILL = [
+    "--objective-schedule", "mlm", "--train-iters", "1", "--lr", "1e-30", "--eval-interval", "0",
+    "--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64",
+]  # fmt: skip
+
 
 def write_text(path: Path, documents: int = 300, seed: int = 0) -> Path:
     """JSONL of made-up English-like documents with a skewed word frequency, 5 to 150 words each."""

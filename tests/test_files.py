@@ -1,11 +1,12 @@
 import errno
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.files import left_behind, longest_name, refuse_existing, stopped_by_sigterm, whole_files, whole_folder
+from megaenc.files import left_behind, longest_name, make_parent, refuse_existing, stopped_by_sigterm, whole_files, whole_folder
 
 
 def names(folder):
@@ -103,6 +104,69 @@ def test_a_folder_appears_whole_in_place_of_an_empty_one(tmp_path):
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["a"]
     with pytest.raises(InputError, match=r"--output .*folder: exists already"):
         refuse_existing(tmp_path / "folder", "--output")
+
+
+def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
+    for name, take in {"folder": lambda path: (path / "a").mkdir(parents=True), "file": lambda path: path.touch()}.items():
+        with pytest.raises(InputError, match=rf"{name}: .* meanwhile .*; choose another name"), whole_folder(tmp_path / name):
+            take(tmp_path / name)
+    assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["a"]
+
+
+def test_a_name_that_no_file_system_takes_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="cannot be written to: File name too long"), whole_folder(tmp_path / ("x" * 250)):
+        raise AssertionError("the block is not begun")
+
+
+def test_an_error_of_the_block_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "folder"):
+        (tmp_path / "missing").read_text()
+
+
+def test_a_link_to_an_empty_folder_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    refuse_existing(tmp_path / "link", "--output")
+    with whole_folder(tmp_path / "link") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "link").is_symlink() and names(tmp_path / "real") == ["a"]
+
+
+def test_a_name_that_goes_up_is_that_of_the_folder_it_leads_to(tmp_path):
+    path = tmp_path / "new" / "folder" / ".."
+    refuse_existing(path, "--output")
+    make_parent(path, "--output")
+    with whole_folder(path) as folder:
+        (folder / "a").touch()
+    assert names(tmp_path) == ["new"] and names(tmp_path / "new") == ["a"]
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="exists already"):
+        refuse_existing(tmp_path / "none" / "..", "--output")
+
+
+def test_the_folder_that_a_command_runs_in_is_not_replaced_under_its_feet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (Path(), tmp_path, Path("none/..")):
+        with pytest.raises(InputError, match=r"--output .*: the folder that this command runs in, expected another name"):
+            refuse_existing(path, "--output")
+
+
+def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced, rename = [], os.rename
+    monkeypatch.setattr(
+        os, "fsync", lambda descriptor: synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")))
+    )
+
+    def renamed(here, there):
+        assert sorted(synced) == sorted(["a", "b", "inner", here.name])
+        rename(here, there)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    with whole_folder(tmp_path / "folder") as folder:
+        (folder / "inner").mkdir()
+        (folder / "a").write_text("whole")
+        (folder / "inner" / "b").write_text("whole")
+    assert names(tmp_path) == ["folder"] and len(synced) == 4
 
 
 def test_sigterm_runs_the_finally_clauses(tmp_path):

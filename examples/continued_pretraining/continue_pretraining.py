@@ -17,8 +17,9 @@ from typing import Literal
 
 from megaenc import flags
 from megaenc.console import quiet, say
+from megaenc.data.inputs import InputFlags, find_inputs
 from megaenc.errors import one_line_errors
-from megaenc.files import make_parent, refuse_existing
+from megaenc.files import refuse_existing
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,6 +36,8 @@ class Settings:
     """Hugging Face folder of the model; a small one with random weights unless given"""
     family: Literal["llama", "qwen3"] = "llama"
     """of the model that is made where none is given"""
+    add_mask_token: bool = False
+    """give its tokenizer a mask token, where it has none nor a reserved one"""
     train_iters: int = 100
     """steps of MLM"""
     seq_length: int = 128
@@ -56,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(Settings, argv, prog="continue_pretraining.py", description=__doc__)
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    make_parent(out, "--output")
-    out.mkdir(exist_ok=True)
+    find_inputs(InputFlags((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
     source = settings.model or str(make_model(settings.family, settings.input, out / "source"))
-    megaenc("convert", "from-hf", "--input", source, "--output", out / "core")
+    mask = ["--add-mask-token"] if settings.add_mask_token else []
+    megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
     tokenizer = out / "core" / "tokenizer"
     corpus = ["--input", settings.input, "--output-prefix", out / "corpus", "--tokenizer", tokenizer, "--append-eod"]
     megaenc("preprocess", *corpus)

@@ -33,6 +33,12 @@ class Provenance:
     license: str = "unknown"
     sentences: bool = False
     """Whether the export gives states of tokens and no predictions."""
+    architecture: str = ""
+    """The class of transformers that loads the export; empty where it is none yet."""
+    converted: bool = False
+    """Whether this is a Hugging Face model that came in, and nothing was trained since: `schedule` is what it was made for."""
+    added_token: str = ""
+    """The mask token that such a model was given a row for."""
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -65,7 +71,9 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
     rows = "\n".join(
         f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
     )
-    tag = "text-generation" if causal else "fill-mask"
+    trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
+    # transformers' pipeline fills masks with the classes made for it alone.
+    tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
     library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
     return f"""---
 library_name: {library}
@@ -76,17 +84,16 @@ tags: [megaenc]
 
 # {name}
 
-A text {"decoder" if causal else "encoder"} pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;
-this is step {provenance.step:,}, after {provenance.tokens:,} tokens. {_descent(provenance.start)}Attention in this
-export: {attention}.
+A text {"decoder" if causal else "encoder"}{_training(provenance)} {_descent(provenance)}Attention in this
+export: {attention}.{_loads_with(provenance, attention)}
 
 {_figures(provenance)}## Where predictions stand
 
-| last trained | under attention | the output at position i predicts |
+| {trained} | under attention | the output at position i predicts |
 |---|---|---|
 {rows}
 
-{_how_to_read(objective, attention)}{_PROOF}
+{_how_to_read(objective, attention, provenance)}{_PROOF}
 """
 
 
@@ -95,7 +102,7 @@ _PROOF = """
 ## Proof
 
 `conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as transformers loads it, are from
-those of the model that was trained."""
+those of megatron-core's model."""
 
 
 def check_license(text: str) -> None:
@@ -143,13 +150,25 @@ def _figures(provenance: Provenance) -> str:
     return "\n".join([*lines, ""]) if lines else ""
 
 
-def _descent(start: Start) -> str:
+def _training(provenance: Provenance) -> str:
+    if provenance.converted:
+        return " as it came in: nothing was trained since."
+    return (
+        f" pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;\n"
+        f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
+    )
+
+
+def _descent(provenance: Provenance) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
+    start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
-        f"Its first weights are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
+        f"Its {whose} are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
         for stage in start.before
         if stage.family
     ]
+    if provenance.added_token:
+        parts.append(f"The row of its mask token, `{provenance.added_token}`, was added: the mean of the others. ")
     stages = [
         f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)"
         for stage in start.before
@@ -162,25 +181,43 @@ def _descent(start: Start) -> str:
     return "".join(parts)
 
 
+def _is_decoder(provenance: Provenance) -> bool:
+    return provenance.architecture.endswith("ForCausalLM")
+
+
+def _loads_with(provenance: Provenance, attention: Attention) -> str:
+    if not provenance.architecture:
+        return ""
+    text = f" It loads with `{provenance.architecture}` of transformers"
+    if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
+        text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
+    return f"{text}."
+
+
 def _moved(shift: int) -> str:
     return f"i + {shift}" if shift else "i"
 
 
-def _how_to_read(objective: Objective, attention: Attention) -> str:
+def _how_to_read(objective: Objective, attention: Attention, provenance: Provenance) -> str:
     shift, name = objective.shift, objective.describe()
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
     elif shift:
+        pipeline = (
+            ""
+            if _is_decoder(provenance)
+            else ('`transformers.pipeline("fill-mask")` reads position i and would answer for another token; ')
+        )
         parts.append(
             f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** `{name}` predicts a token from the output "
             f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
-            '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
-            "`megaenc fill-mask` moves the logits by itself."
+            f"{pipeline}`megaenc fill-mask` moves the logits by itself."
         )
     else:
         parts.append(f"`{name}` predicts a token where it stands: the output at position i is for token i.")
     if objective.attention != attention:
-        parts.append(f"It was trained under {objective.attention} attention, and this export reads its text under {attention}.")
+        was = "came in reading" if provenance.converted else "was trained" if provenance.step else "is first trained"
+        parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")
     parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
     return "\n".join(parts)

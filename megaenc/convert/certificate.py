@@ -84,6 +84,7 @@ def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention,
     from megaenc.backend.device import detect
 
     model, architecture = _reload(folder)
+    _check_window(model.config)
     _check_weights(model, digests)
     model = model.eval().requires_grad_(False).to(detect().device)
     largest = max(float(rows.abs().max()) for rows in (*expected.documents, expected.variants))
@@ -126,6 +127,15 @@ def _reload(folder: Path) -> tuple[Any, str]:
         if report[what]:
             raise _Failed(f"{architecture} finds {what.replace('_', ' ')}: {sorted(map(str, report[what]))[0]}")
     return model, architecture
+
+
+def _check_window(config: Any) -> None:
+    """No text here is as long as a window, so a window would not show in any number."""
+    if (window := getattr(config, "sliding_window", None)) is not None:
+        raise _Failed(f"config.json: field `sliding_window`: found {window}, expected none")
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind != "full_attention":
+            raise _Failed(f"config.json: field `layer_types`: found {kind}, expected full_attention in every layer")
 
 
 def _check_weights(model: Any, digests: dict[str, str]) -> None:

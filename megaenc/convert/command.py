@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,9 @@ import tyro
 
 from megaenc import flags
 from megaenc.console import quiet, say
+from megaenc.data.outputs import tell_left_behind
 from megaenc.errors import InputError, one_line_errors
+from megaenc.files import stopped_by_sigterm
 
 USAGE = """usage: {prog} DIRECTION [options]
 
@@ -86,7 +89,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
     for name in (dataclasses.fields(kind)[0].name, "output"):
         if not getattr(options, name):
             raise InputError(f"--{name}: missing (see {prog} --help)")
-    convert(options)
+    tell_left_behind(Path(os.path.realpath(options.output)))
+    with stopped_by_sigterm():
+        convert(options)
 
 
 def _to_hf(options: ToHF) -> None:

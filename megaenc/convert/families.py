@@ -4,6 +4,7 @@ A family is a way to write a model down, not another model: EuroBERT, Llama, Mis
 one layer they have, and name their weights alike (`megaenc.convert.mapping`).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,13 +66,14 @@ FAMILIES = {
     )
 }
 KNOWN = ", ".join(FAMILIES)
+_NOT_IN_TENSORS = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings")  # no shape contradicts them
 
 
 def family_of(values: dict[str, Any], where: str) -> Family:
     """The family of a config.json that holds `values`; `where` names it. InputError lists the known ones."""
     found = values.get("model_type")
-    if found not in FAMILIES:
-        raise InputError(f"{where}: field `model_type`: found {found!r}, expected one of {KNOWN}")
+    if not isinstance(found, str) or found not in FAMILIES:
+        raise InputError(f"{where}: field `model_type`: found {_short(found)}, expected one of {KNOWN}")
     return FAMILIES[found]
 
 
@@ -81,6 +83,11 @@ def read_config(values: dict[str, Any], where: str) -> Any:
     Its class follows from the family alone: code that the folder holds is never run. InputError for what is no such config.
     """
     family = family_of(values, where)
+    if family.written_as:  # what that family's config would put there is of another model
+        said = values | (rope if isinstance(rope := values.get("rope_parameters"), dict) else {})
+        for name in _NOT_IN_TENSORS:
+            if name not in said:
+                raise InputError(f"{where}: field `{name}`: missing, expected what the model was trained with")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = family.written_as or family.model_type
@@ -109,8 +116,8 @@ def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
         add_qkv_bias=family.qkv_bias == "always" or optional_bias,
         qk_layernorm=family.head_norms,
         **_positions(config.rope_parameters, where),
-        norm_epsilon=float(config.rms_norm_eps),
-        init_method_std=float(config.initializer_range),
+        norm_epsilon=_number(config.rms_norm_eps, "rms_norm_eps", where),
+        init_method_std=_number(config.initializer_range, "initializer_range", where),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
     try:
@@ -129,12 +136,16 @@ def _refuse_unlike(config: Any, where: str) -> None:
         if (found := getattr(config, name, expected)) != expected:
             raise InputError(f"{where}: field `{name}`: found {_short(found)}, expected {expected or 'none'}")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
-    if window is not None and window < context:
+    _number(context, "max_position_embeddings", where)
+    kinds = getattr(config, "layer_types", None) or ()
+    windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers look through the window
+    if window is not None and window < context and windowed:
         raise InputError(
             f"{where}: field `sliding_window`: found {window}, expected none or at least the {context} tokens of "
-            "`max_position_embeddings`: attention here sees the whole document"
+            "`max_position_embeddings`: attention here sees the whole document; put "
+            f"{window} for `max_position_embeddings` there to read no further than the window"
         )
-    for kind in getattr(config, "layer_types", None) or ():
+    for kind in kinds:
         if kind != "full_attention" and window is None:  # a window as long as the context is no window
             raise InputError(f"{where}: field `layer_types`: found {kind!r}, expected full_attention in every layer")
 
@@ -146,13 +157,20 @@ def _positions(rope: dict[str, Any], where: str) -> dict[str, Any]:
         raise InputError(f"{where}: field `rope_type`: found {_short(kind)}, expected default or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"{where}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
-    base = {"rotary_base": float(rope["rope_theta"])}
+    base = {"rotary_base": _number(rope.get("rope_theta"), "rope_theta", where)}
     if kind == "default":
         return base
     for name, expected in _LLAMA3.items():
         if rope.get(name) != expected:
             raise InputError(f"{where}: field `{name}`: found {rope.get(name)}, expected {expected} (the factor alone is free)")
-    return base | {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    return base | {"use_rope_scaling": True, "rope_scaling_factor": _number(rope.get("factor"), "factor", where)}
+
+
+def _number(found: Any, name: str, where: str) -> float:
+    """The field `name`. InputError where it is no number above 0."""
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise InputError(f"{where}: field `{name}`: found {_short(found)}, expected a number above 0")
+    return float(found)
 
 
 def reads_as(config: Any, family: Family) -> Attention:

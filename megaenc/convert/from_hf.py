@@ -3,8 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +14,10 @@ import yaml
 from megaenc import __version__, backend, flags
 from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_folder import HFFolder
-from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.mask_token import MaskToken, give_mask_token
+from megaenc.convert.shards import dtype_of
+from megaenc.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -28,18 +28,7 @@ from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.start import Stage, Start
 
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-    "*.model",
-)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -56,6 +45,11 @@ class Source:
     def dtype(self) -> torch.dtype:
         """The narrowest that holds every weight as it is."""
         return torch.bfloat16 if self.folder.dtypes == {"BF16"} else torch.float32
+
+    @property
+    def generation(self) -> dict[str, Any]:
+        """How it writes text: its generation_config.json; without that, where it stops if that is at several tokens."""
+        return self.folder.generation or ({"eos_token_id": ends} if isinstance(ends := self.config.eos_token_id, list) else {})
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -142,20 +136,22 @@ def from_hf(
     fit, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     found = open_source(source, tie=tie)
-    tokenizer = _tokenizer(found)
+    tokenizer = read_tokenizer(source, found.config.vocab_size)
     mask = give_mask_token(tokenizer, add_mask_token)
+    if mask.origin == "reserved" and _untrained(found.folder, mask.id):
+        mask = dataclasses.replace(mask, origin="untrained")
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
-    weights = DTYPES.get(dtype, found.dtype)
+    weights = dtype_of(dtype, "source", found.dtype)
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
-        tokenizer.save_pretrained(folder / TOKENIZER)
+        write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
-        shared = _flags(found, model, weights) | {"tokenizer": str(output / TOKENIZER)}
+        shared = _flags(found, model, weights) | {"tokenizer": str((output / TOKENIZER).resolve())}
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        _write_checkpoint(folder, found, model, weights, mask, facts["identity"])
+        _write_checkpoint(folder, found, model, weights, mask, vocabulary.size, facts["identity"])
     return found, mask
 
 
@@ -171,7 +167,8 @@ def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, 
 def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
     """What run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
-    stage = Stage(str(source.folder.path), 0, shared["objective_schedule"], 0, origin["family"], origin["context"])
+    path, made_for = str(source.folder.path.resolve()), shared["objective_schedule"]
+    stage = Stage(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
@@ -189,31 +186,20 @@ def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: d
     }
 
 
-def _tokenizer(source: Source) -> Any:
-    """The tokenizer of the folder, as its own files say. InputError if there is none or it has more ids than the model has rows.
-
-    Beside config.json transformers would take the class of Qwen2's own tokenizer for that of any Qwen2 model, for one.
-    """
-    path = source.folder.path
-    if not (path / "tokenizer.json").is_file():
-        raise InputError(f"--input {path}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer")
-    with tempfile.TemporaryDirectory() as alone:
-        for file in {file for pattern in _TOKENIZER_FILES for file in path.glob(pattern) if file.is_file()}:
-            shutil.copy(file, alone)
-        try:
-            tokenizer = load_tokenizer(alone)
-        except InputError as error:
-            raise InputError(str(error).replace(f"--tokenizer {alone}", f"--input {path}")) from None
-    ids, rows = vocabulary_of(tokenizer).size, source.config.vocab_size
-    if ids > rows:
-        raise InputError(
-            f"{source.folder.config_file}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids"
-        )
-    return tokenizer
+def _untrained(folder: HFFolder, row: int) -> bool:
+    """Whether a row of the embedding is next to nothing, which no training left as it is: weight decay alone did."""
+    norms = torch.cat([part.float().norm(dim=1) for part in folder.in_parts(EMBEDDING, _ROWS)])
+    return bool(norms[row] < norms.median() / 100)
 
 
 def _write_checkpoint(
-    folder: Path, source: Source, model: ModelConfig, dtype: torch.dtype, mask: MaskToken, identity: dict[str, Any]
+    folder: Path,
+    source: Source,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    mask: MaskToken,
+    ids: int,
+    identity: dict[str, Any],
 ) -> None:
     backend.start(backend.Layout(), seed=0)
     try:
@@ -222,23 +208,26 @@ def _write_checkpoint(
 
         # Rotary angles are no weights, so the length is of no account.
         encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), dtype, seed=None)
-        _fill(encoder, source, model, mask)
+        _fill(encoder, source, model, mask, ids)
         OwnCheckpoints(folder / "checkpoints").save_weights(encoder, identity)
     finally:
         backend.stop()
 
 
 @torch.no_grad()
-def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken) -> None:
-    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero."""
+def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken, ids: int) -> None:
+    """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
+
+    A mask token without a row of its own gets the mean of the rows of the tokenizer's other `ids`.
+    """
     parameters = dict(encoder.named_parameters())
     for rule, core, names in lines(model):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
             _fill_rows(parameter, source.folder.in_parts(*names, _ROWS))
-            if mask.origin == "added":  # the ids before it are all that the tokenizer had
-                others = parameter[: mask.id].split(_ROWS)
-                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / mask.id
+            if mask.origin in ("untrained", "added"):
+                others = (*parameter[: mask.id].split(_ROWS), *parameter[mask.id + 1 : ids].split(_ROWS))
+                parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / (ids - 1)
         else:
             parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from megaenc.errors import InputError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
@@ -31,7 +32,9 @@ class HFFolder:
                 f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
             )
         self.config_file = path / CONFIG
-        self.config: dict[str, Any] = _json(self.config_file)
+        self.config: dict[str, Any] = read_json(self.config_file)
+        generation = path / GENERATION
+        self.generation: dict[str, Any] = _generation(generation) if generation.is_file() else {}
         self.files, indexed = _weight_files(path)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: set[str] = set()
@@ -96,7 +99,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 "(save_pretrained of transformers writes it)"
             )
         raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
-    index = _json(path / INDEX).get("weight_map")
+    index = read_json(path / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
@@ -107,12 +110,28 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path / file for file in sorted({*index.values()})], index
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _generation(file: Path) -> dict[str, Any]:
+    """What generation_config.json holds, if transformers takes it for that."""
+    from transformers import GenerationConfig
+
+    values = read_json(file)
+    try:
+        GenerationConfig.from_dict(values).validate()
+    except Exception as error:  # whatever a wrong type leads to
+        raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
+    ends = values.get("eos_token_id")
+    if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
+        raise InputError(f"{file}: field `eos_token_id`: found {ends!r}, expected ids of tokens")
+    return values
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; InputError where there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}; expected the {file.name} of a Hugging Face model") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{file}: no JSON ({error})") from None
     if not isinstance(values, dict):
         raise InputError(f"{file}: found a {type(values).__name__}, expected an object")

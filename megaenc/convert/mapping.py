@@ -78,7 +78,8 @@ def _qkv(kind: str) -> GroupedQKV:
 
 
 # EuroBERT, Llama, Mistral and Qwen name their weights alike.
-_EMBEDDING = Plain("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = Plain("embedding.word_embeddings.weight", (EMBEDDING,))
 _LAYER: tuple[Rule, ...] = (
     Plain("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
     _qkv("weight"),
@@ -96,7 +97,7 @@ _HEAD_NORMS: tuple[Rule, ...] = tuple(
     for name in "qk"
 )
 _NORM = Plain("decoder.final_layernorm.weight", ("model.norm.weight",))
-_HEAD = Plain("output_layer.weight", ("lm_head.weight",))
+_HEAD = Plain("output_layer.weight", (HEAD,))
 VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 

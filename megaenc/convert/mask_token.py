@@ -22,13 +22,15 @@ class MaskToken:
 
     token: str
     id: int
-    origin: Literal["own", "reserved", "added"]
-    """The tokenizer's mask token; an unused token of its vocabulary; a new one."""
+    origin: Literal["own", "reserved", "untrained", "added"]
+    """The tokenizer's mask token; an unused token of its vocabulary, with the row that the model has or, where no training
+    touched that, the mean of the others, as has a new one."""
 
     def describe(self) -> str:
         """For the console."""
-        what = {"own": "its own", "reserved": "a reserved token of its vocabulary", "added": "a new token"}[self.origin]
-        return f"mask token {self.token} (id {self.id}), {what}"
+        what = {"own": "its own", "added": "a new token"}.get(self.origin, "a reserved token of its vocabulary")
+        row = "; its row was untrained and is now the mean of the others" if self.origin == "untrained" else ""
+        return f"mask token {self.token} (id {self.id}), {what}{row}"
 
 
 def give_mask_token(tokenizer: Any, add: bool) -> MaskToken:

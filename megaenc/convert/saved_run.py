@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaenc import backend
+from megaenc import backend, flags
+from megaenc.convert.families import FAMILIES, KNOWN
+from megaenc.convert.mask_token import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
@@ -38,24 +40,35 @@ class SavedRun:
     facts: dict[str, Any]
 
     @property
-    def source(self) -> Stage | None:
+    def origin(self) -> Stage | None:
         """The Hugging Face model that the weights once came from, if any."""
         return next((stage for stage in self.start.before if stage.family), None)
 
     @property
     def context(self) -> int:
         """Tokens that the model can read: those of its packs, or what its Hugging Face model could, if that is more."""
-        return max(self.seq_length, self.source.context if self.source else 0)
+        return max(self.seq_length, self.origin.context if self.origin else 0)
 
     @property
-    def is_source(self) -> bool:
+    def generation(self) -> dict[str, Any]:
+        """How that model wrote text; nothing where it said nothing, or there is none."""
+        return self.origin.generation if self.origin else {}
+
+    @property
+    def converted(self) -> bool:
         """Whether this is no run but a Hugging Face model that came in, as it was."""
         return "source" in self.facts
 
     @property
+    def added_token(self) -> str:
+        """The mask token that this model was given a row for as it came in, if so."""
+        mask = self.facts.get("source", {}).get("mask_token", {})
+        return mask["token"] if mask.get("origin") == "added" else ""
+
+    @property
     def draws_step_0(self) -> bool:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
-        return self.start.kind == "new" and not self.source
+        return self.start.kind == "new" and not self.origin
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """What the run trained. Raises InputError where one of its objectives is not installed here."""
@@ -111,14 +124,55 @@ class SavedRun:
 
 
 def open_run(folder: Path) -> SavedRun:
-    """Read config.yaml and run.json of a run folder. Raises InputError where one is missing or no run wrote it."""
+    """Read config.yaml and run.json of a run folder.
+
+    InputError where one is missing, no run wrote it, or config.yaml has another model than the one that was trained.
+    """
     if not (folder / CONFIG).is_file():
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
-    try:
-        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        vocab_size, identity, start = int(facts["vocab_size"]), dict(facts["identity"]), Start.read(facts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{folder / FACTS}: {error}; expected what a pretraining run wrote there") from None
+    facts, start = _read_facts(folder / FACTS)
+    vocab_size, identity = facts["vocab_size"], facts["identity"]
+    _check_same(settings, identity, folder / CONFIG)
+    if settings.shape.parameters(vocab_size) != facts["parameters"]:
+        expected = f"the rows of a model of {facts['parameters']} parameters"
+        raise InputError(f"{folder / FACTS}: field `vocab_size`: found {vocab_size}, expected {expected}")
+    if (given := settings.shape.vocab_size) not in (None, vocab_size):
+        raise InputError(f"{folder / CONFIG}: field `vocab_size`: found {given}, expected {vocab_size} as in {FACTS}")
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
     return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
+
+
+def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
+    """What run.json holds, each part of the kind that a run writes, and the start in it."""
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+        start, identity, source = Start.read(facts), facts["identity"], facts.get("source", {})
+        numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
+        if not isinstance(identity, dict):
+            raise TypeError(f"identity is a {type(identity).__name__}")
+        mask = source.get("mask_token")
+        parts = [start, *start.before, *([] if mask is None else [MaskToken(**mask)])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{file}: {error!r}; expected what a pretraining run wrote there") from None
+    for name, value in numbers.items():
+        if type(value) is not int or value < 1:
+            raise InputError(f"{file}: field `{name}`: found {value!r}, expected a number of 1 or more")
+    for part in parts:
+        plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
+        flags.replace_fields(part, plain, source=f"{file}: start")  # which looks at the kind of each
+    for stage in start.before:
+        if stage.family and stage.family not in FAMILIES:
+            raise InputError(f"{file}: start: field `family`: found {stage.family!r}, expected one of {KNOWN}")
+    return facts, start
+
+
+def _check_same(settings: PretrainSettings, identity: dict[str, Any], file: Path) -> None:
+    """InputError names the first flag in config.yaml, `file`, that is not what the weights were made with."""
+    here = flags.flatten(settings.shape) | {"bf16": settings.bf16}
+    del here["vocab_size"]  # run.json says how many rows there are, whether or not that was given
+    further = {"seed": settings.seed, "seq_length": settings.data.seq_length}
+    here |= {name: value for name, value in further.items() if name in identity}  # what came in was made without them
+    for name, found in here.items():
+        if found != (expected := identity.get(name)):
+            raise InputError(f"{file}: field `{name}`: found {found}, expected {expected}, which {FACTS} has")

@@ -13,8 +13,16 @@ from torch import Tensor
 from megaenc.convert.hf_folder import INDEX, WEIGHTS
 from megaenc.errors import InputError
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def dtype_of(name: str, own: str, default: torch.dtype) -> torch.dtype:
+    """What `--dtype name` asks for: one of DTYPES, or the `default`, which is called `own`. InputError for another."""
+    if name not in (own, *DTYPES):
+        raise InputError(f"--dtype: found {name!r}, expected {own}, {' or '.join(DTYPES)}")
+    return DTYPES.get(name, default)
 
 
 def size_of(text: str, flag: str) -> int:

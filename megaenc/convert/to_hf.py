@@ -15,11 +15,14 @@ from megaenc.convert.card import Provenance, card, check_license, last_rows
 from megaenc.convert.certificate import LENGTH, Probe, certify, core_outputs
 from megaenc.convert.export_names import study_name
 from megaenc.convert.families import FAMILIES, Family, config_of
-from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.hf_folder import GENERATION
+from megaenc.convert.mapping import HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.saved_run import SavedRun, open_run
 from megaenc.convert.sentence_layout import write_sentence_layout
-from megaenc.convert.shards import size_of, write_shards
+from megaenc.convert.shards import dtype_of, size_of, write_shards
+from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
@@ -27,8 +30,6 @@ from megaenc.objectives import Attention, Schedule
 from megaenc.training.run_folder import TOKENIZER
 
 CERTIFICATE = "conversion.json"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OUTPUT_LAYER = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Export:
             return family, Attention.BIDIRECTIONAL if family.encoder else Attention.CAUSAL
         if self.architecture not in (None, "source"):
             raise InputError(f"--as {self.architecture}: unknown family, expected source or one of {', '.join(_WRITTEN)}")
-        source = FAMILIES[run.source.family] if run.source else FAMILIES["eurobert"]
+        source = FAMILIES[run.origin.family] if run.origin else FAMILIES["eurobert"]
         source = FAMILIES[source.written_as or source.model_type]
         if self.architecture == "source":
             return source, Attention.BIDIRECTIONAL
@@ -72,11 +73,11 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> i
     any difference to the model of the run, and then leaves no folder.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     run = open_run(load)
     exporter = Exporter(run, Export(**how))
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
-        return exporter.write(folder, output.name, step)
+        return exporter.write(folder, output.resolve().name, step)
 
 
 def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
@@ -86,11 +87,11 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
     as `to_hf` does.
     """
     refuse_existing(output, "--output")
-    make_parent(output, "--output")
     run = open_run(load)
     steps = run.steps()
     exporter = Exporter(run, Export(**how))
     names = [study_name(run, exporter.schedule, step) for step in steps]
+    make_parent(output, "--output")
     with whole_folder(output) as folder:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()
@@ -106,14 +107,17 @@ class Exporter:
         self.run, self.how = run, how
         self.largest = size_of(how.max_shard_size, "--max-shard-size")
         check_license(how.license)
-        self.dtype = _DTYPES.get(how.dtype, run.dtype)
+        self.dtype = dtype_of(how.dtype, "run", run.dtype)
         self.family, self.attention = how.family(run)
         self.tokenizer = load_tokenizer(run.folder / TOKENIZER)
+        vocabulary = vocabulary_of(self.tokenizer)
+        _check_tokenizer(run, vocabulary)
         self.tokenizer.model_max_length = run.seq_length
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.schedule: Schedule = run.schedule(vocabulary_of(self.tokenizer))
+        self.schedule: Schedule = run.schedule(vocabulary)
         self.config = self._config()
+        fit_beside(self.config.model_type, self.tokenizer)
 
     def _config(self) -> Any:
         """transformers' config; InputError where the family cannot say what the model is."""
@@ -135,15 +139,17 @@ class Exporter:
         """Fill `folder` with the export of `step`, which is called `name`; returns the step."""
         run, how = self.run, self.how
         probe = Probe.of(run.vocab_size, run.context)
+        tokens = self._write_tokenizer(folder)
         with run.loaded(step, LENGTH) as (found, encoder):
             provenance = self._provenance(found)
             self.config.prediction_shift = provenance.read_as(self.attention).shift
             self.config.save_pretrained(folder)
+            if self.attention == Attention.CAUSAL and run.generation and not how.sentence_transformers:
+                (folder / GENERATION).write_text(json.dumps(run.generation, indent=2) + "\n", encoding="utf-8")
             _store_in(encoder, self.dtype)
             digests = self._write_weights(folder, dict(encoder.named_parameters()))
             expected = core_outputs(encoder, probe, self.attention, head=not how.sentence_transformers)
             del encoder  # before there is another
-        self.tokenizer.save_pretrained(folder)
         (folder / "README.md").write_text(card(name, provenance, self.attention), encoding="utf-8")
         if how.sentence_transformers:
             write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
@@ -153,8 +159,21 @@ class Exporter:
             raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {"megaenc": __version__, "run": run.folder.resolve().name, "step": found, "family": self.family.model_type}
         origin["dtype"] = str(self.dtype).removeprefix("torch.")
-        (folder / CERTIFICATE).write_text(json.dumps(origin | proof, indent=1) + "\n", encoding="utf-8")
+        (folder / CERTIFICATE).write_text(json.dumps(origin | proof | {"tokenizer": tokens}, indent=1) + "\n", encoding="utf-8")
         return found
+
+    def _write_tokenizer(self, folder: Path) -> dict[str, Any]:
+        """Write it, and compare what its users get with what training had; returns what conversion.json says."""
+        self.config.save_pretrained(folder)  # which has a say in the class that it is loaded as
+        write_tokenizer(self.tokenizer, folder)
+        try:
+            proof = certify_tokenizer(folder, self.tokenizer, self.config.model_type)
+        except InputError as error:
+            family = self.config.model_type
+            able = [name for name in _WRITTEN if name != family and not FAMILIES[name].lacks(self.run.model, self.attention)]
+            others = f"; expected --as {' or '.join(able)}" if able else ""
+            raise InputError(f"--as {family}: {error}{others}; nothing is written") from None
+        return proof | {"fingerprint": self.run.identity["tokenizer"]}
 
     def _provenance(self, step: int) -> Provenance:
         run, settings = self.run, self.run.settings
@@ -165,6 +184,9 @@ class Exporter:
             metrics=last_rows(run.folder, step),
             license=self.how.license,
             sentences=self.how.sentence_transformers,
+            architecture=self.config.architectures[0],
+            converted=run.converted,
+            added_token=run.added_token,
         )
         tokens = settings.tokens_after(step)
         return Provenance(settings.objective_schedule, self.schedule, step, settings.total_iters, tokens, run.start, **facts)
@@ -177,6 +199,18 @@ class Exporter:
         shapes = {name: tuple(tensor.shape) for name, tensor in _hf_tensors(empty, model, self.family, base)}
         tensors = _hf_tensors(parameters, model, self.family, base)
         return write_shards(folder, shapes, self.dtype, tensors, self.largest)
+
+
+def _check_tokenizer(run: SavedRun, vocabulary: Vocabulary) -> None:
+    """InputError if the tokenizer in the run folder is not the one that the run was trained with."""
+    where, expected = run.folder / TOKENIZER, str(run.identity.get("tokenizer"))
+    if vocabulary.fingerprint != expected:
+        raise InputError(
+            f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+            f"{expected[:12]}); put the one back that the run wrote there"
+        )
+    if vocabulary.size > run.vocab_size:
+        raise InputError(f"{where}: found {vocabulary.size} ids, expected at most the {run.vocab_size} rows that run.json says")
 
 
 def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -192,7 +226,7 @@ def _hf_tensors(parameters: dict[str, Tensor], model: ModelConfig, family: Famil
         for name, part in zip(names, rule.to_hf(tensor, model), strict=True):
             if not base:
                 yield name, part
-            elif name != _OUTPUT_LAYER:
+            elif name != HEAD:
                 yield name.removeprefix("model."), part
     for name in family.zero_biases(model):
         like = next(iter(parameters.values()))

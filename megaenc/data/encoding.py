@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 # What has set tokenizers apart before: white space of every kind, contractions, digits, scripts without spaces, combining marks,
 # joiners, control characters, characters beyond the basic plane, long runs.
-_PROBES = (
+PROBES = (
     "Plain English, with a contraction or two: it's, we'll, THEY'RE, I'd've; and 3.14159 or 1,000,000 of them.",
     " leading, trailing and  double   spaces \t tabs\t\tand\n\nnew lines\r\nof\rtwo kinds \n \n",
     "no-break\u00a0space, \u2003em space, \u3000wide, \u2028line and \u2029paragraph ends, \x85next line, \x0b\x0c\x1c\x1d",
@@ -95,7 +95,7 @@ class Encoder:
         """Whether `quick` gives the reference's ids on the probes and on words of the tokenizer's own vocabulary."""
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
-        texts = [*_PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
+        texts = [*PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
         texts = [text for text in map(well_formed, texts) if not self._spells_added_token(text)]
         try:
             return all(

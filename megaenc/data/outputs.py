@@ -45,19 +45,19 @@ def refuse_outputs(prefixes: Sequence[Path], but: Collection[Path] = ()) -> None
             refuse_existing(path, "--output-prefix")
 
 
-def tell_left_behind(prefixes: Sequence[Path], folder: Path) -> None:
-    """Say which temporary files and folders of these corpora are there.
+def tell_left_behind(*paths: Path) -> None:
+    """Say which temporary files and folders of `paths`, all of one folder, are there.
 
     They are not removed: a number in the name may by now be another process's, or that of a process on another machine.
     """
-    found = left_behind(*output_files(prefixes), folder)
+    found = left_behind(*paths)
     if found:
         size = 0
-        for path in found:
+        for file in (file for path in found for file in (path, *path.rglob("*")) if not file.is_dir()):
             with contextlib.suppress(OSError):
-                size += path.stat().st_size
+                size += file.stat().st_size
         say(
-            f"{prefixes[0].parent}: {len(found)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless another "
+            f"{paths[0].parent}: {len(found)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless another "
             f"process is at work on them: {shown([path.name for path in found])}"
         )
 

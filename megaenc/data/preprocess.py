@@ -123,7 +123,7 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
     started = time.monotonic()
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
-    tell_left_behind(prefixes, folder)
+    tell_left_behind(*output_files(prefixes), folder)
     noted = noted_outputs(folder) if settings.partitions > 1 else {}  # whether they are what was noted is seen under the lock
     refuse_outputs(prefixes, but=[prefixes[0].with_name(name) for name in noted])
     for name in ("workers", "partitions"):

@@ -24,7 +24,7 @@ class FillMaskFlags:
     """What `megaenc fill-mask` takes."""
 
     model: str
-    """Hugging Face folder of a masked language model, as `megaenc convert to-hf` writes it."""
+    """Hugging Face folder of a model that fills masks, as `megaenc convert to-hf` writes it: any but a causal one."""
     input: tuple[str, ...]
     """Text that the model has not seen, from all that `megaenc preprocess` reads."""
     json_key: str = "text"
@@ -59,6 +59,8 @@ class Riddle:
 def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
     """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such.
 
+    A decoder that reads both ways (`is_causal: false` in config.json) counts as a masked language model.
+
     Where its predictions stand before their tokens (`prediction_shift` in config.json), its logits are moved to these tokens; a
     token too near the start to be predicted gets equal logits.
     """
@@ -66,7 +68,7 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
         raise InputError(f"--model {folder}: no config.json there, expected a folder that `megaenc convert to-hf` wrote")
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoModelForMaskedLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
     from transformers.utils.logging import disable_progress_bar
 
     from megaenc.backend.device import detect
@@ -77,7 +79,12 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
     disable_progress_bar()
     try:
-        model, report = AutoModelForMaskedLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        config = AutoConfig.from_pretrained(folder)
+        decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
+        if decoder and getattr(config, "is_causal", True):
+            raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
+        kind = AutoModelForCausalLM if decoder else AutoModelForMaskedLM
+        model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(f"--model {folder}: {reason}; expected a masked language model") from None
@@ -97,8 +104,9 @@ def _moved(output: Any, shift: int) -> Any:
 def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
     """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
 
-    Documents end with the end-of-sequence token and are cut at the model's length; no window holds parts of two, and the first
-    token of each is not scored. The masks are the same each time. Raises InputError where nothing can be hidden.
+    Documents end with the end-of-sequence token and are cut at the model's length, or the tokenizer's where that is less; no
+    window holds parts of two, and the first token of each is not scored. The masks are the same each time. Raises InputError
+    where nothing can be hidden.
     """
     import torch
 
@@ -109,7 +117,8 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
     vocabulary = vocabulary_of(tokenizer)
     objective = MaskedLanguageModeling(vocabulary, mask=mask)
     targets = []
-    for number, window in enumerate(_windows(tokenizer, texts, model.config.max_position_embeddings, limit)):
+    length = min(model.config.max_position_embeddings, tokenizer.model_max_length)  # what it can read, what it is used for
+    for number, window in enumerate(_windows(tokenizer, texts, length, limit)):
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
@@ -186,12 +195,22 @@ def _riddles_of(sentence: str, tokenizer: Any) -> Iterator[Riddle]:
 
 
 def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[Riddle]) -> list[list[tuple[str, float]]]:
-    """The three most likely tokens for each riddle with their probabilities, by transformers' fill-mask pipeline."""
-    from transformers import pipeline
+    """The three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline has them.
 
-    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
-    answers = [fill(riddle.before + tokenizer.mask_token + riddle.after, top_k=3) for riddle in asked]
-    return [[(answer["token_str"].strip() or repr(answer["token_str"]), answer["score"]) for answer in best] for best in answers]
+    That reads masked language models alone, and no decoders.
+    """
+    import torch
+
+    found = []
+    for riddle in asked:
+        inputs = tokenizer(riddle.before + tokenizer.mask_token + riddle.after, return_tensors="pt").to(model.device)
+        at = int((inputs["input_ids"][0] == tokenizer.mask_token_id).nonzero()[0])
+        with torch.inference_mode():
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[0, at]
+        best = logits.softmax(-1).topk(3)
+        words = [tokenizer.decode([token]) for token in best.indices.tolist()]
+        found.append([(word.strip() or repr(word), share) for word, share in zip(words, best.values.tolist(), strict=True)])
+    return found
 
 
 def table(asked: list[Riddle], guesses: list[list[tuple[str, float]]]) -> Any:

@@ -1,5 +1,6 @@
 """The shape of a model, its presets and what follows from them by arithmetic alone."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -103,8 +104,13 @@ class ModelConfig:
         if self.head_dim % 2:
             found = "--hidden-size / --num-attention-heads is" if self.kv_channels is None else "--kv-channels: found"
             raise InputError(f"{found} {self.head_dim}, expected an even head width for rotary positions")
+        for name in ("rotary_base", "norm_epsilon"):
+            if not 0 < (number := getattr(self, name)) < math.inf:
+                raise InputError(f"--{name.replace('_', '-')}: found {number}, expected a number above 0")
         if self.rope_scaling_factor < 1:
             raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected 1 or more")
+        if self.rope_scaling_factor != ModelConfig.rope_scaling_factor and not self.use_rope_scaling:
+            raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected --use-rope-scaling beside it")
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")

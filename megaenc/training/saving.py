@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import remove, write_whole
+from megaenc.files import remove, sync, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadable
@@ -28,7 +28,7 @@ from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync, sync_all
+from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync_all
 
 
 class OwnCheckpoints(Checkpoints):

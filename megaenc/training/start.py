@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spikes")
@@ -22,6 +22,8 @@ class Stage:
     """Of a Hugging Face model: its type there. What it was trained on is not known, so `schedule` is what it was made for."""
     context: int = 0
     """Of a Hugging Face model: the tokens that it reads at most."""
+    generation: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Of a Hugging Face model: how it writes text, the tokens at which it stops among it (its generation_config.json)."""
 
 
 @dataclass(frozen=True)

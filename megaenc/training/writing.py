@@ -1,7 +1,6 @@
 """A sharded checkpoint put on the disk by megatron-core's writer, in threads of this process, with the checksums of its files."""
 
 import contextlib
-import os
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megaenc.errors import InputError, LocalInputError
+from megaenc.files import sync
 from megaenc.training.checksums import digest, digests
 
 Digests = dict[str, dict[str, Any]]
@@ -112,15 +112,6 @@ def sync_all(folder: Path, shards: Digests) -> Digests:
         for path in (*files, folder):
             sync(path)
         return dict(sorted((shards | digests(files)).items()))
-
-
-def sync(path: Path) -> None:
-    """Put a file or the names in a folder on the disk. Raises OSError."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def cannot_be_written(folder: Path, error: Exception) -> str:

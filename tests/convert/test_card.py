@@ -4,11 +4,13 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import hf_models
 import pytest
 import runs
 import torch
 
 from megaenc.convert.card import Provenance, card
+from megaenc.convert.command import main
 from megaenc.convert.to_hf import to_hf
 from megaenc.data import preprocess, tokenizer_command
 from megaenc.data.vocabulary import Vocabulary
@@ -76,6 +78,54 @@ def test_the_runs_it_comes_from_are_named_without_their_places():
 def test_reading_under_another_attention_than_trained_is_said():
     assert "It was trained under causal attention" in card("hf", provenance("clm"), Attention.BIDIRECTIONAL)
     assert "It was trained under" not in card("hf", provenance("mlm"), Attention.BIDIRECTIONAL)
+
+
+def test_of_a_model_that_came_in_nothing_is_said_to_be_trained(small_corpus, tmp_path):
+    hf = hf_models.write(hf_models.build("qwen3", vocab_size=410), tmp_path / "qwen3", small_corpus.tokenizer)
+    main(["from-hf", "--input", str(hf), "--output", str(tmp_path / "core")])
+    main(["to-hf", "--load", str(tmp_path / "core"), "--output", str(tmp_path / "out"), "--all"])
+    (folder,) = (tmp_path / "out").iterdir()
+    text = (folder / "README.md").read_text()
+    assert folder.name == "qwen3" and "# qwen3\n\nA text encoder as it came in: nothing was trained since." in text
+    assert "pipeline_tag: feature-extraction\n" in text and "with `Qwen3ForCausalLM` of transformers, which reads both" in text
+    assert "Its weights are those of `qwen3`, a Hugging Face model of type qwen3. Attention" in text
+    assert "| made for | under attention |" in text and "It came in reading under causal attention" in text
+    for words in ("pretrained", "was trained under", "last trained", "first weights", " step", "added"):
+        assert words not in text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "attention", "tag", "said"),
+    [
+        ("EuroBertForMaskedLM", "BIDIRECTIONAL", "fill-mask", "It loads with `EuroBertForMaskedLM` of transformers."),
+        ("LlamaForCausalLM", "CAUSAL", "text-generation", "It loads with `LlamaForCausalLM` of transformers."),
+        (
+            "Qwen3ForCausalLM",
+            "BIDIRECTIONAL",
+            "feature-extraction",
+            "It loads with `Qwen3ForCausalLM` of transformers, which reads both ways here, and not with `AutoModelForMaskedLM`; "
+            "`megaenc fill-mask` fills masks with it.",
+        ),
+    ],
+)
+def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention, tag, said):
+    export = dataclasses.replace(provenance("mntp"), architecture=architecture)
+    text = card("hf", export, Attention[attention])
+    assert f"pipeline_tag: {tag}\n" in text and said in text
+    assert ("moves the logits by itself" in text) == (attention == "BIDIRECTIONAL")
+    assert ('pipeline("fill-mask")' in text) == (tag == "fill-mask")
+
+
+def test_the_row_of_an_added_mask_token_is_named():
+    stage = Stage("/home/me/llama", 0, "clm", 0, "llama", 512)
+    source = dataclasses.replace(provenance("clm", step=0), start=Start(before=(stage,)), converted=True, added_token="<|mask|>")
+    text = card("hf", source, Attention.CAUSAL)
+    assert "a Hugging Face model of type llama. The row of its mask token, `<|mask|>`, was added: the mean of the others." in text
+
+
+def test_before_its_first_step_a_run_has_trained_nothing():
+    text = card("hf", provenance("clm", step=0), Attention.BIDIRECTIONAL)
+    assert "| trained first | under attention |" in text and "It is first trained under causal attention" in text
 
 
 def test_an_export_of_mntp_guesses_hidden_tokens_where_its_card_says(tmp_path):

@@ -124,6 +124,18 @@ WRONG = {
     "gate and up projection": ("llama", [], swap(GatedMLP, "fc1"), "differ by"),
     "a head of query at another place": ("llama", ["--as", "llama"], reorder, "differ by"),
     "mask": ("qwen3", [], change_config(is_causal=True), "eager attention is not bidirectional: position 0 does not see token 1"),
+    "a window that is longer than the texts": (
+        "qwen3",
+        [],
+        change_config(use_sliding_window=True, sliding_window=64, layer_types=["full_attention", "sliding_attention"]),
+        "field `sliding_window`: found 64, expected none",
+    ),
+    "a layer with a window": (
+        "qwen3",
+        [],
+        change_config(layer_types=["full_attention", "sliding_attention"]),
+        "field `layer_types`: found sliding_attention, expected full_attention in every layer",
+    ),
     "damage": ("llama", [], damage, "`model.norm.weight` is not what was written"),
     "a layer too few": ("llama", [], change_config(num_hidden_layers=1), "finds unexpected keys: model.layers.1."),
     "no weights for a layer": ("llama", [], change_config(num_hidden_layers=3), "finds missing keys: model.layers.2."),

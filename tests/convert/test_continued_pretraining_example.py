@@ -2,6 +2,7 @@
 
 import json
 
+import hf_models
 import pytest
 import runs
 import torch
@@ -16,10 +17,14 @@ quiet()
 
 @pytest.fixture(scope="module")
 def made(small_corpus, tmp_path_factory):
-    """By family: what the example leaves."""
+    """By family: what the example leaves, of the Llama that it makes and of a Qwen3 whose tokenizer has no mask token."""
     folder = tmp_path_factory.mktemp("made")
-    for family in ("llama", "qwen3"):
-        flags = ["--input", str(small_corpus.text), "--output", str(folder / family), "--family", family, *SHORT]
+    source = hf_models.write(hf_models.build("qwen3"), folder / "source", small_corpus.tokenizer)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (source / name).read_text().replace("<|mask|>", "<|fim_pad|>").replace('"mask_token"', '"fim_pad_token"')
+        (source / name).write_text(text)
+    for family, flags in (("llama", []), ("qwen3", ["--model", str(source), "--add-mask-token"])):
+        flags += ["--input", str(small_corpus.text), "--output", str(folder / family), *SHORT]
         runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"})
     return folder
 
@@ -53,3 +58,13 @@ def test_it_loads_in_sentence_transformers(family, made):
 
     model = sentence_transformers.SentenceTransformer(str(made / family / "sentences"), device="cpu")
     assert model.encode(["stan plark", "a stone"]).shape == (2, 64)
+
+
+def test_bad_input_leaves_no_folder(small_corpus, tmp_path):
+    text = ["--input", str(small_corpus.text)]
+    for flags, words in (
+        (["--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
+        ([*text, "--model", str(tmp_path / "none")], "no such folder"),
+    ):
+        done = runs.script(EXAMPLE, [*flags, "--output", str(tmp_path / "new" / "out")], expect=2)
+        assert words in done.stderr.splitlines()[-1] and not list(tmp_path.iterdir())

@@ -139,3 +139,4 @@ def test_names_count_on_from_the_runs_before():
     assert named("mlm(mask=0.4)", 22000, 1000, before=before) == "610m-clm-42k-mlm40-64k-1000"
     hf = Stage("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
     assert named("mlm", 10000, before=[hf]) == "smollm2-135m-mlm40-10k"
+    assert named("clm", 200, 0, before=[hf], source={}) == "smollm2-135m"

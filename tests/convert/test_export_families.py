@@ -1,17 +1,22 @@
-"""Every family goes out as it came in, bit by bit, and loads where nothing but transformers is."""
+"""Every family goes out as it came in, bit by bit, from a run in any layout, and loads where nothing but transformers is."""
 
 import json
+import shutil
 import sys
 
 import hf_models
+import hf_tokenizers
 import pytest
 import runs
 import torch
 from safetensors.torch import load_file
 
 from megaenc.convert.command import main
+from megaenc.data import preprocess
+from megaenc.training.command import main as pretrain
 
 CAME_IN = [name for name in hf_models.MODELS]
+LAYOUTS = {"TP2": (2, 1), "PP2": (1, 2), "TP2 x PP2": (2, 2)}  # sizes of the tensor-parallel and the pipeline-parallel groups
 OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_word_embeddings", False)} for name in CAME_IN}
 
 
@@ -19,14 +24,35 @@ OTHER_TIE = {name: {"tie_word_embeddings": not hf_models.MODELS[name].get("tie_w
 def cores(small_corpus, tmp_path_factory):
     """By name and whether the embedding is tied: the Hugging Face folder and the run folder made of it. Not to be changed."""
     folder, found = tmp_path_factory.mktemp("cores"), {}
+    # Beside Qwen2's config.json transformers splits texts as Qwen2 does, whoever's the tokenizer is.
+    qwen = hf_tokenizers.save(hf_tokenizers.qwen("<|mask|>"), folder / "tokenizer", mask_token="<|mask|>")
     for name in CAME_IN:
         for options in ({}, OTHER_TIE[name]):
             model = hf_models.build(name, vocab_size=410, **options)
             work = folder / f"{name} {bool(options)}"
-            hf = hf_models.write(model, work / "hf", small_corpus.tokenizer)
+            hf = hf_models.write(model, work / "hf", qwen if name == "qwen2" else small_corpus.tokenizer)
             main(["from-hf", "--input", str(hf), "--output", str(work / "core")])
             found[name, model.config.tie_word_embeddings] = hf, work / "core"
     return found
+
+
+@pytest.fixture(scope="module")
+def begun(cores, small_corpus, tmp_path_factory):
+    """By name, whether the embedding is tied, and layout: a run that began with what came in and changed nothing."""
+    folder, found = tmp_path_factory.mktemp("begun"), {}
+    text, tokenizer = small_corpus.text, cores["qwen2", True][1] / "tokenizer"
+    corpus = ["--input", text, "--output-prefix", folder / "qwen", "--tokenizer", tokenizer]
+    preprocess.main([*map(str, corpus), "--append-eod"])
+    read = ["--data-path", folder / "qwen_text_document", "--split", "90,10,0"]
+    for (name, tied), (_, core) in cores.items():
+        for layout, (tensor, pipeline) in LAYOUTS.items():
+            flags = ["--config", core / "config.yaml", "--init-from", core, *runs.STANDSTILL]
+            flags += read if name == "qwen2" else small_corpus.flags
+            flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
+            save = folder / f"{name} {tied} {layout}"
+            found[name, tied, layout] = runs.Job(save, [str(flag) for flag in flags], processes=tensor * pipeline)
+    runs.in_turn(list(found.values()), folder, timeout=600)
+    return {which: job.save for which, job in found.items()}
 
 
 def out(core, folder, *flags):
@@ -51,12 +77,26 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
     written = out(core, tmp_path / "hf", "--as", "source")
     assert_same(hf_models.weights(written), hf_models.weights(hf))
     there, here = config(hf), config(written)
+    there.setdefault("head_dim", there["hidden_size"] // there["num_attention_heads"])  # Qwen2's does not say it
     for field in ("model_type", "architectures", "rope_parameters", "head_dim", "tie_word_embeddings", "max_position_embeddings"):
-        assert here[field] == there.get(field, here[field]), field
+        assert here[field] == there[field], field
     assert here.get("is_causal") is (None if name.startswith("eurobert") else False)
     again = tmp_path / "again"
     main(["from-hf", "--input", str(written), "--output", str(again)])
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", CAME_IN)
+def test_what_a_run_in_any_layout_saves_is_what_came_in(name, tied, layout, cores, begun, tmp_path):
+    """No rank holds the whole model: its parts go out as one."""
+    hf, _ = cores[name, tied]
+    run = begun[name, tied, layout]
+    tensor, pipeline = LAYOUTS[layout]
+    ranks = {file.name.split("_")[2] for file in (run / "checkpoints" / "iter_0000001").glob("*.distcp")}
+    assert len(ranks) == tensor * pipeline
+    assert_same(hf_models.weights(out(run, tmp_path / "hf", "--as", "source")), hf_models.weights(hf))
 
 
 @pytest.mark.parametrize("name", ["llama with stretched positions", "mistral", "qwen2"])
@@ -76,18 +116,53 @@ def test_a_decoder_goes_out_as_an_encoder_that_fills_masks(name, cores, tmp_path
 @pytest.mark.parametrize("name", ["eurobert", "llama with stretched positions", "mistral", "qwen2", "qwen3"])
 def test_read_causally_it_is_the_decoder_that_came_in(name, cores, tmp_path):
     """The logits of transformers' own model, as which it came, and as which it goes out."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, EuroBertForMaskedLM
 
     hf, core = cores[name, hf_models.MODELS[name].get("tie_word_embeddings", False)]
     family = "llama" if name == "eurobert" else name.split()[0]
     written = out(core, tmp_path / "hf", "--as", family)
     assert "is_causal" not in config(written) and config(written)["model_type"] == family
-    if name == "eurobert":
-        return  # which no decoder is there to compare with
     tokens = torch.arange(60)[None] * 7 % 400
     with torch.no_grad():
-        logits = [AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (hf, written)]
-    assert torch.equal(*logits)
+        found = AutoModelForCausalLM.from_pretrained(written)(tokens).logits
+        if name == "eurobert":  # no decoder came in: the encoder itself, told not to look ahead
+            encoder, ahead = EuroBertForMaskedLM.from_pretrained(hf), torch.full((1, 1, 60, 60), -1e30).triu(1)
+            assert (encoder(tokens).logits - found).abs().max() > 0.1
+            torch.testing.assert_close(found, encoder(tokens, attention_mask=ahead).logits, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(found, AutoModelForCausalLM.from_pretrained(hf)(tokens).logits)
+
+
+@pytest.mark.parametrize("stops", ["generation_config.json", "config.json"])
+def test_a_decoder_stops_where_it_did(stops, small_corpus, tmp_path):
+    """Also after a run: a chat model ends its turn at other tokens than a document."""
+    from transformers import AutoModelForCausalLM
+
+    model = hf_models.build("llama with stretched positions", eos_token_id=[0, 7, 9])
+    hf = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
+    if stops == "config.json":
+        (hf / "generation_config.json").unlink()
+    else:
+        values = {"eos_token_id": [0, 7, 9], "temperature": 0.6, "top_p": 0.9, "do_sample": True}
+        (hf / "generation_config.json").write_text(json.dumps(values))
+    main(["from-hf", "--input", str(hf), "--output", str(tmp_path / "core")])
+    flags = ["--config", tmp_path / "core" / "config.yaml", "--init-from", tmp_path / "core", *small_corpus.flags]
+    pretrain([str(flag) for flag in (*flags, *runs.STANDSTILL, "--save", tmp_path / "run")])
+    for run in ("core", "run"):
+        written = out(tmp_path / run, tmp_path / f"{run} hf", "--as", "llama")
+        found, expected = (AutoModelForCausalLM.from_pretrained(folder).generation_config for folder in (written, hf))
+        for name in ("eos_token_id", "temperature", "top_p", "do_sample"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert found.eos_token_id == [0, 7, 9]
+        assert not (out(tmp_path / run, tmp_path / f"{run} both ways") / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("values", ['{"eos_token_id": "end"}', '{"eos_token_id": [1, null]}', "[1]", "{"])
+def test_what_says_no_way_to_write_text_is_one_line(values, cores, tmp_path, refusal):
+    hf = shutil.copytree(cores["qwen3", False][0], tmp_path / "hf")
+    (hf / "generation_config.json").write_text(values)
+    assert "generation_config.json: " in refusal(main, ["from-hf", "--input", hf, "--output", tmp_path / "core"])
+    assert not (tmp_path / "core").exists()
 
 
 def test_the_default_for_what_eurobert_cannot_say_is_the_source(cores, tmp_path, refusal):

@@ -16,6 +16,8 @@ quiet()
 SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
 WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
 WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
+SLIDING = ["full_attention", "sliding_attention"]
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
 MODELS = {
     "eurobert": [SMALL, WITH_BIAS],
@@ -83,6 +85,31 @@ def test_fields_of_older_versions_are_understood():
     assert read(released) == dataclasses.replace(SMALL, rotary_base=250000.0)
 
 
+def rope(**values):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | values}
+
+
+def test_a_window_that_no_layer_has_is_none():
+    """Qwen2.5 has one for the layers from `max_window_layers` on, and no such layers."""
+    asked = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    values = {name: value for name, value in written("qwen2", WITH_BIAS).items() if name != "layer_types"}
+    assert read(values | asked) == WITH_BIAS
+    with pytest.raises(InputError, match="`sliding_window`: found 64"):
+        read(values | asked | {"max_window_layers": 1})
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings"])
+def test_released_weights_must_say_what_their_tensors_do_not(field):
+    """EuroBERT's own value would stand in for it otherwise, and the tensors would fit."""
+    values = written("eurobert", SMALL)
+    del values["rope_parameters"]
+    released = values | {"model_type": "sl_model", "rope_theta": 250000}
+    read(released)
+    del released[field]
+    with pytest.raises(InputError, match=f"config.json: field `{field}`: missing, expected"):
+        read(released)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -90,12 +117,21 @@ def test_fields_of_older_versions_are_understood():
         ("llama", {"hidden_act": "gelu"}, "`hidden_act`: found 'gelu', expected silu"),
         ("eurobert", {"mlp_bias": True}, "`mlp_bias`: found true, expected false"),
         ("mistral", {"sliding_window": 64}, "`sliding_window`: found 64, expected none or at least the 128 tokens"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "`sliding_window`: found 64"),
+        ("mistral", {"sliding_window": 64}, "put 64 for `max_position_embeddings` there to read no further than the window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, "`sliding_window`: found 64"),
         ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "`layer_types`: found 'chunked_attention'"),
         ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "`rope_type`: found 'yarn'"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found 0.5"),
         ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config`: found {'bits': 4}, expected none"),
         ("llama", {"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
+        ("llama", {"model_type": []}, "`model_type`: found [], expected one of"),
+        ("llama", rope(rope_theta=None), "`rope_theta`: found None, expected a number above 0"),
+        ("llama", rope(rope_theta=-5), "`rope_theta`: found -5, expected a number above 0"),
+        ("llama", rope(rope_theta=float("inf")), "`rope_theta`: found inf, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=None), "`factor`: found None, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=0.5), "--rope-scaling-factor: found 0.5, expected 1 or more"),
+        ("llama", {"rms_norm_eps": 0.0}, "`rms_norm_eps`: found 0.0, expected a number above 0"),
+        ("llama", {"max_position_embeddings": 0}, "`max_position_embeddings`: found 0, expected a number above 0"),
         ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
     ],
 )

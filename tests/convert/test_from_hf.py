@@ -11,17 +11,13 @@ import yaml
 from safetensors.torch import save_file
 from whole_models import core_to_hf, load_weights
 
+from megaenc.convert.certificate import Probe, core_outputs
 from megaenc.convert.command import main
 from megaenc.convert.saved_run import open_run
 from megaenc.data.tokenizer import load_tokenizer
+from megaenc.objectives import Attention
 from megaenc.training.command import main as pretrain
 from megaenc.training.run_folder import TOKENIZER
-
-# Smaller than any rounding: an update that changes no weight.
-STANDSTILL = ["--objective-schedule", "mlm", "--train-iters", "1", "--lr", "1e-30", "--eval-interval", "0"]
-STANDSTILL += ["--micro-batch-size", "1", "--global-batch-size", "1", "--seq-length", "64"]
-# Sizes of the tensor-parallel and the pipeline-parallel groups.
-LAYOUTS = [(name, (2, 2)) for name in hf_models.MODELS] + [("qwen3 with biases", (2, 1)), ("qwen2", (1, 2))]
 
 
 def convert(folder, output, *flags):
@@ -29,10 +25,10 @@ def convert(folder, output, *flags):
     return output
 
 
-def held(core, step=0):
-    """The weights of a run folder under Hugging Face's names."""
+def held(core):
+    """The weights of the checkpoint of step 0 under Hugging Face's names."""
     run = open_run(core)
-    return core_to_hf(load_weights(run, step)[1], run.model, run.vocab_size)
+    return core_to_hf(load_weights(run, 0)[1], run.model, run.vocab_size)
 
 
 def assert_same(found, expected):
@@ -49,42 +45,61 @@ def llama(small_corpus, tmp_path_factory):
     return hf_models.write(model, tmp_path_factory.mktemp("hf") / "llama", small_corpus.tokenizer)
 
 
-@pytest.mark.parametrize("name", hf_models.MODELS)
-def test_every_weight_is_there_as_it_was(name, small_corpus, tmp_path):
-    model = hf_models.build(name)
-    folder = hf_models.write(model, tmp_path / "hf", small_corpus.tokenizer)
-    core = convert(folder, tmp_path / "core")
-    assert_same(held(core), hf_models.weights(folder))
-    facts = json.loads((core / "run.json").read_text())
-    assert facts["parameters"] == sum(p.numel() for n, p in model.named_parameters() if not n.endswith("o_proj.bias"))
-    assert facts["source"]["family"] == model.config.model_type and "model.safetensors" in facts["source"]["files"]
-    assert facts["source"]["mask_token"] == {"token": "<|mask|>", "id": 1, "origin": "own"}
-    kept = yaml.safe_load((core / "config.yaml").read_text())
-    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if name.startswith("eurobert") else "clm")
-
-
 @pytest.fixture(scope="module")
-def begun(small_corpus, tmp_path_factory):
-    """By model and layout: the Hugging Face folder, and a run that began with it in that layout and changed nothing."""
-    folder, jobs, found = tmp_path_factory.mktemp("begun"), [], {}
-    cores = {}
+def came_in(small_corpus, tmp_path_factory):
+    """By name: a Hugging Face folder and the run folder made of it. Not to be changed."""
+    folder, found = tmp_path_factory.mktemp("came in"), {}
     for name in hf_models.MODELS:
-        hf = hf_models.write(hf_models.build(name, vocab_size=410), folder / name / "hf", small_corpus.tokenizer)
-        cores[name] = convert(hf, folder / name / "core")
-    for name, layout in LAYOUTS:
-        flags = ["--config", str(cores[name] / "config.yaml"), *small_corpus.flags, *STANDSTILL, "--init-from", str(cores[name])]
-        tensor, pipeline = (str(size) for size in layout)
-        flags += ["--tensor-model-parallel-size", tensor, "--pipeline-model-parallel-size", pipeline]
-        found[name, layout] = (folder / name / "hf", folder / name / f"TP{tensor} PP{pipeline}")
-        jobs.append(runs.Job(found[name, layout][1], flags, processes=layout[0] * layout[1]))
-    runs.in_turn(jobs, folder, timeout=480)
+        hf = hf_models.write(hf_models.build(name), folder / name / "hf", small_corpus.tokenizer)
+        found[name] = hf, convert(hf, folder / name / "core")
     return found
 
 
-@pytest.mark.parametrize(("name", "layout"), LAYOUTS)
-def test_a_run_in_any_layout_begins_with_these_weights(name, layout, begun):
-    folder, run = begun[name, layout]
-    assert_same(held(run, 1), hf_models.weights(folder))
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_every_weight_is_there_as_it_was(name, came_in):
+    folder, core = came_in[name]
+    given, family = hf_models.weights(folder), hf_models.MODELS[name]["model_type"]
+    assert_same(held(core), given)
+    facts = json.loads((core / "run.json").read_text())
+    assert facts["parameters"] == sum(tensor.numel() for n, tensor in given.items() if not n.endswith("o_proj.bias"))
+    assert facts["source"]["family"] == family and "model.safetensors" in facts["source"]["files"]
+    assert facts["source"]["mask_token"] == {"token": "<|mask|>", "id": 1, "origin": "own"}
+    kept = yaml.safe_load((core / "config.yaml").read_text())
+    assert kept["seq_length"] == 512 and kept["objective_schedule"] == ("mlm" if family == "eurobert" else "clm")
+
+
+def by_transformers(folder, attention):
+    """transformers' own model of a folder, made to read under `attention`."""
+    from transformers import AutoConfig, AutoModelForCausalLM, EuroBertForMaskedLM, LlamaForCausalLM
+
+    config, causal = AutoConfig.from_pretrained(folder), attention == Attention.CAUSAL
+    if config.model_type == "eurobert":  # Llama's class computes the same layers, and causally
+        model, report = (LlamaForCausalLM if causal else EuroBertForMaskedLM).from_pretrained(folder, output_loading_info=True)
+    else:
+        if not causal:
+            config.is_causal = False
+        model, report = AutoModelForCausalLM.from_pretrained(folder, config=config, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+@pytest.mark.parametrize("attention", [Attention.CAUSAL, Attention.BIDIRECTIONAL])
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_logits_are_those_of_transformers(name, attention, came_in):
+    """megatron-core reads documents of several lengths as one pack, transformers each alone."""
+    folder, core = came_in[name]
+    documents = tuple((torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1))
+    with open_run(core).loaded(0, length=300) as (_, encoder):
+        packed = core_outputs(encoder, Probe(documents, documents[-1][None]), attention, head=True)
+    model = by_transformers(folder, attention)
+    with torch.no_grad():
+        expected = [model(document[None]).logits[0] for document in documents]
+        cut = model(documents[0][None, :-1]).logits[0]
+    sees_the_last = (cut - expected[0][:-1]).abs().amax(dim=1) > 1e-4
+    assert sees_the_last.any() == (attention == Attention.BIDIRECTIONAL), "the reference reads in another way"
+    for found, wanted in zip(packed.documents, expected, strict=True):
+        assert wanted.std() > 0.5
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
 
 
 def test_shards_and_a_base_model_hold_the_same(llama, small_corpus, tmp_path):
@@ -170,12 +185,48 @@ def test_an_added_token_has_the_mean_of_the_others(rows, small_corpus, tmp_path,
     folder = with_tokenizer(folder, tmp_path / "hf", rename_mask("<|fim_pad|>"))
     assert "give --add-mask-token" in refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
     core = convert(folder, tmp_path / "core", "--add-mask-token")
-    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400
+    assert load_tokenizer(core / TOKENIZER).mask_token_id == 400 and open_run(core).added_token == "<|mask|>"
     assert open_run(core).vocab_size == max(rows, 401)
     found, given = held(core), hf_models.weights(folder)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         torch.testing.assert_close(found[name][400], given[name][:400].mean(dim=0))
         found[name], given[name] = (torch.cat([matrix[:400], matrix[401:]]) for matrix in (found[name], given[name]))
+    assert_same(found, given)
+
+
+def test_where_it_was_called_is_of_no_account(llama, tmp_path, monkeypatch):
+    """The tokenizer is found from any folder, and `--input .` has a name."""
+    folder = shutil.copytree(llama, tmp_path / "a-llama")
+    monkeypatch.chdir(folder)
+    core = tmp_path / "core"
+    main(["from-hf", "--input", ".", "--output", "../core"])
+    monkeypatch.chdir("/")
+    settings = open_run(core).settings
+    assert settings.data.tokenizer == str(core / TOKENIZER) and load_tokenizer(settings.data.tokenizer).mask_token_id == 1
+    main(["to-hf", "--load", str(core), "--output", str(tmp_path / "all"), "--all"])
+    [name] = (path.name for path in (tmp_path / "all").iterdir())
+    assert name == "a-llama"
+    assert "Its weights are those of `a-llama`," in (tmp_path / "all" / name / "README.md").read_text()
+
+
+def nearly_nothing(tensors):
+    """The rows of two tokens, among them the one that becomes the mask token, are as no training touched them."""
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        tensors[name][[1, 5]] *= 1e-6
+
+
+def test_a_reserved_token_whose_row_nothing_trained_has_the_mean_of_the_others(llama, tmp_path):
+    """As in Llama 3, whose reserved tokens have next to nothing for a row: RMSNorm would make it as large as any other."""
+    folder = with_tokenizer(llama, tmp_path / "hf", rename_mask("<|reserved_special_token_7|>"))
+    edit_weights(nearly_nothing)(folder)
+    core = convert(folder, tmp_path / "core")
+    source = json.loads((core / "run.json").read_text())["source"]
+    assert source["mask_token"] == {"token": "<|reserved_special_token_7|>", "id": 1, "origin": "untrained"}
+    found, given = held(core), hf_models.weights(folder)
+    others = [0, *range(2, 400)]  # ids of the tokenizer; rows beyond are spare
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        torch.testing.assert_close(found[name][1], given[name][others].mean(dim=0))
+        found[name][1] = given[name][1]
     assert_same(found, given)
 
 
@@ -185,15 +236,12 @@ def test_it_can_go_out_again(llama, tmp_path):
     found = hf_models.weights(tmp_path / "hf")
     assert_same(found, hf_models.weights(llama))
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_parameters"] == hf_models.LLAMA3
-    assert (
-        "Its first weights are those of `llama`, a Hugging Face model of type llama."
-        in (tmp_path / "hf" / "README.md").read_text()
-    )
+    assert "Its weights are those of `llama`, a Hugging Face model of type llama." in (tmp_path / "hf" / "README.md").read_text()
 
 
 def test_a_run_that_does_not_fit_is_one_line(llama, small_corpus, tmp_path, refusal):
     core = convert(llama, tmp_path / "core")
-    begin = ["--config", core / "config.yaml", *small_corpus.flags, *STANDSTILL, "--save", tmp_path / "run"]
+    begin = ["--config", core / "config.yaml", *small_corpus.flags, *runs.STANDSTILL, "--save", tmp_path / "run"]
     init, branch = ["--init-from", core], ["--branch-from", core, "--branch-at", "0"]
     for flags, words in (
         (branch, "holds converted weights and no optimizer to go on with; expected --init-from"),
@@ -247,6 +295,7 @@ BAD = {
     "another family": (edit_config(model_type="gemma"), "found 'gemma', expected one of eurobert, llama, mistral, qwen2, qwen3"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file or directory; expected"),
     "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: no JSON"),
+    "config without an end": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: no JSON"),
     "sliding window": (
         edit_config(model_type="mistral", sliding_window=256, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
         "`sliding_window`: found 256, expected none or at least the 512 tokens",
@@ -297,7 +346,7 @@ def test_bad_input_is_one_line_and_leaves_no_folder(case, llama, tmp_path, refus
     change(folder)
     line = refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "out" / "core"])
     assert words in line, line
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_bias_that_training_has_not_is_refused(small_corpus, tmp_path, refusal):

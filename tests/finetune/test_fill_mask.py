@@ -1,5 +1,6 @@
 """Guessing hidden words: the counting is right whatever the model, and the riddles are fair."""
 
+import copy
 import json
 import shutil
 from types import SimpleNamespace
@@ -34,6 +35,22 @@ def folder(tokenizer, tmp_path_factory):
     config = EuroBertConfig(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=24, **sizes, **ids)
     torch.manual_seed(0)
     EuroBertForMaskedLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def decoder(tokenizer, tmp_path_factory):
+    """The same of a Qwen3 that reads both ways."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("decoder")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    ids = {"pad_token_id": tokenizer.pad_token_id, "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
+    config = Qwen3Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=24, **sizes, **ids)
+    config.is_causal = False
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -101,6 +118,39 @@ def test_the_limit_is_in_tokens(tokenizer):
     assert sum(map(len, stub.asked)) == 100
 
 
+def test_windows_are_no_longer_than_the_tokenizer_cuts(tokenizer):
+    stub = Stub(lambda ids: ids, len(tokenizer))
+    stub.config = SimpleNamespace(max_position_embeddings=131_072)
+    short = copy.deepcopy(tokenizer)
+    short.model_max_length = 12
+    fill_mask.score(stub, short, iter(TEXTS), 0.4, 10_000)
+    assert max(map(len, stub.asked)) == 12
+
+
+def test_guesses_are_those_of_transformers_pipeline(folder, tokenizer):
+    from transformers import pipeline
+
+    model, _ = fill_mask.load(folder)
+    asked = fill_mask.riddles(tokenizer, iter(TEXTS), 4)
+    fill = pipeline("fill-mask", model=model, tokenizer=tokenizer, device=model.device)
+    for riddle, best in zip(asked, fill_mask.guess(model, tokenizer, asked), strict=True):
+        expected = fill(riddle.before + tokenizer.mask_token + riddle.after, top_k=3)
+        assert [word for word, _ in best] == [one["token_str"].strip() or repr(one["token_str"]) for one in expected]
+        assert [share for _, share in best] == pytest.approx([one["score"] for one in expected], rel=1e-5)
+
+
+def test_a_decoder_that_reads_both_ways_fills_masks(decoder, tokenizer, tmp_path, capfd):
+    model, _ = fill_mask.load(decoder)
+    tokens = torch.arange(2, 14)[None]
+    moved = (model(tokens).logits - model(tokens.clone().index_fill_(1, torch.tensor([11]), 99)).logits)[0, 0]
+    assert moved.abs().max() > 1e-4, "the first position sees the last token"
+    text = tmp_path / "heldout.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    fill_mask.main(["--model", str(decoder), "--input", str(text), "--sentences", "2"])
+    said = capfd.readouterr()
+    assert said.out.count("_____") == 2 and "hidden tokens guessed" in said.out and not said.err
+
+
 def test_riddles_hide_one_token_that_means_something(tokenizer):
     asked = fill_mask.riddles(tokenizer, iter(TEXTS), 8)
     assert asked == fill_mask.riddles(tokenizer, iter(TEXTS), 8) and len(asked) == 8
@@ -136,7 +186,7 @@ def test_the_right_guess_is_marked():
     assert "✓ cat 25 %" in output.get() and "✓ dog" not in output.get()
 
 
-def test_wrong_input_is_one_line(folder, tokenizer, tmp_path, capfd, refusal):
+def test_wrong_input_is_one_line(folder, decoder, tokenizer, tmp_path, capfd, refusal):
     from transformers import EuroBertModel
 
     text = tmp_path / "heldout.jsonl"
@@ -147,7 +197,11 @@ def test_wrong_input_is_one_line(folder, tokenizer, tmp_path, capfd, refusal):
     torn = tmp_path / "torn"
     shutil.copytree(folder, torn)
     (torn / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100])
+    causal = shutil.copytree(decoder, tmp_path / "causal")
+    values = json.loads((causal / "config.json").read_text())
+    (causal / "config.json").write_text(json.dumps({name: value for name, value in values.items() if name != "is_causal"}))
     for arguments, words in [
+        (["--model", str(causal), "--input", str(text)], "Qwen3ForCausalLM reads causally; expected a masked language model"),
         (["--model", str(tmp_path / "none"), "--input", str(text)], "no config.json there"),
         (["--model", str(folder), "--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
         (["--model", str(headless), "--input", str(text)], "no weights `lm_head.weight`"),

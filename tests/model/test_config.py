@@ -49,8 +49,11 @@ def test_parameters_are_those_of_the_built_model(name, untied):
         (dict(num_attention_heads=3), 1, "--hidden-size: found 256, expected a multiple of --num-attention-heads 3"),
         (dict(num_query_groups=3), 1, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
         (dict(num_layers=0), 1, "--num-layers: found 0, expected 1 or more"),
+        (dict(rotary_base=-5.0), 1, "--rotary-base: found -5.0, expected a number above 0"),
+        (dict(norm_epsilon=float("nan")), 1, "--norm-epsilon: found nan, expected a number above 0"),
         (dict(hidden_size=20), 1, "expected an even head width"),
         ({}, 4, "--num-query-groups: found 2, expected a multiple of --tensor-model-parallel-size 4"),
+        (dict(rope_scaling_factor=32.0), 1, "--rope-scaling-factor: found 32.0, expected --use-rope-scaling beside it"),
         (dict(ffn_hidden_size=771), 2, "--ffn-hidden-size: found 771, expected a multiple of --tensor-model"),
     ],
 )
