@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
 from megaenc.finetune.results import Result
 
@@ -44,8 +45,10 @@ def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
     if kind == "normal":
         quantile = 1.96
     else:
-        from scipy.stats import t
-
+        try:
+            from scipy.stats import t
+        except ImportError:
+            raise InputError("t intervals: scipy is not installed; install it with `pip install scipy`") from None
         quantile = float(t.ppf(0.975, count - 1))
     return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
 
