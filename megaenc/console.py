@@ -5,6 +5,8 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -50,6 +52,21 @@ def say(text: str) -> None:
     """Print one line on standard output, from rank 0 only."""
     if not rank():
         print(text, flush=True)
+        for listener in _LISTENERS:
+            listener(text)
+
+
+_LISTENERS: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def overheard(listener: Callable[[str], None]) -> Iterator[None]:
+    """Give `listener` each line that `say` prints in this process meanwhile, lines of progress aside."""
+    _LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        _LISTENERS.remove(listener)
 
 
 class ProgressLine:
@@ -110,7 +127,7 @@ class ProgressLine:
 
     def _print(self, now: float) -> None:
         self._printed_at, self._printed = now, self._state()
-        say(f"{self.description}  {self._tail(now)}".rstrip())
+        print(f"{self.description}  {self._tail(now)}".rstrip(), flush=True)
 
     def _tail(self, now: float) -> str:
         parts = [] if not self.total else [f"{100 * self._done / self.total:.0f} %"]

@@ -3,12 +3,12 @@
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.console import clock, quiet, say
+from megaenc.console import clock, overheard, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
@@ -115,11 +115,11 @@ def _failure(job: Job, names: list[str]) -> str:
     return str(results.folder(job, names[0]) / results.FAILED)
 
 
-def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]]:
+def execute(jobs: Sequence[Job], run: Run, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
     """Do `jobs`, each in a process of its own, and return those without results, with the reason.
 
     A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
-    this ends, no process is left and what is finished stays.
+    this ends, no process is left and what is finished stays. What runs say is said once, unless it is among `heard`.
     """
     if not jobs:
         return []
@@ -130,7 +130,7 @@ def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]
     running: dict[Job, tuple[Worker, dict[str, str]]] = {}
     elsewhere: list[Job] = []
     failed: list[tuple[Job, str]] = []
-    finished, looked = 0, time.monotonic()
+    finished, looked, told = 0, time.monotonic(), set(heard)
     with Screen(len(jobs)) as screen:
         try:
             while waiting or running or elsewhere:
@@ -139,7 +139,12 @@ def execute(jobs: Sequence[Job], run: Run, local: Local) -> list[tuple[Job, str]
                     running[job] = (Worker(context, run, job, place, again=local.retry_failed), place)
                 wait_for_news([worker for worker, _ in running.values()], 0.5)
                 for job, (worker, place) in list(running.items()):
-                    if (outcome := worker.poll(60 * local.hang_minutes)) is None:
+                    outcome = worker.poll(60 * local.hang_minutes)
+                    for notice in worker.notices():
+                        if notice not in told:
+                            told.add(notice)
+                            screen.say(notice)
+                    if outcome is None:
                         continue
                     del running[job]
                     free.append(place)
@@ -233,14 +238,16 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
 def run_grid(settings: GridSettings, find: Find, run: Run) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
-    planned, began = plan(settings, find), time.monotonic()
+    heard: list[str] = []
+    with overheard(heard.append):
+        planned, began = plan(settings, find), time.monotonic()
     announce(settings, planned)
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return
     with stopped_by_sigterm():
         try:
-            failed = execute(planned.todo, run, settings.local)
+            failed = execute(planned.todo, run, settings.local, heard)
         except (KeyboardInterrupt, SystemExit):
             say("what is finished is kept; the same command goes on with the rest")
             raise

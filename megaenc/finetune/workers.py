@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Literal
 
+from megaenc.console import overheard
 from megaenc.errors import InputError
 from megaenc.finetune import results
 from megaenc.finetune.jobs import Job, Progress, model_stamp, rate_name
@@ -113,6 +114,7 @@ class Worker:
         there.close()
         self.heard = time.monotonic()
         self._said: Outcome | None = None
+        self._notices: list[str] = []
         self._open = True
 
     @property
@@ -133,6 +135,11 @@ class Worker:
             return Outcome("crashed", f"no progress for {patience / 60:.0f} minutes, so it was ended", _last_lines(self.job))
         return None
 
+    def notices(self) -> list[str]:
+        """What the run has said to people since this was asked last."""
+        said, self._notices = self._notices, []
+        return said
+
     def kill(self) -> None:
         """End the process at once; what it has written whole stays."""
         self.process.kill()
@@ -146,6 +153,8 @@ class Worker:
                 self.heard = time.monotonic()
                 if isinstance(message, Progress):
                     self.progress = message
+                elif isinstance(message, str):
+                    self._notices.append(message)
                 else:
                     self._said = message
         except (EOFError, OSError):
@@ -254,7 +263,8 @@ def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
         log = log_path(todo)
         log.parent.mkdir(parents=True, exist_ok=True)
         _write_to(log)
-        run(todo, _reporter(connection))
+        with overheard(connection.send):
+            run(todo, _reporter(connection))
         left, _, failed = remaining(todo, again=False)
         if left is not None:
             raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")

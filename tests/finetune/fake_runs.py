@@ -1,7 +1,7 @@
 """Models, data sets and runs that take no time: what a grid does with them is what is tested.
 
 A run does what `behaviour.json` in its model's folder says for `lr2e-05_sd0`, else for `all`: nothing but write results; wait
-`seconds`; `crash`, `kill` itself, be `refused` or `hang` the first `times`; or write that the loss is `nan`.
+`seconds`; say what it `says`; `crash`, `kill` itself, be `refused` or `hang` the first `times`; or write that the loss is `nan`.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune import results
 from megaenc.finetune.datasets.base import Dataset
@@ -41,6 +42,8 @@ def make_model(folder: Path, **behaviour) -> Path:
 
 def find(text: str, **options) -> Dataset:
     """`sc1`, `ir2`: the family by the first two letters; retrieval is trained on `pairs`."""
+    if text.endswith("_said"):
+        say(f"{text}: 5 % of train validate")
     if text[:2] not in FAMILIES:
         raise InputError(f"unknown data set `{text}`, expected sc1 or the like")
     family = FAMILIES[text[:2]]
@@ -70,6 +73,8 @@ def run(job: Job, report) -> None:
     behaviour = json.loads((model / "behaviour.json").read_text())
     what = behaviour.get(name, behaviour.get("all", {}))
     report(Progress("loading"))
+    if what.get("says"):
+        say(what["says"])
     for step in range(1, 11):
         report(Progress("training", step, 10, {"loss": 1 / step}))
         time.sleep(what.get("seconds", 0) / 10)

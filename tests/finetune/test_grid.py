@@ -109,6 +109,20 @@ def test_a_run_that_crashes_twice_is_reported_and_stops_no_other(tmp_path, capsy
     assert calls(model)[-1] == "sc1_lr5e-04_sd1" and len(calls(model)) == 6
 
 
+def test_what_runs_say_is_said_once(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", all={"says": "sc1, train: 3 texts are cut"}, **{"lr5e-04_sd1": {"says": "also"}})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL)
+    said = capsys.readouterr().out.splitlines()
+    assert said.count("sc1, train: 3 texts are cut") == 1 and said.count("also") == 1
+    assert "3 texts are cut" in (tmp_path / "out/toy/SC/sc1/lr1e-05_sd0/log.txt").read_text()
+
+
+def test_what_was_said_of_the_plan_is_not_said_again(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", all={"says": "sc1_said: 5 % of train validate"})
+    go(model, tmp_path / "out", "--datasets", "sc1_said", *SMALL)
+    assert capsys.readouterr().out.count("5 % of train validate") == 1
+
+
 def test_a_run_that_says_nothing_for_too_long_is_ended(tmp_path, capsys):
     model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang", "times": 1}})
     go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--hang-minutes", "0.1")
