@@ -81,6 +81,8 @@ class TextEncoder:
     max_length: int
     add_bos: bool = False
     add_eos: bool = True
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Is told how many of the texts given to a call are done."""
 
     def __post_init__(self) -> None:
         for name, added, token in [("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)]:
@@ -135,6 +137,7 @@ class TextEncoder:
         """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""
         rows, truncated = [], 0
         for start in range(0, len(texts), _AT_ONCE):
+            self.progress(start, len(texts))
             for tokens in encode_documents(self.tokenizer, texts[start : start + _AT_ONCE]):
                 if not len(tokens) and not self._added:
                     raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
@@ -148,6 +151,7 @@ class TextEncoder:
         Nothing is added and nothing is cut. Characters are those of the text as `well_formed` gives it.
         """
         for start in range(0, len(texts), _AT_ONCE):
+            self.progress(start, len(texts))
             some = [well_formed(text) for text in texts[start : start + _AT_ONCE]]
             for found in self._backend.encode_batch(some, add_special_tokens=False):
                 yield np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int32).reshape(-1, 2)

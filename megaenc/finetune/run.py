@@ -38,15 +38,15 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
 
     The bytes of a result depend on the job alone, not on what else runs. InputError for a model or data that cannot be used.
     """
-    began = time.monotonic()
-    report(Progress("loading"))
+    began, told = time.monotonic(), _Told(report)
+    told(Progress("loading"))
     _make_reproducible(job.protocol.threads)
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     backbone = load_backbone(job.model.where, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
     max_length = _max_length(job.protocol.max_length, backbone.context)
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
-    encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos)
+    encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos, told.within)
     reader = _Reader(Path(job.output, CACHE), encoder)
     datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     task = TASKS[job.family].of(datasets[0], protocol)
@@ -57,14 +57,15 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
-    failure = _train(task, model, optimizer, data, order, lambda step, loss: report(_progress(step, steps, loss)))
+    failure = _train(task, model, optimizer, data, order, lambda step, loss: told(_progress(step, steps, loss)))
+    del optimizer  # its state takes several times what the weights do
     if failure is not None:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for dataset in datasets:
         evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
-        scores = {split: _evaluate(evaluated, dataset, split, model, reader, report) for split in _EVALUATED}
+        scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
         seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
         results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
     return True
@@ -104,10 +105,26 @@ def _progress(step: int, steps: int, loss: float) -> Progress:
     return Progress("training", step, steps, {"loss": loss})
 
 
-def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", report: Report) -> Scores:
-    report(Progress(split, fields={"data set": dataset.name}))
+def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", told: "_Told") -> Scores:
+    told(Progress(split, fields={"data set": dataset.name}))
+    task.progress = told.within
     data, examples = reader.read(task, dataset, split)
     return task.evaluate(model, data, examples)
+
+
+class _Told:
+    """Passes on how far a run is, from stage to stage and text by text within a stage: silence means that it hangs."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._at = report, Progress("loading")
+
+    def __call__(self, progress: Progress) -> None:
+        self._at = progress
+        self._report(progress)
+
+    def within(self, done: int, total: int) -> None:
+        """`done` of `total` texts in the stage that was told last."""
+        self._report(dataclasses.replace(self._at, done=done, total=total))
 
 
 @dataclasses.dataclass(frozen=True)

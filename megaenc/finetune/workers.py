@@ -132,7 +132,7 @@ class Worker:
             return self._outcome()
         if patience and time.monotonic() - self.heard > patience:
             self.kill()
-            return Outcome("crashed", f"no progress for {patience / 60:.0f} minutes, so it was ended", _last_lines(self.job))
+            return Outcome("crashed", f"no progress for {patience / 60:g} minutes, so it was ended", _last_lines(self.job))
         return None
 
     def notices(self) -> list[str]:

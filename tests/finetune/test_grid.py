@@ -127,7 +127,7 @@ def test_a_run_that_says_nothing_for_too_long_is_ended(tmp_path, capsys):
     model = make_model(tmp_path / "toy", **{"lr5e-04_sd1": {"do": "hang", "times": 1}})
     go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--hang-minutes", "0.1")
     assert calls(model).count("sc1_lr5e-04_sd1") == 2
-    assert "no progress for" in capsys.readouterr().out
+    assert "no progress for 0.1 minutes" in capsys.readouterr().out
 
 
 def test_wrong_input_of_a_run_is_said_once_and_not_tried_again(tmp_path, capsys):

@@ -13,8 +13,10 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.finetune.command import run_main
+from megaenc.finetune.datasets import DataFlags, find
+from megaenc.finetune.jobs import Progress, make_jobs
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.run import batches, number_of_steps
+from megaenc.finetune.run import batches, number_of_steps, run
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
 CUT = [("train", 40), ("validation", 12), ("test", 12)]
@@ -159,6 +161,19 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
         assert lines == (
             [] if seed else [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in CUT]
         )
+
+
+def test_texts_are_told_as_they_are_read(model, data, tmp_path):
+    """Silence is taken for a hang: tokenising and evaluation say how far they are, not training alone."""
+    told: list[Progress] = []
+    few = Protocol(max_steps=2, batch_size=8, tokens_per_forward=50, precision="fp32")
+    [job] = make_jobs([str(model)], [str(data / "sc")], [1e-3], [0], str(tmp_path), few, DataFlags(), find)
+    run(job, told.append)
+    for stage, texts in (("validation", 12), ("test", 12)):
+        done = [at.done for at in told if at.stage == stage and at.total == texts]
+        assert done == sorted(done) and done[0] == 0 and done[-1] == 12 and len(done) > 3
+        assert {at.fields["data set"] for at in told if at.stage == stage} == {"sc"}
+    assert ("loading", 0, 40) in [(at.stage, at.done, at.total) for at in told]
 
 
 @pytest.mark.parametrize(

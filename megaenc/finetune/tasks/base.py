@@ -1,7 +1,7 @@
 """What the four families share: a model with a head, the loss of a batch in parts that fit, one pass of evaluation, scores."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -66,6 +66,8 @@ class Task(ABC):
     def __init__(self, dataset: "Dataset", protocol: Protocol) -> None:
         self.dataset = dataset
         self.protocol = protocol
+        self.progress: Callable[[int, int], None] = lambda done, total: None
+        """Is told how many texts of an evaluation are read, and of how many."""
 
     @classmethod
     def of(cls, dataset: "Dataset", protocol: Protocol) -> "Task":
@@ -101,9 +103,11 @@ class Task(ABC):
 
     def predictions(self, model: Model, data: Encoded) -> Iterator[tuple[np.ndarray, Packed, Tensor]]:
         """(rows, their texts, states [T, hidden]) of each forward pass over all of `data`."""
+        done = 0
         for rows in self.forwards(data.lengths):
             packed = pack(data.texts(rows), model.device)
             yield rows, packed, model.backbone.states(packed)
+            self.progress(done := done + len(rows), len(data))
 
 
 def linear_head(hidden_size: int, labels: int) -> nn.Linear:

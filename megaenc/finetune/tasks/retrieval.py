@@ -92,8 +92,8 @@ class Retrieval(Task):
         values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
         spread = 0.0
         with evaluating(model):
-            documents = self._all_documents(model, data["documents"])[torch.from_numpy(order).to(model.device)]
-            queries = self._embed_all(model, data["queries"], asked)
+            documents = self._all_documents(model, data["documents"], order, queries=len(asked))
+            queries = self._embed_all(model, data["queries"], asked, before=len(order))
             for start in range(0, len(asked), block := max(1, _COSINES // len(names))):
                 cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
                 spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
@@ -128,17 +128,19 @@ class Retrieval(Task):
         packed = pack(texts, model.device)
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
-    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray) -> Tensor:
-        """float32[rows, hidden] on the model's device."""
-        parts = self.forwards(data.lengths[rows])
-        embedded = [self._embed(model, data.texts(rows[part])) for part in parts]
+    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, *, before: int = 0, after: int = 0) -> Tensor:
+        """float32[rows, hidden] on the model's device; `before` and `after` say how many texts are read beside these."""
+        parts, embedded, done = self.forwards(data.lengths[rows]), [], before
+        for part in parts:
+            embedded.append(self._embed(model, data.texts(rows[part])))
+            self.progress(done := done + len(part), before + len(rows) + after)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
-    def _all_documents(self, model: Model, data: Encoded) -> Tensor:
-        """The documents are those of both splits: their embeddings are kept until the next `backward`."""
-        digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes()).digest()
+    def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
+        """In `order`. The documents are those of both splits: their embeddings are kept until the next `backward`."""
+        digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
         if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:
-            self._documents = (model, digest, self._embed_all(model, data, np.arange(len(data))))
+            self._documents = (model, digest, self._embed_all(model, data, order, after=queries))
         return self._documents[2]
 
 

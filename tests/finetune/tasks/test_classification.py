@@ -50,7 +50,10 @@ def test_scores(dataset, encoder, oracle):
     data = task.encode(EXAMPLES, encoder)
     assert task.count(data) == 5
     perfect = oracle(task, told(data, data.columns["labels"]))
+    heard: list[tuple[int, int]] = []
+    task.progress = lambda done, total: heard.append((done, total))
     scores = task.evaluate(perfect, data, EXAMPLES)
+    assert heard == sorted(heard) and heard[-1] == (5, 5)
     assert scores.score == 1 and scores.scores_i == [1.0] * 5 and scores.collapsed is None
     assert scores.metrics == {"accuracy": 1.0} and scores.metrics_i == {"accuracy": [1.0] * 5}
     assert scores.baseline == {"score": 0.6, "accuracy": 0.6}

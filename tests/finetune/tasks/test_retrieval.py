@@ -164,6 +164,14 @@ def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
     assert changed == fresh.evaluate(model, data, SPLIT) and changed.metrics != first.metrics
 
 
+def test_each_forward_pass_is_told(task, encoder):
+    told, data, model = [], task.encode(SPLIT, encoder), Model(Words(), nn.Identity())
+    task.progress = lambda done, total: told.append((done, total))
+    task.evaluate(model, data, SPLIT)
+    assert told == sorted(told) and told[0][0] < 4 < told[-1][0] and set(total for _, total in told) == {3 + 4}
+    assert told[-1] == (7, 7)
+
+
 def test_documents_that_are_all_alike_are_a_collapse(task, encoder, oracle):
     data = task.encode(SPLIT, encoder)
     model = planted(task, data, oracle, np.eye(4), np.ones((4, 4)))
