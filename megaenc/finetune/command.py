@@ -56,7 +56,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     [job] = make_jobs(
         (settings.model,), (settings.dataset,), rates, seeds, settings.output, settings.protocol, settings.data, find
     )
-    todo, _, _ = remaining(job, again=settings.retry_failed)
+    todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
         with stopped_by_sigterm(), lock(todo) as mine:
             if not mine:

@@ -66,8 +66,8 @@ class Plan:
     """Every training, in the order of the work."""
     todo: list[Job]
     """Those not finished, with the data sets that they have still to be evaluated on."""
-    failed: list[tuple[Job, str]]
-    """Those that are written down as failed, with the file that says why."""
+    failed: list[tuple[Job, Path]]
+    """Those that are written down as failed and not tried again, with the file that says why."""
 
     @property
     def results(self) -> int:
@@ -82,9 +82,9 @@ def plan(settings: GridSettings, find: Find) -> Plan:
     jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
     again, todo, failed = settings.local.retry_failed, [], []
     for job in jobs:
-        left, _, names = remaining(job, again=again)
+        left, why = remaining(job, again=again)
         todo += [left] if left is not None else []
-        failed += [(job, _failure(job, names))] if names else []
+        failed += [(job, why)] if why is not None else []
     return Plan(jobs, todo, failed)
 
 
@@ -107,12 +107,6 @@ def _check(settings: GridSettings) -> None:
     for rate in settings.learning_rates:
         check_rate("--learning-rates", rate)
     make_parent(Path(settings.output, "model"), "--output")
-
-
-def _failure(job: Job, names: list[str]) -> str:
-    from megaenc.finetune import results
-
-    return str(results.folder(job, names[0]) / results.FAILED)
 
 
 def execute(jobs: Sequence[Job], run: Run, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
@@ -175,9 +169,7 @@ def execute(jobs: Sequence[Job], run: Run, local: Local, heard: Iterable[str] = 
 
 
 def _told(job: Job, outcome: Outcome) -> str:
-    if outcome.kind == "failed":
-        return f"failed; {_failure(job, [dataset.name for dataset in job.evaluate_on])} says why"
-    if outcome.kind == "refused":
+    if outcome.kind in ("failed", "refused"):
         return outcome.why
     last = f":\n    {outcome.log.replace(chr(10), chr(10) + '    ')}" if outcome.log else ""
     return f"crashed twice, {outcome.why}; {log_path(job)}{last}"
@@ -205,7 +197,7 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tuple[Job, str]], seconds: float) -> None:
+def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
     """Say what has no result and what to do about it. Ends with exit code 1 if there is any."""
     by_reason: dict[str, list[Job]] = defaultdict(list)
     for job, why in failed:

@@ -185,16 +185,18 @@ def log_path(job: Job) -> Path:
     return results.folder(job, job.evaluate_on[0].name) / LOG
 
 
-def remaining(job: Job, *, again: bool) -> tuple[Job | None, int, list[str]]:
-    """`job` with the data sets that it has still to be evaluated on, None for none; how many are finished; and which failed.
+def remaining(job: Job, *, again: bool) -> tuple[Job | None, Path | None]:
+    """`job` with the data sets that it has still to be evaluated on, None for none; and the file that says why it failed.
 
-    Failed ones are to be done only if they are tried `again`. Raises InputError for results of another protocol.
+    A training that failed has failed for every set: it is to be done only if it is tried `again`. There is one or the other, or
+    neither. Raises InputError for results of another protocol.
     """
     states = [(dataset, results.state(job, dataset.name)) for dataset in job.evaluate_on]
-    finished = sum(state == "finished" for _, state in states)
-    failed = [dataset.name for dataset, state in states if state == "failed" and not again]
-    missing = tuple(dataset for dataset, state in states if state == "missing" or (state == "failed" and again))
-    return dataclasses.replace(job, evaluate_on=missing) if missing else None, finished, failed
+    failed = next((dataset for dataset, state in states if state == "failed"), None)
+    if failed is not None and not again:
+        return None, results.folder(job, failed.name) / results.FAILED
+    missing = tuple(dataset for dataset, state in states if state != "finished")
+    return dataclasses.replace(job, evaluate_on=missing) if missing else None, None
 
 
 def is_locked(job: Job) -> bool:
@@ -254,9 +256,9 @@ def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
     with lock(job) as got:
         if not got:
             return Outcome("busy")
-        todo, _, failed = remaining(job, again=again)  # another grid may have been here since it was planned
+        todo, failed = remaining(job, again=again)  # another grid may have been here since it was planned
         if todo is None:
-            return Outcome("failed" if failed else "finished")
+            return _done(failed)
         if model_stamp(job.model.where) != job.fingerprints.model_stamp:
             raise InputError(f"{job.model.where}: has changed since the grid began; give the same command again")
         results.sweep(todo)
@@ -265,14 +267,18 @@ def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
         _write_to(log)
         with overheard(connection.send):
             run(todo, _reporter(connection))
-        left, _, failed = remaining(todo, again=False)
+        left, failed = remaining(todo, again=False)
         if left is not None:
             raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         if log.stat().st_size == 0:
             log.unlink()
-        return Outcome("failed" if failed else "finished")
+        return _done(failed)
+
+
+def _done(failed: Path | None) -> Outcome:
+    return Outcome("finished") if failed is None else Outcome("failed", f"failed; {failed} says why")
 
 
 def _write_to(path: Path) -> None:

@@ -150,6 +150,22 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run(tmp_path, capsys):
     assert not list((tmp_path / "out").rglob("failed.json")) and len(list((tmp_path / "out").rglob("results.json"))) == 8
 
 
+def test_a_training_that_failed_has_failed_for_a_new_set_too(tmp_path, capsys):
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
+    go(model, tmp_path / "out", "--datasets", "ir1", *SMALL, code=1)
+    capsys.readouterr()
+    planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL), find)
+    assert (len(planned.jobs), len(planned.todo), len(planned.failed)) == (4, 3, 1)
+    go(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL, code=1)
+    said = capsys.readouterr().out
+    assert "0 finished, 1 failed before, 3 to do" in said and "IR/ir1/pairs_lr5e-04_sd0/failed.json says why" in said
+    assert "without result: 1 training;" in said and calls(model).count("pairs_lr5e-04_sd0") == 1
+    (model / "cured").touch()
+    go(model, tmp_path / "out", "--datasets", "ir2", "ir1", *SMALL, "--retry-failed")
+    assert "3 finished, 1 to do" in capsys.readouterr().out and not list((tmp_path / "out").rglob("failed.json"))
+    assert len(list((tmp_path / "out").rglob("results.json"))) == 8
+
+
 @pytest.mark.parametrize("change", [["--batch-size", "16"], ["--add-bos"], ["--threads", "2"]])
 def test_another_protocol_does_not_go_on(tmp_path, change):
     model = make_model(tmp_path / "toy")
