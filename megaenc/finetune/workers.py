@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ Run = Callable[[Job, Callable[[Progress], None]], None]
 LOG = "log.txt"
 _REPORT_EVERY = 0.25
 _LAST_LINES = 5
+_TO_DIE = 5.0  # seconds
 # One thread each until a run asks torch for more: a pool of threads would not survive the fork. And devices are counted without
 # the driver, which would not survive it either.
 _SERVER = {
@@ -56,14 +57,33 @@ def fork_server(run: Run) -> ForkServerContext:
     """Where processes come from that have the module of `run` imported; started once in a process, and then kept."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megaenc.finetune.fork_server", __name__, run.__module__, "__main__"])
+    with _environment_of_server():
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _start(process: ForkServerProcess) -> None:
+    """Have it forked, by a new server like the first should that have died."""
+    deadline = time.monotonic() + _TO_DIE
+    with _environment_of_server():
+        while True:
+            try:
+                return process.start()
+            except ConnectionError:  # the server is dying: it does not answer, and has not ended yet
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def _environment_of_server() -> Iterator[None]:
     before = dict(os.environ)
     os.environ.update(_SERVER)
     try:
-        multiprocessing.forkserver.ensure_running()
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return context
 
 
 def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
@@ -86,7 +106,7 @@ def _count(context: ForkServerContext) -> int:
         return 0  # known without loading torch
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_count_devices, args=(there,))
-    process.start()
+    _start(process)
     there.close()
     try:
         return here.recv()
@@ -110,7 +130,7 @@ class Worker:
         self.job, self.progress = job, Progress("loading")
         self.connection, there = context.Pipe(duplex=False)
         self.process = context.Process(target=_work, args=(run, job, environment, again, there))
-        self.process.start()
+        _start(self.process)
         there.close()
         self.heard = time.monotonic()
         self._said: Outcome | None = None

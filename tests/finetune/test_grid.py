@@ -1,5 +1,6 @@
 """A grid does every run once, whatever happens to it or to them."""
 
+import json
 import os
 import random
 import signal
@@ -83,6 +84,17 @@ def test_a_new_retrieval_set_is_evaluated_alone(tmp_path):
     go(model, tmp_path / "out", "--datasets", "ir1", "ir2", *SMALL)
     after = tree(tmp_path / "out")
     assert len(after) == 8 and before.items() <= after.items()
+
+
+def test_a_fork_server_that_died_is_started_again_as_it_was(tmp_path, monkeypatch):
+    """With one thread for each library: what a run computes must not depend on which server it was forked from."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    model = make_model(tmp_path / "toy", **{"lr1e-05_sd0": {"do": "kill server", "times": 1}})
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, "--jobs", "1")
+    assert calls(model).count("sc1_lr1e-05_sd0") == 2
+    environment = json.loads((model / "environment").read_text())
+    assert {name: environment.get(name) for name in workers._SERVER} == workers._SERVER
+    assert "OMP_NUM_THREADS" not in os.environ
 
 
 @pytest.mark.parametrize("what", ["crash", "kill", "nothing"])
