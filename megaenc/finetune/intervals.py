@@ -113,10 +113,25 @@ def scores(cell: Cell, read: Read) -> dict[int, float] | None:
     return None if None in found.values() else found
 
 
-def averaged(family: str, members: Sequence[Cell]) -> list[Cell]:
-    """The cells of a model that its average in `family` is formed over: the study's three where all are there, else all."""
-    of_study = [cell for name in STUDY.get(family, ()) for cell in members if cell.dataset == name]
-    return of_study if len(of_study) == 3 else list(members)
+def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
+    """The cells of a model that each average in `family` is formed over: the study's three where all are there, else all.
+
+    There is one average; one for each set trained on where some set has been evaluated after several trainings.
+    """
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    apart = trained_apart(members)
+    for cell in members:
+        groups[cell.train_on if apart else ""].append(cell)
+    found = []
+    for group in groups.values():
+        of_study = [cell for name in STUDY.get(family, ()) for cell in group if cell.dataset == name]
+        found.append(of_study if len(of_study) == 3 else group)
+    return [group for group in found if len(group) > 1]
+
+
+def trained_apart(members: Sequence[Cell]) -> bool:
+    """Whether some set of a model's cells in a family has been evaluated after several trainings."""
+    return len({cell.dataset for cell in members}) < len(members)
 
 
 def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:

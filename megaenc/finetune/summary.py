@@ -28,6 +28,7 @@ from megaenc.finetune.intervals import (
     interval,
     scores,
     sensitivity,
+    trained_apart,
 )
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
@@ -57,6 +58,8 @@ class Row:
     model: str
     family: str
     dataset: str
+    train_on: str
+    """What was trained on; empty in averages over sets with a training each."""
     metric: str
     learning_rate: float | None
     """None in averages, where each data set has its own, and where none can be chosen."""
@@ -78,6 +81,7 @@ class RateRow:
     model: str
     family: str
     dataset: str
+    train_on: str
     chosen: float | None
     means: dict[float, float]
     spread: float
@@ -95,25 +99,33 @@ class Summary:
     rates: list[RateRow]
     collapsed: list[Result]
     failed: list[Result]
+    apart: set[tuple[str, str]]
+    """Models and families with a set that was evaluated after several trainings."""
+
+    def place(self, of: Row | RateRow | Result) -> str:
+        """The data set, with what was trained on where that tells rows apart."""
+        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
 
 
 def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> Summary:
     """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
     order = list(Family)
-    found = sorted(cells(results), key=lambda cell: (order.index(Family(cell.family)), cell.model, cell.dataset))
+    found = sorted(cells(results), key=lambda cell: (order.index(Family(cell.family)), cell.model, cell.dataset, cell.train_on))
     rows: list[Row] = []
+    apart = set()
     for family in order:
         by_model: dict[str, list[Cell]] = defaultdict(list)
         for cell in found:
             if cell.family == family:
                 by_model[cell.model].append(cell)
-        for members in by_model.values():
+        for model, members in by_model.items():
+            apart |= {(model, str(family))} if trained_apart(members) else set()
             rows += [_row(cell, name, read, kind) for cell in members for name, read in _metrics([cell], metrics)]
-            if len(over := averaged(family, members)) > 1:
+            for over in averaged(family, members):
                 rows += [_average(over, name, read, kind) for name, read in _metrics(over, metrics)]
     rates = [row for cell in found if (row := _rates(cell)) is not None]
     collapsed = [result for result in results if result.test is not None and result.test.collapsed]
-    return Summary(rows, rates, collapsed, [result for result in results if result.failure is not None])
+    return Summary(rows, rates, collapsed, [result for result in results if result.failure is not None], apart)
 
 
 def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
@@ -134,13 +146,15 @@ def _row(cell: Cell, name: str, read: Read, kind: Kind) -> Row:
     reasons = [run.test.collapsed for run in at_rate if run.test.collapsed]
     collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}" if reasons else ""
     runs = f"{sum(run.test is not None for run in cell.runs)}/{len(cell.rates) * len(cell.seeds)}"
-    return Row(cell.model, cell.family, cell.dataset, name, rate, *_percent(by_seed, kind), runs, collapsed)
+    return Row(cell.model, cell.family, cell.dataset, cell.train_on, name, rate, *_percent(by_seed, kind), runs, collapsed)
 
 
 def _average(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
     first = members[0]
     made = _percent(average(members, read), kind)
-    return Row(first.model, first.family, f"average of {len(members)}", name, None, *made, "", "")
+    trained = {cell.train_on for cell in members}
+    train_on = first.train_on if len(trained) == 1 else ""
+    return Row(first.model, first.family, f"average of {len(members)}", train_on, name, None, *made, "", "")
 
 
 def _percent(by_seed: dict[int, float] | None, kind: Kind) -> tuple[float | None, float | None, int]:
@@ -153,12 +167,11 @@ def _percent(by_seed: dict[int, float] | None, kind: Kind) -> tuple[float | None
 
 def _rates(cell: Cell) -> RateRow | None:
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
+    where = (cell.model, cell.family, cell.dataset, cell.train_on)
     if (found := sensitivity(cell, lambda run: run.test.score)) is None:
-        return RateRow(cell.model, cell.family, cell.dataset, None, {}, math.nan, 0, incomplete) if incomplete else None
+        return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
     means = {rate: 100 * mean for rate, mean in found.means.items()}
-    return RateRow(
-        cell.model, cell.family, cell.dataset, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete
-    )  # fmt: skip
+    return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)
 
 
 def shown(mean: float | None, half: float | None) -> str:
@@ -178,18 +191,19 @@ def tables(summary: Summary) -> list[Any]:
             table.add_column(name, justify="right", no_wrap=True)
         before: tuple[str, str] = ("", "")
         for row in rows:
-            first = (row.model, row.dataset) != before
+            place = summary.place(row)
+            first = (row.model, place) != before
             mark = " !" if row.collapsed and row.metric == rows[0].metric else ""
             rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
             table.add_row(
                 row.model if row.model != before[0] else "",
-                row.dataset if first else "",
+                place if first else "",
                 row.metric,
                 shown(row.mean, row.half) + mark,
                 rate if first else "",
                 row.runs if first else "",
             )
-            before = (row.model, row.dataset)
+            before = (row.model, place)
         made.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
         made.append(_rate_table(summary))
@@ -209,7 +223,7 @@ def _rate_table(summary: Summary) -> Any:
         means = {rate: f"{mean:.1f}{star[rate]}" for rate, mean in row.means.items()} | dict.fromkeys(row.incomplete, "x")
         found = [means.get(rate, "") for rate in every]
         ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
-        table.add_row(row.model if row.model != before else "", row.dataset, *found, *ends)
+        table.add_row(row.model if row.model != before else "", summary.place(row), *found, *ends)
         before = row.model
     return table
 
@@ -231,11 +245,11 @@ def notes(summary: Summary) -> list[str]:
         groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
         for result in listed:
             why = result.failure if result.failure is not None else result.test.collapsed
-            groups[(result.model, result.dataset, why if what == "collapsed" else "")].append(result)
-        for (model, dataset, _), runs in groups.items():
+            groups[(result.model, summary.place(result), why if what == "collapsed" else "")].append(result)
+        for (model, place, _), runs in groups.items():
             which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run in runs))
             why = runs[0].failure if what == "failed" else runs[0].test.collapsed
-            lines.append(f"{what}: {model} {dataset}: {why}: {which}")
+            lines.append(f"{what}: {model} {place}: {why}: {which}")
     return lines
 
 
@@ -252,17 +266,18 @@ def as_text(summary: Summary, suffix: str) -> str:
         writer.writerows(["" if value is None else value for value in vars(row).values()] for row in summary.rows)
         return stream.getvalue()
     lines = [
-        "| model | family | data set | metric | mean (half) | rate | runs | collapsed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | family | data set | trained on | metric | mean (half) | rate | runs | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in summary.rows:
         rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
-        fields = (row.model, row.family, row.dataset, row.metric, shown(row.mean, row.half), rate, row.runs, row.collapsed)
+        numbers = (shown(row.mean, row.half), rate, row.runs, row.collapsed)
+        fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
         lines.append("| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
     for row in summary.rates:
         means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
-        lines.append(f"| {row.model} | {row.dataset} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
+        lines.append(f"| {row.model} | {summary.place(row)} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
     return "\n".join([*lines, "", *(f"- {line}" for line in notes(summary))]).rstrip() + "\n"
 
 
@@ -292,7 +307,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     summary = summarise(found, settings.metrics, settings.interval)
     from rich.console import Console
 
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    console = Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
     for table in tables(summary):
         console.print(table)
     told = notes(summary)

@@ -80,9 +80,9 @@ def test_the_average_is_over_the_studys_three_where_they_are_there(tmp_path):
     for name in ("squad", "qed", "squad_v2"):
         trees.cell(tmp_path, "toy", f"QA/{name}", {1e-5: [0.5]})
     found = list(cells(tmp_path).values())
-    assert intervals.averaged("QA", found) == found
+    assert intervals.averaged("QA", found) == [found]
     trees.cell(tmp_path, "toy", "QA/record", {1e-5: [0.5]})
-    found = intervals.averaged("QA", list(cells(tmp_path).values()))
+    [found] = intervals.averaged("QA", list(cells(tmp_path).values()))
     assert [cell.dataset for cell in found] == ["squad", "squad_v2", "record"]
 
 

@@ -48,6 +48,29 @@ def test_the_average_is_of_the_seeds_averages(study, capsys):
     assert f"average of 2  paper's  {100 * mean:.2f} ({100 * 1.96 * sd / 5**0.5:.2f})" in printed(capsys, study)
 
 
+def test_trainings_are_kept_apart(tmp_path, capsys):
+    """Two trainings, each evaluated on two sets: each set has a row, and each training an average, of its own."""
+    for train_on, scores in (("pairs", [0.2, 0.4]), ("mined", [0.8, 0.6])):
+        for name, more in (("msmarco", 0.0), ("nq", 0.1)):
+            trees.cell(tmp_path / "tree", "toy", f"IR/{name}", {1e-5: [score + more for score in scores]}, f"{train_on}_")
+    said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")
+    folded = " ".join(said.split())
+    for words in ("msmarco after mined paper's 70.00", "msmarco after pairs paper's 30.00", "nq after pairs paper's 40.00"):
+        assert words in folded
+    assert "average of 2 after mined paper's 75.00" in folded and "average of 2 after pairs paper's 35.00" in folded
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["train_on"] for row in rows if row["dataset"] == "average of 2"] == ["mined", "pairs"]
+    trees.cell(tmp_path / "tree", "toy", "IR/mldr_en", {1e-5: [0.5, 0.5]}, "pairs_")
+    said = " ".join(printed(capsys, tmp_path / "tree").split())
+    assert "average of 3 after pairs paper's 40.00" in said and "average of 2 after mined paper's 75.00" in said
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    trees.cell(tmp_path, "[red]toy:smile:", "SC/[b]", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
+    said = printed(capsys, tmp_path)
+    assert said.count("[b]") == 2 and "[red]toy:smile:" in said
+
+
 def test_the_learning_rates_are_compared(study, capsys):
     rows = [line.split() for line in printed(capsys, study).splitlines()]
     # Spread 10 points; a rate without every seed is marked and counts for nothing.
@@ -101,7 +124,7 @@ def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
     assert f"written: {output}" in printed(capsys, study, "--output", output)
     text = output.read_text()
     if ending == "md":
-        assert "| 610m-mlm40-42k | IR | msmarco | paper's | 91.65 (0.45) | 5e-05 | 14/15 |" in text
+        assert "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | 5e-05 | 14/15 |" in text
         return
     rows = json.loads(text)["rows"] if ending == "json" else list(csv.DictReader(text.splitlines()))
     [row] = [row for row in rows if row["dataset"] == "msmarco"]
