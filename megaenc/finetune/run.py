@@ -1,6 +1,7 @@
 """One fine-tuning run: a model, a data set, a rate and a seed become a result file."""
 
 import dataclasses
+import hashlib
 import math
 import os
 import time
@@ -40,7 +41,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     """
     began, told = time.monotonic(), _Told(report)
     told(Progress("loading"))
-    _make_reproducible(job.protocol.threads)
+    _make_reproducible(job.protocol)
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     backbone = load_backbone(job.model.where, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
@@ -62,12 +63,13 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     if failure is not None:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
+    trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for dataset in datasets:
         evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
         scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
         seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
-        results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
+        results.write(job, dataset.name, scores, steps=steps, trained=trained, protocol=protocol, seconds=seconds)
     return True
 
 
@@ -160,9 +162,19 @@ def _head_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "paper-bf16" else torch.float32
 
 
-def _make_reproducible(threads: int) -> None:
+def _make_reproducible(protocol: Protocol) -> None:
     """The same bits in every run on this machine, whatever else runs."""
-    torch.set_num_threads(threads)
-    if torch.cuda.is_available():
+    torch.set_num_threads(protocol.threads)
+    if torch.cuda.is_available() and protocol.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when it is first used
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Strictly: with warnings instead, flash attention's gradients stay as they come. Its memory-saving sister has no way.
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 in hex of all weights: two runs that agree in it have been trained alike, bit by bit."""
+    whole = hashlib.sha256()
+    for parameter in model.parameters():
+        whole.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return whole.hexdigest()
