@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune.attention import Reading, reading
+from megaenc.finetune.model_folder import check_model_folder
 from megaenc.finetune.packing import Packed
 from megaenc.finetune.probe import Attention, Probe, first_line
 
@@ -162,13 +163,7 @@ def _config(folder: str) -> Any:
 
     path = Path(folder)
     if path.is_dir():
-        for what, patterns in {
-            "config.json": ("config.json",),
-            "*.safetensors": ("*.safetensors",),
-            "tokenizer.json": ("tokenizer.json", "vocab.*", "*.model", "tokenizer_config.json"),
-        }.items():
-            if not any(next(path.glob(pattern), None) for pattern in patterns):
-                raise InputError(f"--model {folder}: no {what} there, expected the config, weights and tokenizer of a model")
+        check_model_folder(folder)
     elif path.exists() or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
         raise InputError(f"--model {folder}: no such folder; expected a Hugging Face folder, or a name on the Hub")
     try:

@@ -1,7 +1,5 @@
 """A fine-tuning run as it is asked for, and how far it says to be."""
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,14 +10,11 @@ from megaenc.errors import InputError
 from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
+from megaenc.finetune.model_folder import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
 
 Stage = Literal["loading", "training", "validation", "test"]
 """What a run is at, in this order; retrieval goes through the last two once for each set that it is evaluated on."""
-
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "vocab.json", "merges.txt")
-_TOKENIZER_EXTRA = ("special_tokens_map.json", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -117,7 +112,7 @@ def make_jobs(
     trainings: dict[tuple[str, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
-    prints = [(model_fingerprint(one.where), tokenizer_fingerprint(one.where), model_stamp(one.where)) for one in named]
+    weights_of = model_fingerprints([model.where for model in named], output)
     jobs = []
     for members in trainings.values():
         family, train_on, trained = members[0][1].family, members[0][1].train_on, members[0][1].train_fingerprint
@@ -126,8 +121,9 @@ def make_jobs(
                 raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {members[0][1].name} has")
         evaluate_on = tuple(Named(dataset.name, text) for text, dataset in members)
         by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
-        for model, (weights, tokenizer, stamp) in zip(named, prints, strict=True):
-            fingerprints = Fingerprints(weights, tokenizer, trained, by_name, stamp)
+        for model, weights in zip(named, weights_of, strict=True):
+            of_files = (weights, tokenizer_fingerprint(model.where))
+            fingerprints = Fingerprints(*of_files, trained, by_name, model_stamp(model.where))
             for seed in seeds:
                 common = {"output": output, "protocol": protocol, "data": data, "fingerprints": fingerprints}
                 jobs += [Job(model, family, train_on, evaluate_on, rate, seed, **common) for rate in rates]
@@ -152,53 +148,9 @@ def named_model(text: str) -> Named:
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
         name, folder = "", text
-    path = Path(folder)
-    if not path.is_dir():
-        raise InputError(f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it")
-    name = name or path.resolve().name
+    check_model_folder(folder)
+    path = Path(folder).resolve()
+    name = name or path.name
     if name.startswith(".") or not name.isprintable():
         raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise InputError(f"--model {folder}: holds no config.json, expected a Hugging Face model") from None
-    except ValueError as error:
-        raise InputError(f"{path / 'config.json'}: not JSON ({error}), expected a Hugging Face model's") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path / 'config.json'}: found a {type(config).__name__}, expected an object")
-    if not _files(path, _WEIGHTS):
-        raise InputError(f"--model {folder}: holds no weights, expected one of {', '.join(_WEIGHTS)}")
-    if not _files(path, _TOKENIZER):
-        raise InputError(f"--model {folder}: holds no tokenizer, expected one of {', '.join(_TOKENIZER)}")
-    return Named(name, str(path.resolve()))
-
-
-def model_fingerprint(folder: str) -> str:
-    """SHA-256 of the configuration and the weights: a second or so for each gigabyte."""
-    return _digest(Path(folder), ("config.json", "*.py", *_WEIGHTS))
-
-
-def model_stamp(folder: str) -> str:
-    """Names, sizes and times of the files that make a model and its tokenizer: at once, where a fingerprint takes seconds."""
-    files = _files(Path(folder), ("config.json", "*.py", *_WEIGHTS, *_TOKENIZER, *_TOKENIZER_EXTRA))
-    return hashlib.sha256(str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]).encode()).hexdigest()
-
-
-def tokenizer_fingerprint(folder: str) -> str:
-    """SHA-256 of the tokenizer's files."""
-    return _digest(Path(folder), (*_TOKENIZER, *_TOKENIZER_EXTRA))
-
-
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-
-
-def _digest(folder: Path, patterns: tuple[str, ...]) -> str:
-    whole = hashlib.sha256()
-    for path in _files(folder, patterns):
-        try:
-            with open(path, "rb") as stream:
-                whole.update(path.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
-        except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-    return whole.hexdigest()
+    return Named(name, str(path))

@@ -19,7 +19,8 @@ from typing import Literal
 from megaenc.console import overheard
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.jobs import Job, Progress, model_stamp, rate_name
+from megaenc.finetune.jobs import Job, Progress, rate_name
+from megaenc.finetune.model_folder import model_stamp
 from megaenc.processes import die_with_parent, usable_cores
 
 Run = Callable[[Job, Callable[[Progress], None]], None]
