@@ -10,10 +10,19 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
 from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, check_rate, make_jobs
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.progress import share
 from megaenc.finetune.workers import lock, remaining
+
+_WITHOUT_A_MODEL = {
+    Family.SC: "always the most frequent class",
+    Family.TC: "the most frequent tag of each word",
+    Family.QA: "never an answer",
+    Family.IR: "a random order",
+}
+"""What `Scores.baseline` of each family is of."""
 
 
 @dataclass(frozen=True)
@@ -86,4 +95,4 @@ def _show(job: Job, *, before: bool) -> None:
         values = {"score": split.score, **split.metrics}
         listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
         say(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    say(f"in brackets: without a model; {'finished before, ' * before}{folder / results.RESULTS}")
+    say(f"in brackets: {_WITHOUT_A_MODEL[job.family]}; {'finished before, ' * before}{folder / results.RESULTS}")

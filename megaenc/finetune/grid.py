@@ -99,6 +99,10 @@ def _check(settings: GridSettings) -> None:
         ("--jobs-per-gpu", settings.local.jobs_per_gpu, 1),
         ("--hang-minutes", settings.local.hang_minutes, 0),
         ("--jobs-per-task", settings.slurm.jobs_per_task, 1),
+        ("--slurm-minutes", settings.slurm.slurm_minutes, 1),
+        ("--slurm-gpus", settings.slurm.slurm_gpus, 0),
+        ("--slurm-cpus", settings.slurm.slurm_cpus, 1),
+        ("--slurm-parallel", settings.slurm.slurm_parallel, 1),
     ):
         if not value >= least:
             raise InputError(f"{flag}: found {value}, expected at least {least}")

@@ -4,8 +4,10 @@ import dataclasses
 from pathlib import Path
 
 from megaenc import flags
+from megaenc.finetune import command
 from megaenc.finetune.command import RunSettings, run_main
 from megaenc.finetune.datasets import DATASETS
+from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings, grid_main
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
@@ -27,6 +29,10 @@ def test_what_is_missing_is_named(refusal):
     assert refusal(run_main, ["--dataset", "sst2"]) == "error: --model: missing; see megaenc finetune run --help"
     assert refusal(run_main, ["--model", "here"]) == "error: --dataset: missing; see megaenc finetune run --help"
     assert "--model: found none, expected at least one" in refusal(grid_main, ["--config", CONFIGS / "demo.yaml"])
+
+
+def test_each_family_says_what_its_scores_stand_beside():
+    assert set(command._WITHOUT_A_MODEL) == set(Family)
 
 
 def test_a_run_has_the_protocol_of_a_grid():

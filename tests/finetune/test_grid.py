@@ -216,6 +216,12 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
         (["--learning-rates", "1e-5", "1e-5"], "--learning-rates: found 1e-05 twice"),
         (["--seeds", "0"], "--seeds: found 0, expected at least 1"),
         (["--jobs-per-gpu", "0"], "--jobs-per-gpu: found 0"),
+        (["--hang-minutes", "nan"], "--hang-minutes: found nan, expected at least 0"),
+        (["--jobs-per-task", "0"], "--jobs-per-task: found 0"),
+        (["--slurm-minutes", "0"], "--slurm-minutes: found 0, expected at least 1"),
+        (["--slurm-gpus", "-1"], "--slurm-gpus: found -1, expected at least 0"),
+        (["--slurm-cpus", "0"], "--slurm-cpus: found 0, expected at least 1"),
+        (["--slurm-parallel", "0"], "--slurm-parallel: found 0, expected at least 1"),
         (["--batch-size", "0"], "--batch-size: found 0"),
     ],
 )

@@ -171,10 +171,12 @@ def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, da
 def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_path, capfd):
     for seed in (0, 1):
         alone(model, data / "sc", tmp_path, "--max-length", 5, "--seed", seed)
-        lines = [line for line in capfd.readouterr().out.splitlines() if "are cut" in line]
+        said = capfd.readouterr().out.splitlines()
+        lines = [line for line in said if "are cut" in line]
         assert lines == (
             [] if seed else [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in CUT]
         )
+        assert said[-1].startswith("in brackets: always the most frequent class; ")
 
 
 def test_texts_are_told_as_they_are_read(model, data, tmp_path):
