@@ -17,10 +17,10 @@ from megaenc.finetune.progress import share
 from megaenc.finetune.workers import lock, remaining
 
 _WITHOUT_A_MODEL = {
-    Family.SC: "always the most frequent class",
-    Family.TC: "the most frequent tag of each word",
-    Family.QA: "never an answer",
-    Family.IR: "a random order",
+    Family.SC: "majority class",
+    Family.TC: "most frequent tag of each word",
+    Family.QA: "never answering",
+    Family.IR: "random ranking",
 }
 """What `Scores.baseline` of each family is of."""
 

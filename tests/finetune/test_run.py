@@ -176,7 +176,7 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
         assert lines == (
             [] if seed else [f"sc, {split}: {count} texts are longer than 5 tokens and are cut" for split, count in CUT]
         )
-        assert said[-1].startswith("in brackets: always the most frequent class; ")
+        assert said[-1].startswith("in brackets: majority class; ")
 
 
 def test_texts_are_told_as_they_are_read(model, data, tmp_path):
