@@ -14,7 +14,7 @@ from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, check_rate, make_jobs
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.progress import share
-from megaenc.finetune.workers import lock, remaining
+from megaenc.finetune.unfinished import lock, remaining
 
 _WITHOUT_A_MODEL = {
     Family.SC: "majority class",

@@ -16,7 +16,8 @@ from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.progress import Screen
 from megaenc.finetune.slurm import SlurmSettings, submit
-from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, is_locked, log_path, remaining, slots, wait_for_news
+from megaenc.finetune.unfinished import is_locked, remaining
+from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, log_path, slots, wait_for_news
 
 _TRIES = 2
 _LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
