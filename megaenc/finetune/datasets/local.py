@@ -73,7 +73,7 @@ class _Files:
         # Fails for a set of another kind before anything is read.
         if self.family is Family.SC and isinstance(row.get("label"), float):
             rows.collected([(row["label"], place)], tags=False)
-        self.template = pair_template if self.family is Family.SC and "text_pair" in row else ""
+        self.template = pair_template if self.family is Family.SC else ""
         self.labels = self._labels()
 
     def split(self, name: str, split: SplitName) -> Examples:

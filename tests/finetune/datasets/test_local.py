@@ -64,6 +64,17 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
         find(folder, pair_template="{text}")
 
 
+def test_pairs_are_read_wherever_they_are(tmp_path):
+    alone, pair = {"text": "It rains.", "label": "no"}, {"text": "It rains.", "text_pair": "It is wet.", "label": "yes"}
+    joined, wet = "Text 1: It rains.\nText 2: It is wet.", "Premise: It rains.\nHypothesis: It is wet."
+    mixed = write(tmp_path / "mixed", **three([alone, pair, alone | {"text_pair": None}]))
+    assert [example.text for example in find(mixed).split("train")] == ["It rains.", joined, "It rains."]
+    assert [example.text for example in find(f"mnli_m={mixed}").split("train")] == ["It rains.", wet, "It rains."]
+    late = write(tmp_path / "late", **three([alone, pair]) | {"train__jsonl": [alone, alone | {"label": "yes"}]})
+    assert [example.text for split in ("train", "test") for example in find(late).split(split)] == ["It rains."] * 2 + [joined]
+    assert find(late).fingerprint != find(late, pair_template="{text} {text_pair}").fingerprint
+
+
 def test_tables_with_a_header_take_quotes_for_text(tmp_path):
     table = 'text\tlabel\nthe "best\t1\nworst\t0\n'
     files = {"train__tsv": table, "dev__tsv": table, "test__tsv": table}
