@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from megaenc.finetune.backbone import load_backbone
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
 from megaenc.finetune.examples import Examples, SplitName
-from megaenc.finetune.jobs import Job, Progress
+from megaenc.finetune.jobs import Job, Progress, tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.tasks import TASKS, Model, Scores, Task
@@ -40,6 +40,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     """
     began = time.monotonic()
     report(Progress("loading"))
+    datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+    _check_unchanged(job, datasets)
     _make_reproducible(job.protocol.threads)
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
@@ -48,7 +50,6 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
     encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos)
     reader = _Reader(Path(job.output, CACHE), encoder)
-    datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     task = TASKS[job.family].of(datasets[0], protocol)
     data, _ = reader.read(task, datasets[0], "train")
     torch.manual_seed(job.seed)
@@ -68,6 +69,19 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
         results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
     return True
+
+
+def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
+    """InputError for data or a tokenizer that are no longer what results would be recorded under."""
+    recorded = job.fingerprints
+    found = [
+        *((dataset.name, dataset.fingerprint, recorded.datasets[dataset.name]) for dataset in datasets),
+        (datasets[0].train_on, datasets[0].train_fingerprint, recorded.train_on),
+        (f"the tokenizer in {job.model.where}", tokenizer_fingerprint(job.model.where), recorded.tokenizer),
+    ]
+    for what, now, before in found:
+        if now != before:
+            raise InputError(f"{what}: has changed since the run was planned; give the same command again")
 
 
 def number_of_steps(protocol: Protocol, examples: int) -> int:

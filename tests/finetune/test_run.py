@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import torch
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megaenc.data.tokenizer import load_tokenizer
+from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
+from megaenc.finetune.datasets import DataFlags, find
+from megaenc.finetune.jobs import make_jobs
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.run import batches, number_of_steps
+from megaenc.finetune.run import batches, number_of_steps, run
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
 CUT = [("train", 40), ("validation", 12), ("test", 12)]
@@ -176,6 +180,24 @@ def test_wrong_input_is_one_line(flags, words, model, data, tmp_path, refusal):
     given = ["--model", model, "--dataset", data / "sc", "--precision", "fp32", "--output", tmp_path / "out"]
     assert words in refusal(run_main, [*given, *flags])
     assert not results(tmp_path)
+
+
+def planned(model, dataset, output):
+    few = Protocol(max_steps=6, batch_size=8, precision="fp32")
+    [job] = make_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DataFlags(), find)
+    return job
+
+
+@pytest.mark.parametrize("changed", ["sc/test.jsonl", "little/tokenizer.json"])
+def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, tmp_path):
+    shutil.copytree(data / "sc", tmp_path / "sc")
+    shutil.copytree(model, tmp_path / "little")
+    job = planned(tmp_path / "little", tmp_path / "sc", tmp_path / "out")
+    with open(tmp_path / changed, "a") as file:
+        file.write("\n")
+    with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; give the same"):
+        run(job)
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
