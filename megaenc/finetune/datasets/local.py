@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,14 @@ class DataFlags:
 
     def check(self) -> None:
         """InputError for a template that no pair can be put into."""
-        fields = set(re.findall(r"\{([^{}]*)\}", self.pair_template))
+        try:
+            fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
+            if fields == {"text", "text_pair"}:
+                self.pair_template.format(text="", text_pair="")
+        except (ValueError, LookupError) as error:
+            raise InputError(
+                f"--pair-template {self.pair_template!r}: {error}; expected {{text}} and {{text_pair}}, other braces twice"
+            ) from None
         if fields != {"text", "text_pair"}:
             raise InputError(
                 f"--pair-template {self.pair_template!r}: found {', '.join(sorted(fields)) or 'no field'}, "
@@ -127,6 +135,13 @@ class _Files:
             names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
             if not names or len(set(listed)) != len(listed):
                 raise InputError(f"{self.path / 'meta.json'}: key `{key}`: expected a list of names that differ")
+            if self.family is Family.TC:
+                for name in listed:
+                    rows.checked_tag(name, f"{self.path / 'meta.json'}: key `{key}`", counted=False)
+                if "O" not in listed:
+                    raise InputError(
+                        f"{self.path / 'meta.json'}: key `{key}`: found no O, expected the tags of IOB2, O among them"
+                    )
             return rows.LabelSet(tuple(listed), counted=True)
         path = self.files.get("train") or next(iter(self.files.values()))
         if self.family is Family.SC:
@@ -135,7 +150,7 @@ class _Files:
         tags = (
             (rows.checked_tag(tag, f"{place}: tag {at}", counted=False), place)
             for _, (place, row) in self._rows(path)
-            for at, tag in enumerate(rows.value_of(row, "tags", place), 1)
+            for at, tag in enumerate(rows.list_of(row, "tags", place), 1)
         )
         return rows.collected(tags, tags=True)
 

@@ -62,6 +62,10 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
     assert find(folder).fingerprint != find(folder, pair_template="{text_pair} | {text}").fingerprint
     with pytest.raises(InputError, match=r"--pair-template '\{text\}': found text, expected \{text\} and \{text_pair\}"):
         find(folder, pair_template="{text}")
+    for bad in ("{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
+        with pytest.raises(InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"):
+            find(folder, pair_template=bad)
+    assert find(folder, pair_template="{{{text}}} {text_pair}").split("train")[0].text == "{It rains {now}.} It is wet."
 
 
 def test_pairs_are_read_wherever_they_are(tmp_path):
@@ -376,6 +380,10 @@ def test_folders_that_hold_no_data_set(tmp_path):
         ("blank", {"train__jsonl": ""}, r"train.jsonl: holds no example"),
         ("meta", three(SENTIMENT) | {"meta__json": {"labels": ["x", "x"]}}, r"meta.json: key `labels`: expected a list of names"),
         ("broken", three(SENTIMENT) | {"meta__json": "{"}, r"meta.json: cannot be read as JSON"),
+        ("words", three(TAGGED) | {"meta__json": {"tags": ["O", "NOUN"]}}, r"meta.json: key `tags`: found 'NOUN', expected IOB2"),
+        ("inside", three(TAGGED) | {"meta__json": {"labels": ["B-PER", "I-PER"]}}, r"meta.json: key `tags`: found no O"),
+        ("count", {"train__jsonl": [{"tokens": ["a"], "tags": 5}]}, r"train.jsonl:1: key `tags`: found 5, expected a list"),
+        ("deep", {"train__json": "[" * 100_000}, r"train.json:?1?: not JSON: .*"),
         ("alone", {"train__jsonl": SENTIMENT}, r"alone: no test split, expected a file test\.\*"),
     ]:
         with pytest.raises(InputError, match=message):
