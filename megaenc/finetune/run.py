@@ -18,8 +18,8 @@ from megaenc.finetune import results
 from megaenc.finetune.backbone import load_backbone
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
-from megaenc.finetune.examples import Examples, SplitName
-from megaenc.finetune.jobs import Job, Progress, tokenizer_fingerprint
+from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
+from megaenc.finetune.jobs import Job, Progress, Stage, tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.tasks import TASKS, Model, Scores, Task
@@ -49,9 +49,9 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     max_length = _max_length(job.protocol.max_length, backbone.context)
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
     encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos)
-    reader = _Reader(Path(job.output, CACHE), encoder)
+    reader = _Reader(Path(job.output, CACHE), encoder, report)
     task = TASKS[job.family].of(datasets[0], protocol)
-    data, _ = reader.read(task, datasets[0], "train")
+    data = reader.training(task, datasets[0])
     torch.manual_seed(job.seed)
     model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))
     steps = number_of_steps(protocol, task.count(data))
@@ -120,7 +120,7 @@ def _progress(step: int, steps: int, loss: float) -> Progress:
 
 def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", report: Report) -> Scores:
     report(Progress(split, fields={"data set": dataset.name}))
-    data, examples = reader.read(task, dataset, split)
+    data, examples = reader.evaluated(task, dataset, split)
     return task.evaluate(model, data, examples)
 
 
@@ -130,20 +130,37 @@ class _Reader:
 
     cache: Path
     encoder: TextEncoder
+    report: Report
 
-    def read(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+    def training(self, task: Task, dataset: Dataset) -> Parts:
+        """The tokens to train on; the examples are read only if no run has tokenised them yet."""
+        key = {"data": dataset.train_fingerprint, "split": "train"}
+        return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"), "loading")
+
+    def evaluated(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+        """A split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
         examples = dataset.split(split)
-        fingerprint = dataset.train_fingerprint if split == "train" else dataset.fingerprint
-        key = {"data": fingerprint, "family": dataset.family, "split": split, **self.encoder.key}
 
+        def tokens(some: Examples, what: str) -> Parts:
+            key = {"data": dataset.fingerprint, "examples": digest(some)}
+            return self._cached(task, key, f"{dataset.name}, {what}", lambda: some, split)
+
+        if not isinstance(examples, Retrieval):
+            return tokens(examples, split), examples
+        # Both splits are searched in the same documents.
+        documents = tokens(dataclasses.replace(examples, queries={}, relevant={}), "documents")
+        queries = tokens(dataclasses.replace(examples, documents={}), split)
+        return {"queries": queries["queries"], "documents": documents["documents"]}, examples
+
+    def _cached(self, task: Task, key: dict[str, str], what: str, read: Callable[[], Examples], stage: Stage) -> Parts:
         def make() -> Parts:
-            made = task.encode(examples, self.encoder)
+            made = task.encode(read(), self.encoder)
             truncated = sum(part.truncated for part in (made.values() if isinstance(made, dict) else [made]))
             if truncated:
-                say(f"{dataset.name}, {split}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+                say(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
             return made
 
-        return cached(self.cache, key, make), examples
+        return cached(self.cache, {**key, "family": task.family, **self.encoder.key}, make, lambda: self.report(Progress(stage)))
 
 
 def _max_length(asked: int, context: int) -> int:

@@ -1,5 +1,6 @@
 """Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -16,9 +17,12 @@ from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
 from megaenc.finetune.datasets import DataFlags, find
+from megaenc.finetune.encoded import TextEncoder
 from megaenc.finetune.jobs import make_jobs
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.run import batches, number_of_steps, run
+from megaenc.finetune.run import _Reader, batches, number_of_steps, run
+from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
+from megaenc.finetune.tasks.tagging import Tagging
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
 CUT = [("train", 40), ("validation", 12), ("test", 12)]
@@ -169,6 +173,8 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
     ("flags", "words"),
     [
         (["--max-length", "65"], "--max-length: found 65, expected at most the 64 tokens that the model reads"),
+        (["--epochs", "inf"], "--epochs: found inf, expected a finite number"),
+        (["--weight-decay", "nan"], "--weight-decay: found nan, expected a finite number"),
         (["--learning-rate", "0"], "--learning-rate: found 0.0, expected more than 0"),
         (["--batch-size", "0"], "--batch-size: found 0, expected at least 1"),
         (["--seed", "-1"], "--seed: found -1, expected at least 0"),
@@ -198,6 +204,40 @@ def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, 
     with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; give the same"):
         run(job)
     assert not (tmp_path / "out").exists()
+
+
+def reader(model, cache):
+    return _Reader(cache, TextEncoder(load_tokenizer(str(model)), 60), lambda progress: None)
+
+
+def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):
+    """As of a set of the Hub without a revision, which changes under one fingerprint."""
+    dataset = find(str(data / "tc"))
+    task, read = Tagging.of(dataset, Protocol()), reader(model, tmp_path)
+    before, examples = read.evaluated(task, dataset, "test")
+    fewer = dataclasses.replace(dataset, load=lambda split: dataset.load(split)[:5])
+    tokens, five = read.evaluated(task, fewer, "test")
+    assert (len(before), len(examples), len(tokens), len(five)) == (12, 12, 5, 5)
+    assert np.array_equal(tokens.tokens, before.tokens[: tokens.starts[-1]])
+
+
+def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
+    dataset = find(str(data / "ir"))
+    task, calls = RetrievalTask.of(dataset, Protocol()), []
+    counted = dataclasses.replace(dataset, load=lambda split: calls.append(split) or dataset.load(split))
+    first, second = (reader(model, tmp_path).training(task, counted) for _ in range(2))
+    assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
+
+
+def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
+    dataset = find(str(data / "ir"))
+    task, read = RetrievalTask.of(dataset, Protocol()), reader(model, tmp_path)
+    for split in ("validation", "test"):
+        tokens, examples = read.evaluated(task, dataset, split)
+        whole = task.encode(examples, read.encoder)
+        assert list(tokens) == list(whole)
+        assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
+    assert len(list(tmp_path.iterdir())) == 3  # the queries of either, and documents
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
