@@ -21,6 +21,10 @@ _VALIDATION_SEED = 42
 _TRAIN_SHARE = 0.95
 
 
+class Unreachable(OSError):
+    """What the network does not give now, and may give later: not wrong input. The message is one line."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A labelled data set. Finding one reads little; `split` reads."""

@@ -12,7 +12,16 @@ from typing import Any
 from megaenc.data.readers import listed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import rows
-from megaenc.finetune.datasets.base import DOCUMENT, QUERY, Dataset, digest, say_once, validation_half, validation_share
+from megaenc.finetune.datasets.base import (
+    DOCUMENT,
+    QUERY,
+    Dataset,
+    Unreachable,
+    digest,
+    say_once,
+    validation_half,
+    validation_share,
+)
 from megaenc.finetune.datasets.beir import Judgements, retrieval, titled
 from megaenc.finetune.examples import Examples, Family, LabelledText, Pair, SplitName
 
@@ -211,7 +220,10 @@ def _check_columns(name: str, data: Any, columns) -> None:
 
 
 def _load(name: str, repository: str, config: str | None, split: str, revision: str) -> Any:
-    """One split of one repository, from the Hub or the cache of `datasets`."""
+    """One split of one repository, from the Hub or the cache of `datasets`.
+
+    Raises Unreachable where trying again later may help, InputError where it will not.
+    """
     import datasets
 
     which = ", ".join(part for part in (config, split, revision) if part)
@@ -226,9 +238,24 @@ def _load(name: str, repository: str, config: str | None, split: str, revision: 
             return asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
     except Exception as error:  # no network, no such revision, a damaged cache: as many types as reasons
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+        kind = Unreachable if _may_pass(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
-            reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
-        raise InputError(
+            kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+        raise kind(
             f"{name}: {repository} ({which}) of the Hugging Face Hub cannot be read: {reason}; "
             f"expected a network once, or local files: {name}=FOLDER"
         ) from None
+
+
+# Of Python, `requests`, `httpx` and `huggingface_hub`; which of them a version of `datasets` goes through differs.
+_NETWORK = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the network or the Hub's servers failed, as far as the error and those behind it tell."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in (408, 429) or status >= 500 or _NETWORK.intersection(kind.__name__ for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

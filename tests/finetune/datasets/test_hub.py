@@ -1,15 +1,21 @@
 """No network: `datasets.load_dataset` gives small data sets of the columns that the Hub's have."""
 
+import importlib
+
 import datasets
 import pytest
 from datasets import ClassLabel, Features, Sequence, Value
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
+from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.registry import DATASETS, find
 from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords
 
 ROWS = 40
+httpx = importlib.import_module(HfHubHTTPError.__mro__[1].__module__)  # whichever of its versions the Hub's client uses
 
 
 @pytest.fixture
@@ -207,13 +213,47 @@ def test_data_sets_that_are_programs_are_read_as_the_hub_converted_them(on_hub):
 
 def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch):
     missing = table({"text": str, "label": lambda row: 0})
-    on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ConnectionError("no\nroute")})
+    on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ValueError("no\nsuch split")})
     with pytest.raises(InputError, match="sst2: no column `sentence` on the Hub; found `text`, `label`"):
         find("sst2").split("train")
     with pytest.raises(InputError, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: no; .* sst2=FOLDER"):
         find("sst2").split("test")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
+        find("sst2").split("test")
+
+
+def answered(status):
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+    return HfHubHTTPError(f"answer {status}", response=response)
+
+
+def behind(error):
+    """The error of reading a file that `datasets` puts in front of what happened."""
+    outer = DatasetGenerationError("An error occurred while generating the dataset")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("Couldn't reach it"), httpx.ReadTimeout("slow"), answered(503), answered(429), behind(answered(502)),
+    LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder"),
+])  # fmt: skip
+def test_what_may_be_there_later_is_no_wrong_input(on_hub, monkeypatch, error):
+    on_hub({("nyu-mll/glue", "sst2", "validation"): error})
+    with pytest.raises(
+        Unreachable, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: .*; expected a network once"
+    ):
+        find("sst2").split("test")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="forbids the network"):
+        find("sst2").split("test")
+
+
+@pytest.mark.parametrize("error", [answered(404), DatasetNotFoundError("no such"), behind(ValueError("damaged"))])
+def test_what_will_not_be_there_later_is_wrong_input(on_hub, error):
+    on_hub({("nyu-mll/glue", "sst2", "validation"): error})
+    with pytest.raises(InputError, match="cannot be read"):
         find("sst2").split("test")
 
 
