@@ -20,9 +20,9 @@ from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
 from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
 from megaenc.finetune.jobs import Job, Progress, Stage, tokenizer_fingerprint
-from megaenc.finetune.optimizer import Optimizer
+from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.tasks import TASKS, Model, Scores, Task
+from megaenc.finetune.tasks import TASKS, Model, NotFinite, Scores, Task
 from megaenc.randomness import permutation
 
 Report = Callable[[Progress], None]
@@ -52,9 +52,10 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     reader = _Reader(Path(job.output, CACHE), encoder, report)
     task = TASKS[job.family].of(datasets[0], protocol)
     data = reader.training(task, datasets[0])
+    steps = number_of_steps(protocol, task.count(data))
+    check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
     model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))
-    steps = number_of_steps(protocol, task.count(data))
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
@@ -63,10 +64,16 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
-    for dataset in datasets:
+    for at, dataset in enumerate(datasets):
+        began_here = time.monotonic()
         evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
-        scores = {split: _evaluate(evaluated, dataset, split, model, reader, report) for split in _EVALUATED}
-        seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
+        try:
+            scores = {split: _evaluate(evaluated, dataset, split, model, reader, report) for split in _EVALUATED}
+        except NotFinite as error:
+            left = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
+            results.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
+            return False
+        seconds["evaluation"] = time.monotonic() - began_here
         results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
     return True
 

@@ -153,6 +153,14 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     assert "failed before: the " in (found := capfd.readouterr().out) and "choose a smaller --learning-rate" in found
 
 
+def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_path):
+    with pytest.raises(SystemExit):  # the first of the two updates has rate 0
+        alone(model, data / "sc", tmp_path, "--learning-rate", "1e40", "--max-steps", 2, "--warmup", 0.5)
+    [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
+    assert (failure["reason"], failure["step"]) == ("what the model predicts is nan or inf after step 2, the last", 2)
+    assert not results(tmp_path)
+
+
 def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, data, grid, tmp_path):
     alone(model, data / "ir", tmp_path, "--learning-rate", "1e-3", "--tokens-per-forward", 50)
     name = "little/IR/ir/ir_lr1e-03_sd0/results.json"
