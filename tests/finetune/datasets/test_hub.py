@@ -136,7 +136,7 @@ def beir(name, judged):
 
 def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     judged = {"validation": [("test1", "d1", 1), ("test1", "d2", 0)], "test": [("test2", "d3", 2), ("test2", "d4", 1)]}
-    on_hub(beir("msmarco", judged))
+    calls = on_hub(beir("msmarco", judged))
     found = find("msmarco")
     assert (found.family, found.train_on, found.labels) == (Family.IR, "msmarco_pairs", ())
     test = found.split("test")
@@ -144,6 +144,15 @@ def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
     assert found.split("validation").relevant == {"test1": {"d1": 1}}
     assert found.split("validation").documents == test.documents
+    assert len(calls) == 4  # the judgements of both splits, queries, documents: once for both splits
+
+
+def test_ids_may_be_numbers_and_some_way_down(on_hub, monkeypatch):
+    monkeypatch.setattr(hub, "_ROWS_AT_ONCE", 7)
+    content = beir("msmarco", {split: [("test1", "33", 1)] for split in ("validation", "test")})
+    content["BeIR/msmarco", "corpus", "corpus"] = table({"_id": lambda row: row, "text": lambda row: f"text {row}"})
+    on_hub(content)
+    assert find("msmarco").split("test").documents == {"33": "Document: text 33"}
 
 
 def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
@@ -154,6 +163,10 @@ def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
     assert not validation.queries.keys() & test.queries.keys()
     assert found.split("test") == test  # drawn with a seed
     assert test.documents["d7"] == "Document: T7. text 7" and len(test.documents) == 25
+    untitled = beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]})
+    untitled["BeIR/nq", "corpus", "corpus"] = table({"_id": lambda row: f"d{row}", "title": lambda row: "", "text": str})
+    on_hub(untitled)
+    assert find("nq").split("test").documents["d7"] == "Document: . 7"  # as the study has it
 
 
 @pytest.mark.parametrize("layout", ["list", "columns"])
