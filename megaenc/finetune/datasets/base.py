@@ -84,6 +84,11 @@ def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
     return order[held_out:], order[:held_out]
 
 
+def too_few(count: int, what: str, file: str) -> str:
+    """What is wrong where a split is too small to give some of it away."""
+    return f"found {count}, too few {what} to validate on part of them, expected 2 at least or a file {file}"
+
+
 def validation_half(query_ids: list[str]) -> set[str]:
     """Half of the queries, to validate on where only test queries are judged: the study's rule for NQ, with a seed of ours."""
     ordered = sorted(query_ids)

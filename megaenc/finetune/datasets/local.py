@@ -11,7 +11,7 @@ from typing import Literal
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, validation_share
+from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -98,6 +98,8 @@ class _Files:
         if split == "test":
             return self._read(files[other])
         examples = self._read(files["train"])
+        if len(examples) < 2:
+            raise InputError(f"{files['train']}: {too_few(len(examples), 'examples', f'{missing}.*')}")
         train, validation = validation_share(len(examples))
         return [examples[at] for at in (train if split == "train" else validation)]
 

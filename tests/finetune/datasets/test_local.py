@@ -210,6 +210,31 @@ def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
         found.split("train")
 
 
+def test_texts_that_nothing_judges_are_not_looked_at(tmp_path):
+    good = find(beir(tmp_path / "good"))
+    odd = [{"_id": "d9", "text": 5}] + [
+        {"_id": f"d{n}", "title": "T" if n == 1 else "", "text": "" if n == 4 else f"text {n}"} for n in range(6)
+    ]
+    found = find(beir(tmp_path / "odd", corpus__jsonl__gz=odd))
+    assert all(found.split(split) == good.split(split) for split in ("train", "validation", "test"))
+    with pytest.raises(InputError, match=r"corpus.jsonl.gz:1: key `text`: found 5"):
+        find(str(tmp_path / "odd"), whole_corpus=True).split("test")
+
+
+def test_a_split_of_one_is_too_small_to_share(tmp_path):
+    one = "q1\td1\t1\n"
+    lacking = {"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": one}
+    with pytest.raises(InputError, match=r"train.tsv: found 1, too few queries .* expected 2 at least or .* qrels/dev.tsv"):
+        find(beir(tmp_path / "a", **lacking)).split("train")
+    with pytest.raises(InputError, match=r"test.tsv: found 1, too few queries"):
+        find(beir(tmp_path / "b", **lacking | {"qrels-slash-train__tsv": ""})).split("test")
+    folder = write(tmp_path / "c", train__jsonl=[GOOD], test__jsonl=[GOOD])
+    with pytest.raises(
+        InputError, match=r"train.jsonl: found 1, too few examples .* expected 2 at least or a file validation.\*"
+    ):
+        find(folder).split("train")
+
+
 def test_models_can_be_trained_on_other_pairs(tmp_path):
     evaluated, other = (
         beir(tmp_path / "b"),
@@ -358,6 +383,8 @@ def test_bad_questions(tmp_path, content, message):
     ("qrels-slash-dev__tsv", "q2\td1\t1\nq2\td1\t2", r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
     ("qrels-slash-dev__tsv", "q2\t0\td1\t1", r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
     ("qrels-slash-dev__tsv", "q2\td1\thigh", r"dev.tsv:1: found"),
+    ("qrels-slash-dev__tsv", "q2\td1\t--1", r"dev.tsv:1: found"),
+    ("corpus__jsonl__gz", [{"_id": f"d{n}", "text": ""} for n in (0, 1, 2, 4, 4)], r"gz:5: _id 'd4': found at .*gz:4 too"),
     ("qrels-slash-dev__tsv", "q2\td1\t0", r"the validation split is empty"),
     ("queries__jsonl", [{"_id": "q2", "text": "a"}, {"_id": "q2", "text": "b"}], r"queries.jsonl:2: _id 'q2': found at .*:1 too"),
     ("queries__jsonl", [{"id": "q2", "text": "a"}], r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
