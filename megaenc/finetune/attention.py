@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from megaenc.finetune.packing import Packed
+
+# torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 NAME = "megaenc_packed"
 """What transformers knows this attention by. It has no mask function of that name, so a model builds no mask for it."""
@@ -28,6 +32,8 @@ class Reading:
     with `is_causal: false`. (An encoder's own window arrives here one larger than it is, for the kernels that want it so.)"""
     windows: set[int] = field(default_factory=set)
     """The sliding windows that the model's layers asked for."""
+    one_kernel: bool = True
+    """Whether an accelerator's kernel for all texts may be used."""
 
     def reach(self, window: int | None) -> tuple[int, int]:
         """How many tokens before and behind itself a token sees; -1: all."""
@@ -71,7 +77,7 @@ def packed_attention(
     if sliding_window is not None:
         how.windows.add(sliding_window)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
-    if query.is_cuda and query.dtype != torch.float32 and not dropout:
+    if how.one_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
         out = _varlen(q, k, v, how.packed, how.reach(sliding_window), scaling)
     else:
         out = _by_length(q, k, v, how.packed, how.reach(sliding_window), scaling, dropout)
@@ -83,12 +89,8 @@ AttentionInterface.register(NAME, packed_attention)
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: tuple[int, int], scaling: float | None) -> Tensor:
     """One kernel over all texts; it takes 16-bit numbers on an accelerator and drops nothing."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     ends, longest = packed.cu_seqlens, packed.longest
-    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **grouped)
+    return varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED)
 
 
 def _by_length(

@@ -1,20 +1,17 @@
 """A Hugging Face model without its head, which reads packed texts in one direction, proved by what a changed token moves."""
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.finetune.attention import NAME, Reading, reading
-from megaenc.finetune.packing import Packed, pack
-
-Attention = Literal["bidirectional", "causal"]
+from megaenc.finetune.attention import Reading, reading
+from megaenc.finetune.packing import Packed
+from megaenc.finetune.probe import Attention, Probe, first_line
 
 
 class Backbone(nn.Module):
@@ -28,6 +25,8 @@ class Backbone(nn.Module):
         self.model = model
         self.attention: Attention = attention
         self.packed = False
+        self.one_kernel = True
+        """Whether packed attention may use an accelerator's kernel for all texts."""
         self.hidden_size: int = model.config.hidden_size
         self.first_position = _first_position(model)
         self.context: int = model.config.max_position_embeddings - self.first_position
@@ -50,7 +49,7 @@ class Backbone(nn.Module):
         return states if packed.back is None else states.index_select(0, packed.back)
 
     def _end_to_end(self, packed: Packed, tokens: Tensor) -> Tensor:
-        with reading(Reading(packed, self.attention == "causal", self.wide_window, self.windows)):
+        with reading(Reading(packed, self.attention == "causal", self.wide_window, self.windows, self.one_kernel)):
             out = self.model(input_ids=tokens[None], position_ids=packed.position_ids[None] + self.first_position)
         return out.last_hidden_state[0]
 
@@ -113,14 +112,14 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
     backbone = Backbone(_load(folder).to(device), attention)
     with torch.no_grad():
         _settle(backbone, folder)
+        probe = Probe(backbone)
+        exactly = probe.read()
         for parameter in backbone.parameters():
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
             if not torch.equal(parameter.float(), exact):
                 parameter.unrounded = exact
-        if dtype != torch.float32 and _Probe(backbone).leaks():  # accelerators have kernels of their own for these
-            raise InputError(
-                f"--model {folder}: states in {dtype} depend on what {attention} attention hides; expected --precision fp32"
-            )
+        if dtype != torch.float32:
+            _settle_16_bit(backbone, folder, probe, exactly, dtype)
     return backbone
 
 
@@ -143,7 +142,7 @@ def _load(folder: str) -> Any:
             folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **pooled
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"--model {folder}: {_first_line(error)}; expected the weights of a {config.model_type} model") from None
+        raise InputError(f"--model {folder}: {first_line(error)}; expected the weights of a {config.model_type} model") from None
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
@@ -180,22 +179,12 @@ def _config(folder: str) -> Any:
             return EuroBertConfig.from_dict(values | {"model_type": "eurobert"})
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
-        raise InputError(f"--model {folder}: {_first_line(error)}; expected the config.json of a Hugging Face model") from None
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
-_CLOSE = 1e-4
-"""How far float32 states of two ways to compute the same may be apart, as a share of the largest."""
-_MOVED = 1e-5
-"""How far a state moves at least if it depends on a token, as a share of the largest."""
+        raise InputError(f"--model {folder}: {first_line(error)}; expected the config.json of a Hugging Face model") from None
 
 
 def _settle(backbone: Backbone, folder: str) -> None:
     """Have the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
-    probe = _Probe(backbone)
+    probe = Probe(backbone)
     own = probe.direction(backbone.read_own_way)
     why_not = "its own reading is neither bidirectional nor causal" if own is None else probe.try_packed(own)
     if why_not is None:
@@ -210,103 +199,13 @@ def _settle(backbone: Backbone, folder: str) -> None:
     say(f"{folder}: texts are padded to like lengths, not packed: {why_not}")
 
 
-class _Probe:
-    """Short random texts on which ways of reading are tried: each state depends on what it should and on nothing else."""
-
-    def __init__(self, backbone: Backbone):
-        self.backbone = backbone
-        config = backbone.model.config
-        special = {getattr(config, f"{role}_token_id", None) for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk")}
-        self._usable = np.array([token for token in range(min(config.vocab_size, 1000)) if token not in special])
-        # Shorter than a sliding window, which hides more than the direction does.
-        self._length = min(6, backbone.context - 1, getattr(config, "sliding_window", None) or 6)
-
-    def direction(self, read: Callable[[Packed], Tensor]) -> Attention | None:
-        """What `read` shows: bidirectional if every token of a text moves every state of it, causal if none before it."""
-        moved = self._moved(read)
-        every = torch.ones_like(moved)
-        return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
-
-    def leaks(self) -> bool:
-        """Whether a later token or another text moves a state that it should not; in 16 bits, faint influences round to none."""
-        causal = self.backbone.attention == "causal"
-        return (causal and bool(self._moved(self.backbone.states).tril(-1).any())) or (
-            self.backbone.packed and self._mixes_texts()
-        )
-
-    def _moved(self, read: Callable[[Packed], Tensor]) -> Tensor:
-        """bool[changed token, state] of one text."""
-        size = self._length
-        text = self._texts(size)[0]
-        changed = np.tile(text, (size, 1))
-        np.fill_diagonal(changed, self._other(text))
-        # A longer text is among them, so that there is something to mask where texts are padded.
-        states = read(pack([text, *changed, *self._texts(size + 1)], self.backbone.device))
-        states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
-        return (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()
-
-    def apart(self, *ways: Callable[[Packed], Tensor]) -> bool:
-        """Whether two ways of reading give other states."""
-        texts = self._packed_texts()
-        return _apart(*(read(texts) for read in ways))
-
-    def try_packed(self, own: Attention) -> str | None:
-        """Make the model read packed; why not, where it cannot. `own`: how it reads by itself."""
-        backbone, model, asked = self.backbone, self.backbone.model, self.backbone.attention
-        kind = model.config.model_type
-        if not model._can_set_attn_implementation() or not backbone.takes_positions:
-            return f"{kind} computes attention or positions in a way of its own"
-        attention_before = model.config._attn_implementation
-        try:
-            model.set_attn_implementation(NAME)
-            backbone.packed = True
-            states = {}
-            for backbone.attention in (own, asked):
-                backbone.states(pack(self._texts(1, 2), backbone.device))  # finds the windows
-                states[backbone.attention] = backbone.states(self._packed_texts())
-            wrong = self.direction(backbone.states) != asked or self._mixes_texts()
-        except Exception as error:  # whatever a model does with what it does not know
-            return self._unpacked(f"{kind} fails: {_first_line(error)}", asked, attention_before)
-        self._unpacked("", asked, attention_before)
-        if wrong:
-            return f"{kind} mixes what it should keep apart"
-        for way in states:
-            if way != own:
-                backbone.point(way)
-                if self.direction(backbone.read_own_way) != way:
-                    continue  # transformers cannot read it that way, so there is nothing to compare with
-            if _apart(states[way], backbone.read_own_way(self._packed_texts())):
-                return f"{kind} computes other states packed"
-        model.set_attn_implementation(NAME)
-        backbone.packed = True
-        return None
-
-    def _unpacked(self, why: str, attention: Attention, implementation: str) -> str:
-        """As it was before packing was tried; hands back `why`."""
-        self.backbone.model.set_attn_implementation(implementation)
-        self.backbone.packed, self.backbone.attention = False, attention
-        return why
-
-    def _mixes_texts(self) -> bool:
-        """Whether other texts of a pack move a text's states."""
-        first, second, other = self._texts(4, 5, 4)
-        packs = (pack([first, second, other], self.backbone.device), pack([other, second, first], self.backbone.device))
-        return _apart(*(self.backbone.states(texts)[4:9] for texts in packs))
-
-    def _packed_texts(self) -> Packed:
-        """Texts of several lengths, some beyond each sliding window."""
-        context = self.backbone.context
-        beyond = [min(window + 8, context) for window in self.backbone.windows if window < context]
-        return pack(self._texts(*(min(length, context) for length in (5, 3, 7, 1, 7)), *beyond), self.backbone.device)
-
-    def _texts(self, *lengths: int) -> list[np.ndarray]:
-        random = np.random.default_rng(0)
-        return [random.choice(self._usable, length) for length in lengths]
-
-    def _other(self, text: np.ndarray) -> np.ndarray:
-        """For each token another one."""
-        return self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)]
-
-
-def _apart(one: Tensor, other: Tensor) -> bool:
-    return not bool((one - other).abs().max() <= _CLOSE * other.abs().max())  # nan is apart from all
+def _settle_16_bit(backbone: Backbone, folder: str, probe: Probe, exactly: Tensor, dtype: torch.dtype) -> None:
+    """Have the model compute in `dtype` what it computed `exactly`; accelerators have a kernel of their own for these numbers."""
+    why_not = probe.wrong_in_16_bit(exactly)
+    if why_not is not None and backbone.packed and backbone.device.type != "cpu":
+        backbone.one_kernel = False
+        without, why_not = why_not, probe.wrong_in_16_bit(exactly)
+        if why_not is None:
+            say(f"{folder}: attention reads the texts of each length by themselves: the kernel for all texts {without}")
+    if why_not is not None:
+        raise InputError(f"--model {folder}: {why_not} in {dtype}; expected --precision fp32")

@@ -46,6 +46,8 @@ class Protocol:
     """what cosines are multiplied with in retrieval's loss, 1 over the temperature"""
     tokens_per_forward: int = 16384
     """tokens that the model reads at once; less takes less memory"""
+    deterministic: bool = True
+    """accelerators compute the same bits in every run, some operations more slowly; processors do in any case"""
     threads: int = 1
     """threads of a run on processors; the last bits of a result depend on it"""
 

@@ -70,11 +70,12 @@ def write(
     *,
     steps: int,
     protocol: Protocol,
+    trained: str | None = None,
     seconds: Mapping[str, float] | None = None,
 ) -> None:
     """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
 
-    `seconds` says how long what took; it goes into a file beside.
+    `trained` is the digest of the weights that they are of. `seconds` says how long what took; it goes into a file beside.
     """
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
     # The long lists come last: whoever looks into the file sees the scores first.
@@ -85,7 +86,7 @@ def write(
     }
     if seconds is not None:
         _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
-    _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps} | ordered)
+    _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | ordered)
     (folder(job, dataset) / FAILED).unlink(missing_ok=True)
 
 

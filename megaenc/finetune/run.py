@@ -1,6 +1,7 @@
 """One fine-tuning run: a model, a data set, a rate and a seed become a result file."""
 
 import dataclasses
+import hashlib
 import math
 import os
 import time
@@ -42,7 +43,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     report(Progress("loading"))
     datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
     _check_unchanged(job, datasets)
-    _make_reproducible(job.protocol.threads)
+    _make_reproducible(job.protocol)
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     backbone = load_backbone(job.model.where, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
@@ -63,6 +64,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     if failure is not None:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
+    trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for at, dataset in enumerate(datasets):
         began_here = time.monotonic()
@@ -74,7 +76,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
             results.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
             return False
         seconds["evaluation"] = time.monotonic() - began_here
-        results.write(job, dataset.name, scores, steps=steps, protocol=protocol, seconds=seconds)
+        results.write(job, dataset.name, scores, steps=steps, trained=trained, protocol=protocol, seconds=seconds)
     return True
 
 
@@ -181,9 +183,19 @@ def _head_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "paper-bf16" else torch.float32
 
 
-def _make_reproducible(threads: int) -> None:
+def _make_reproducible(protocol: Protocol) -> None:
     """The same bits in every run on this machine, whatever else runs."""
-    torch.set_num_threads(threads)
-    if torch.cuda.is_available():
+    torch.set_num_threads(protocol.threads)
+    if torch.cuda.is_available() and protocol.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when it is first used
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # Strictly: with warnings instead, flash attention's gradients stay as they come. Its memory-saving sister has no way.
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """SHA-256 in hex of all weights: two runs that agree in it have been trained alike, bit by bit."""
+    whole = hashlib.sha256()
+    for parameter in model.parameters():
+        whole.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return whole.hexdigest()

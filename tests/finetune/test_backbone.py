@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from megaenc.errors import InputError
+from megaenc.finetune import attention
 from megaenc.finetune.backbone import Backbone, load_backbone, rectangles
 from megaenc.finetune.packing import pack
 
@@ -259,3 +260,19 @@ def test_gradients_reach_every_parameter(tmp_path):
     assert isinstance(backbone, Backbone)
     backbone.states(pack(_texts(4, 6, 4), "cpu")).square().sum().backward()
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in backbone.parameters())
+
+
+def test_a_kernel_that_does_not_do_is_not_used(tmp_path, monkeypatch, capsys):
+    """What an accelerator's kernel for 16 bits might do, here in the place of the one for processors."""
+    _save(tmp_path, "eurobert")
+    by_length, words = attention._by_length, []
+    for wrong, said in (
+        (lambda *given: (_ for _ in ()).throw(RuntimeError("head dimension 8\nand more")), "fails: head dimension 8"),
+        (lambda *given: by_length(*given) * 2, "computes other states"),
+    ):
+        broken = {torch.bfloat16: wrong, torch.float32: by_length}
+        monkeypatch.setattr(attention, "_by_length", lambda q, *rest, broken=broken: broken[q.dtype](q, *rest))
+        with pytest.raises(InputError, match=said) as refused:
+            _load(tmp_path, "bidirectional", torch.bfloat16)
+        words.append(str(refused.value))
+    assert all("expected --precision fp32" in word for word in words)

@@ -1,5 +1,6 @@
 """Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -20,7 +21,7 @@ from megaenc.finetune.datasets import DataFlags, find
 from megaenc.finetune.encoded import TextEncoder
 from megaenc.finetune.jobs import make_jobs
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.run import _Reader, batches, number_of_steps, run
+from megaenc.finetune.run import _Reader, batches, number_of_steps, run, weights_digest
 from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
 from megaenc.finetune.tasks.tagging import Tagging
 
@@ -50,7 +51,10 @@ def data(tmp_path_factory):
     for split, count in (("train", 40), ("valid", 12), ("test", 12)):
         chosen = rng.integers(0, len(WORDS), (count, 6))
         texts = [" ".join(WORDS[at] for at in row) for row in chosen]
-        write(root / "sc" / f"{split}.jsonl", ({"id": at, "text": text, "label": at % 2} for at, text in enumerate(texts)))
+        write(
+            root / "sc" / f"{split}.jsonl",
+            ({"id": at, "text": text, "label": int(text.startswith(("stan", "mill")))} for at, text in enumerate(texts)),
+        )
         tags = [["B-X" if word == "dove" else "O" for word in text.split()] for text in texts]
         words = enumerate(zip(texts, tags, strict=True))
         write(root / "tc" / f"{split}.jsonl", ({"id": at, "tokens": text.split(), "tags": tag} for at, (text, tag) in words))
@@ -124,6 +128,15 @@ def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
     assert json.loads(one)["test"] == json.loads(other)["test"]
 
 
+def test_one_bit_of_one_weight_makes_another_digest():
+    model = torch.nn.Linear(3, 2)
+    before = weights_digest(model)
+    assert weights_digest(copy.deepcopy(model)) == before
+    with torch.no_grad():
+        model.weight[1, 2] = torch.nextafter(model.weight[1, 2], torch.tensor(9.0))
+    assert weights_digest(model) != before
+
+
 def test_seeds_matter(grid):
     found = [
         json.loads((grid[0] / "little" / "IR" / "ir" / f"ir_lr1e-03_sd{seed}" / "results.json").read_text()) for seed in (0, 1)
@@ -133,10 +146,11 @@ def test_seeds_matter(grid):
 
 def test_what_a_result_holds(grid):
     found = json.loads((grid[0] / "little" / "SC" / "sc" / "lr1e-03_sd0" / "results.json").read_text())
+    assert re.fullmatch("[0-9a-f]{64}", found["trained"])
     assert (found["steps"], found["protocol"]["max_length"], found["protocol"]["precision"]) == (6, 63, "fp32")
     for split in ("validation", "test"):
         assert len(found[split]["scores_i"]) == 12 and found[split]["score"] == np.mean(found[split]["scores_i"])
-        assert found[split]["metrics"].keys() == {"accuracy"} and found[split]["baseline"]["accuracy"] == 0.5
+        assert found[split]["metrics"].keys() == {"accuracy"} and 0.5 <= found[split]["baseline"]["accuracy"] < 1
 
 
 def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, model, data, capfd):
