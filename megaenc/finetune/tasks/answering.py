@@ -28,7 +28,6 @@ class Answering(Task):
     """
 
     family: ClassVar[Family] = Family.QA
-    baseline: ClassVar[str] = "never answering"
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> Encoded:
         """Rows of the texts.

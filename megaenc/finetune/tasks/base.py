@@ -64,8 +64,6 @@ class Task(ABC):
     """A family of tasks on one data set."""
 
     family: ClassVar[Family]
-    baseline: ClassVar[str]
-    """What `Scores.baseline` is of: for people."""
 
     def __init__(self, dataset: "Dataset", protocol: Protocol) -> None:
         self.dataset = dataset

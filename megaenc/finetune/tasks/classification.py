@@ -27,7 +27,6 @@ class Classification(Task):
     """Cross-entropy of the classes, the mean over the batch; the score is the accuracy."""
 
     family: ClassVar[Family] = Family.SC
-    baseline: ClassVar[str] = "majority class"
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> Encoded:
         """Rows of the texts; column `labels`, int64[n]."""

@@ -38,7 +38,6 @@ class Retrieval(Task):
     """
 
     family: ClassVar[Family] = Family.IR
-    baseline: ClassVar[str] = "random ranking"
 
     _documents: tuple[Model, bytes, Tensor] | None = None
 

@@ -27,7 +27,6 @@ class Tagging(Task):
     """
 
     family: ClassVar[Family] = Family.TC
-    baseline: ClassVar[str] = "most frequent tag of each word"
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> Encoded:
         """Rows of the sentences; by token: `words`, int32[N], place in its sentence or -1, and `tags`, int64[N], or -100."""
