@@ -59,8 +59,8 @@ def data(tmp_path_factory):
         words = enumerate(zip(texts, tags, strict=True))
         write(root / "tc" / f"{split}.jsonl", ({"id": at, "tokens": text.split(), "tags": tag} for at, (text, tag) in words))
         write_squad(root / "qa" / f"{split}.json", split, texts)
-        for name in ("ir", "other"):
-            write_queries(root / name, {"valid": "dev"}.get(split, split), texts)
+        for name, word in (("ir", 0), ("other", 1)):
+            write_queries(root / name, {"valid": "dev"}.get(split, split), texts, word)
     return root
 
 
@@ -78,12 +78,13 @@ def write_squad(path, split, texts):
     path.write_text(json.dumps({"data": [{"title": "x", "paragraphs": paragraphs}]}))
 
 
-def write_queries(folder, split, texts):
+def write_queries(folder, split, texts, word):
+    """Each asks for the text that has its one word at that place."""
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     with open(folder / "corpus.jsonl", "a") as corpus, open(folder / "queries.jsonl", "a") as queries:
         for at, text in enumerate(texts):
             corpus.write(json.dumps({"_id": f"d{split}{at}", "title": "", "text": text}) + "\n")
-            queries.write(json.dumps({"_id": f"q{split}{at}", "text": text.split()[0]}) + "\n")
+            queries.write(json.dumps({"_id": f"q{split}{at}", "text": text.split()[word]}) + "\n")
     rows = "".join(f"q{split}{at}\td{split}{at}\t1\n" for at in range(len(texts)))
     (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + rows)
 
@@ -124,8 +125,10 @@ def test_a_run_alone_gives_the_bytes_that_it_gives_in_a_grid(family, model, data
 def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
     output, said = grid
     assert "20 results from 16 trainings" in said
-    one, other = ((output / "little" / "IR" / name / "ir_lr1e-03_sd0" / "results.json").read_text() for name in ("ir", "other"))
-    assert json.loads(one)["test"] == json.loads(other)["test"]
+    places = [output / "little" / "IR" / name / "ir_lr1e-03_sd0" / "results.json" for name in ("ir", "other")]
+    one, other = (json.loads(place.read_text()) for place in places)
+    assert one["trained"] == other["trained"] and one["train_on"] == other["train_on"] == "ir"
+    assert one["test"]["scores_i"] != other["test"]["scores_i"]
 
 
 def test_one_bit_of_one_weight_makes_another_digest():
