@@ -9,6 +9,7 @@ from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
+from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, check_rate, make_jobs
@@ -80,7 +81,10 @@ def _run(job: Job) -> None:
     from megaenc.finetune.run import run
 
     with ProgressLine("loading", total=1.0) as line:
-        run(job, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+        try:
+            run(job, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+        except Unreachable as error:  # a grid tries such a run again
+            raise InputError(str(error)) from None
 
 
 def _show(job: Job, *, before: bool) -> None:

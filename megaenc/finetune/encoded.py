@@ -1,7 +1,11 @@
 """Texts as the models read them: token ids laid end to end, cut to what the model reads, made once and kept on disk."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
+import os
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +18,7 @@ import numpy as np
 from megaenc.data.encoding import well_formed
 from megaenc.data.tokenizer import encode_documents, vocabulary_of
 from megaenc.errors import InputError
-from megaenc.files import make_parent, whole_files
+from megaenc.files import left_behind, make_parent, remove, whole_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 
 _FORMAT = 1  # of the files on disk, and of the rules below that say which tokens a text has
 _AT_ONCE = 1024  # texts whose offsets are held as Python objects
+_LOOK_AGAIN = 0.2  # seconds between two looks at what another process makes
 
 
 @dataclass(frozen=True)
@@ -170,21 +175,68 @@ class TextEncoder:
 Parts = Encoded | dict[str, Encoded]
 
 
-def cached(folder: Path, key: dict, make: Callable[[], Parts]) -> Parts:
+def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable[[], None] = lambda: None) -> Parts:
     """What `make` returns, read from a file of `folder` if it was made before under the same `key` (of JSON values).
 
-    The file appears when it is whole; one that cannot be read is made again. Raises InputError where nothing can be written.
+    The file appears when it is whole; one that cannot be read is made again. Of several processes that want it one makes it, and
+    the others wait and call `waiting` now and then. Raises InputError where nothing can be written.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
     found = _read(path)
     if found is not None:
         return found
-    made = make()
     make_parent(path, "the cache")
-    with whole_files(path) as [temporary], open(temporary, "wb") as stream:
-        np.savez(stream, **_arrays(made))
-    return made
+    with _alone(folder / f".{name}.lock", waiting):
+        found = _read(path)  # another process may have made it meanwhile
+        if found is not None:
+            return found
+        for left in left_behind(path):
+            remove(left)
+        made = make()
+        with whole_files(path) as [temporary], open(temporary, "wb") as stream:
+            np.savez(stream, **_arrays(made))
+        return made
+
+
+@contextlib.contextmanager
+def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold a lock, which ends with the process at the latest. Where files cannot be locked all go on, and do the same work."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
+        try:
+            while not _locked(descriptor):
+                waiting()
+                time.sleep(_LOOK_AGAIN)
+            if _leads_to(path, descriptor):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+        finally:  # the one before has removed it: once more
+            os.close(descriptor)
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether this process has the lock now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
 
 
 def _arrays(made: Parts) -> dict[str, np.ndarray]:

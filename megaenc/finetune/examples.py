@@ -1,5 +1,6 @@
 """What a labelled data set holds, whatever it came from: texts with a label, tagged words, questions, queries and documents."""
 
+import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
@@ -77,3 +78,14 @@ class Retrieval:
 
 
 Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | Retrieval
+
+
+def digest(examples: Examples) -> str:
+    """sha256 in hex of all that examples hold."""
+    whole = hashlib.sha256()
+    parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, Retrieval) else (examples,)
+    for part in parts:
+        whole.update(f"{len(part)}\n".encode())
+        for entry in part.items() if isinstance(part, dict) else part:
+            whole.update(f"{entry!r}\n".encode())
+    return whole.hexdigest()

@@ -6,6 +6,7 @@ import re
 import torch
 from torch import Tensor, nn
 
+from megaenc.errors import InputError
 from megaenc.finetune.options import Protocol
 
 # The names that transformers.Trainer spares from weight decay, besides all of torch's LayerNorms.
@@ -21,6 +22,15 @@ def learning_rate(step: int, steps: int, peak: float, warmup: float) -> float:
     if step < rising:
         return peak * (step / rising)
     return peak * max(0.0, (steps - step) / max(1, steps - rising))
+
+
+def check_schedule(steps: int, warmup: float) -> None:
+    """InputError where the rate of every update is 0, so that nothing would be trained."""
+    if not any(learning_rate(step, steps, 1.0, warmup) for step in range(steps)):
+        raise InputError(
+            f"--warmup: found {warmup} and {steps} {'update' if steps == 1 else 'updates'}, whose rate is 0, "
+            "expected more updates (a smaller --batch-size, more --epochs) or --warmup 0"
+        )
 
 
 class Optimizer:

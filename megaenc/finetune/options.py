@@ -1,5 +1,6 @@
 """What a fine-tuning run is told: the protocol, each choice of which is a flag, and what is trained on what."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 @dataclass(frozen=True)
 class Protocol:
-    """How models are fine-tuned and read. The defaults are the study's, under the name `paper`."""
+    """How models are fine-tuned and read. The defaults are the study's."""
 
     batch_size: int = 32
     """examples of one update; in retrieval the other documents of the batch are the negatives"""
@@ -52,6 +53,9 @@ class Protocol:
 
     def check(self) -> None:
         """InputError for a value that no run can have."""
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a finite number")
         for name in ("batch_size", "max_steps", "tokens_per_forward", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 1")

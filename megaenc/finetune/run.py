@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +19,12 @@ from megaenc.finetune import results
 from megaenc.finetune.backbone import load_backbone
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
-from megaenc.finetune.examples import Examples, SplitName
-from megaenc.finetune.jobs import Job, Progress
-from megaenc.finetune.optimizer import Optimizer
+from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
+from megaenc.finetune.jobs import Job, Progress, Stage
+from megaenc.finetune.model_folder import tokenizer_fingerprint
+from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.tasks import TASKS, Model, Scores, Task
+from megaenc.finetune.tasks import TASKS, Model, NotFinite, Scores, Task
 from megaenc.randomness import permutation
 
 Report = Callable[[Progress], None]
@@ -41,6 +42,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     """
     began, told = time.monotonic(), _Told(report)
     told(Progress("loading"))
+    datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+    _check_unchanged(job, datasets)
     _make_reproducible(job.protocol)
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
@@ -48,13 +51,13 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     max_length = _max_length(job.protocol.max_length, backbone.context)
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
     encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos, told.within)
-    reader = _Reader(Path(job.output, CACHE), encoder)
-    datasets = [find(dataset.where, **dataclasses.asdict(job.data)) for dataset in job.evaluate_on]
+    reader = _Reader(Path(job.output, CACHE), encoder, told)
     task = TASKS[job.family].of(datasets[0], protocol)
-    data, _ = reader.read(task, datasets[0], "train")
+    data = reader.training(task, datasets[0])
+    steps = number_of_steps(protocol, task.count(data))
+    check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
     model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))
-    steps = number_of_steps(protocol, task.count(data))
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
@@ -65,12 +68,31 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         return False
     trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
-    for dataset in datasets:
+    for at, dataset in enumerate(datasets):
+        began_here = time.monotonic()
         evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
-        scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
-        seconds["evaluation"] = time.monotonic() - began - seconds["loading"] - seconds["training"]
+        try:
+            scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
+        except NotFinite as error:
+            left = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
+            results.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
+            return False
+        seconds["evaluation"] = time.monotonic() - began_here
         results.write(job, dataset.name, scores, steps=steps, trained=trained, protocol=protocol, seconds=seconds)
     return True
+
+
+def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
+    """InputError for data or a tokenizer that are no longer what results would be recorded under."""
+    recorded = job.fingerprints
+    found = [
+        *((dataset.name, dataset.fingerprint, recorded.datasets[dataset.name]) for dataset in datasets),
+        (datasets[0].train_on, datasets[0].train_fingerprint, recorded.train_on),
+        (f"the tokenizer in {job.model.where}", tokenizer_fingerprint(job.model.where), recorded.tokenizer),
+    ]
+    for what, now, before in found:
+        if now != before:
+            raise InputError(f"{what}: has changed since the run was planned; give the same command again")
 
 
 def number_of_steps(protocol: Protocol, examples: int) -> int:
@@ -110,7 +132,7 @@ def _progress(step: int, steps: int, loss: float) -> Progress:
 def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", told: "_Told") -> Scores:
     told(Progress(split, fields={"data set": dataset.name}))
     task.progress = told.within
-    data, examples = reader.read(task, dataset, split)
+    data, examples = reader.evaluated(task, dataset, split)
     return task.evaluate(model, data, examples)
 
 
@@ -135,20 +157,37 @@ class _Reader:
 
     cache: Path
     encoder: TextEncoder
+    report: Report
 
-    def read(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+    def training(self, task: Task, dataset: Dataset) -> Parts:
+        """The tokens to train on; the examples are read only if no run has tokenised them yet."""
+        key = {"data": dataset.train_fingerprint, "split": "train"}
+        return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"), "loading")
+
+    def evaluated(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+        """A split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
         examples = dataset.split(split)
-        fingerprint = dataset.train_fingerprint if split == "train" else dataset.fingerprint
-        key = {"data": fingerprint, "family": dataset.family, "split": split, **self.encoder.key}
 
+        def tokens(some: Examples, what: str) -> Parts:
+            key = {"data": dataset.fingerprint, "examples": digest(some)}
+            return self._cached(task, key, f"{dataset.name}, {what}", lambda: some, split)
+
+        if not isinstance(examples, Retrieval):
+            return tokens(examples, split), examples
+        # Both splits are searched in the same documents.
+        documents = tokens(dataclasses.replace(examples, queries={}, relevant={}), "documents")
+        queries = tokens(dataclasses.replace(examples, documents={}), split)
+        return {"queries": queries["queries"], "documents": documents["documents"]}, examples
+
+    def _cached(self, task: Task, key: dict[str, str], what: str, read: Callable[[], Examples], stage: Stage) -> Parts:
         def make() -> Parts:
-            made = task.encode(examples, self.encoder)
+            made = task.encode(read(), self.encoder)
             truncated = sum(part.truncated for part in (made.values() if isinstance(made, dict) else [made]))
             if truncated:
-                say(f"{dataset.name}, {split}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+                say(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
             return made
 
-        return cached(self.cache, key, make), examples
+        return cached(self.cache, {**key, "family": task.family, **self.encoder.key}, make, lambda: self.report(Progress(stage)))
 
 
 def _max_length(asked: int, context: int) -> int:

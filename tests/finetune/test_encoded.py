@@ -1,5 +1,7 @@
 """Rows of texts against the tokenizer itself, and a cache that is whole or not there."""
 
+import multiprocessing
+
 import numpy as np
 import pytest
 
@@ -115,6 +117,43 @@ def test_a_broken_file_is_made_again(tokenizer, tmp_path):
         file.write_bytes(broken)
         assert np.array_equal(cached(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens)
         assert file.read_bytes() == whole
+
+
+def test_several_processes_make_it_once_together(tmp_path):
+    """Forks, of which the first is given the time to begin; all but one of them have to wait."""
+    context, folder, made = multiprocessing.get_context("fork"), tmp_path / "cache", tmp_path / "made"
+    begun, all_wait = context.Event(), context.Semaphore(0)
+
+    def make() -> Encoded:
+        with open(made, "a") as file:
+            file.write("once\n")
+        begun.set()
+        for _ in range(2):  # until both others have said that they wait
+            assert all_wait.acquire(timeout=60)
+        return Encoded.of([np.arange(3)], 0)
+
+    def want(first: bool) -> None:
+        assert first or begun.wait(60)
+        said = []
+        found = cached(folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release()))
+        assert found.tokens.tolist() == [0, 1, 2] and len(said) == (not first)
+
+    processes = [context.Process(target=want, args=(at == 0,)) for at in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert made.read_text() == "once\n" and [path.suffix for path in folder.iterdir()] == [".npz"]
+
+
+def test_what_a_killed_process_left_is_removed_when_it_is_made_again(tmp_path):
+    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    [path] = tmp_path.iterdir()
+    path.rename(tmp_path / f".{path.name}.123-0123abcd.tmp")
+    (tmp_path / f".{path.stem}.lock").touch()
+    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_fails_leaves_nothing(tmp_path):

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from transformers import Trainer, get_linear_schedule_with_warmup
 
+from megaenc.errors import InputError
 from megaenc.finetune import optimizer
-from megaenc.finetune.optimizer import Optimizer
+from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.options import Protocol
 
 _STEPS, _PEAK = 20, 1e-2
@@ -141,3 +142,10 @@ def test_a_gradient_that_is_not_finite_changes_nothing(precision):
     _backward(model, *batch)
     assert math.isfinite(updates.step())
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_schedule_of_rates_that_are_all_0_is_refused():
+    with pytest.raises(InputError, match=r"--warmup: found 0.1 and 1 update, whose rate is 0, expected more updates"):
+        check_schedule(1, 0.1)
+    for steps, warmup in [(1, 0.0), (2, 0.1), (2, 0.99), (1000, 0.1)]:
+        check_schedule(steps, warmup)

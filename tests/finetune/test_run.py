@@ -1,8 +1,10 @@
 """Whole runs of all four families: what the commands write, alone and in a grid, to the last byte."""
 
 import copy
+import dataclasses
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,11 +15,15 @@ import torch
 from transformers import EuroBertConfig, EuroBertForMaskedLM
 
 from megaenc.data.tokenizer import load_tokenizer
+from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
 from megaenc.finetune.datasets import DataFlags, find
+from megaenc.finetune.encoded import TextEncoder
 from megaenc.finetune.jobs import Progress, make_jobs
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.run import batches, number_of_steps, run, weights_digest
+from megaenc.finetune.run import _Reader, batches, number_of_steps, run, weights_digest
+from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
+from megaenc.finetune.tasks.tagging import Tagging
 
 FEW = ["--max-steps", "6", "--batch-size", "8", "--precision", "fp32", "--epochs", "9"]
 CUT = [("train", 40), ("validation", 12), ("test", 12)]
@@ -53,8 +59,8 @@ def data(tmp_path_factory):
         words = enumerate(zip(texts, tags, strict=True))
         write(root / "tc" / f"{split}.jsonl", ({"id": at, "tokens": text.split(), "tags": tag} for at, (text, tag) in words))
         write_squad(root / "qa" / f"{split}.json", split, texts)
-        for name in ("ir", "other"):
-            write_queries(root / name, {"valid": "dev"}.get(split, split), texts)
+        for name, word in (("ir", 0), ("other", 1)):
+            write_queries(root / name, {"valid": "dev"}.get(split, split), texts, word)
     return root
 
 
@@ -72,12 +78,13 @@ def write_squad(path, split, texts):
     path.write_text(json.dumps({"data": [{"title": "x", "paragraphs": paragraphs}]}))
 
 
-def write_queries(folder, split, texts):
+def write_queries(folder, split, texts, word):
+    """Each asks for the text that has its one word at that place."""
     (folder / "qrels").mkdir(parents=True, exist_ok=True)
     with open(folder / "corpus.jsonl", "a") as corpus, open(folder / "queries.jsonl", "a") as queries:
         for at, text in enumerate(texts):
             corpus.write(json.dumps({"_id": f"d{split}{at}", "title": "", "text": text}) + "\n")
-            queries.write(json.dumps({"_id": f"q{split}{at}", "text": text.split()[0]}) + "\n")
+            queries.write(json.dumps({"_id": f"q{split}{at}", "text": text.split()[word]}) + "\n")
     rows = "".join(f"q{split}{at}\td{split}{at}\t1\n" for at in range(len(texts)))
     (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + rows)
 
@@ -118,8 +125,10 @@ def test_a_run_alone_gives_the_bytes_that_it_gives_in_a_grid(family, model, data
 def test_sets_of_the_same_pairs_are_evaluated_after_one_training(grid):
     output, said = grid
     assert "20 results from 16 trainings" in said
-    one, other = ((output / "little" / "IR" / name / "ir_lr1e-03_sd0" / "results.json").read_text() for name in ("ir", "other"))
-    assert json.loads(one)["test"] == json.loads(other)["test"]
+    places = [output / "little" / "IR" / name / "ir_lr1e-03_sd0" / "results.json" for name in ("ir", "other")]
+    one, other = (json.loads(place.read_text()) for place in places)
+    assert one["trained"] == other["trained"] and one["train_on"] == other["train_on"] == "ir"
+    assert one["test"]["scores_i"] != other["test"]["scores_i"]
 
 
 def test_one_bit_of_one_weight_makes_another_digest():
@@ -161,6 +170,14 @@ def test_a_rate_that_makes_the_loss_nan_is_a_failed_run_and_others_go_on(grid, m
     assert "failed before: the " in (found := capfd.readouterr().out) and "choose a smaller --learning-rate" in found
 
 
+def test_a_last_update_that_ruins_the_model_is_a_failed_run(model, data, tmp_path):
+    with pytest.raises(SystemExit):  # the first of the two updates has rate 0
+        alone(model, data / "sc", tmp_path, "--learning-rate", "1e40", "--max-steps", 2, "--warmup", 0.5)
+    [failure] = [json.loads(path.read_text()) for path in tmp_path.rglob("failed.json")]
+    assert (failure["reason"], failure["step"]) == ("what the model predicts is nan or inf after step 2, the last", 2)
+    assert not results(tmp_path)
+
+
 def test_the_parts_that_a_batch_is_read_in_change_nothing_but_rounding(model, data, grid, tmp_path):
     alone(model, data / "ir", tmp_path, "--learning-rate", "1e-3", "--tokens-per-forward", 50)
     name = "little/IR/ir/ir_lr1e-03_sd0/results.json"
@@ -196,6 +213,8 @@ def test_texts_are_told_as_they_are_read(model, data, tmp_path):
     ("flags", "words"),
     [
         (["--max-length", "65"], "--max-length: found 65, expected at most the 64 tokens that the model reads"),
+        (["--epochs", "inf"], "--epochs: found inf, expected a finite number"),
+        (["--weight-decay", "nan"], "--weight-decay: found nan, expected a finite number"),
         (["--learning-rate", "0"], "--learning-rate: found 0.0, expected more than 0"),
         (["--batch-size", "0"], "--batch-size: found 0, expected at least 1"),
         (["--seed", "-1"], "--seed: found -1, expected at least 0"),
@@ -207,6 +226,58 @@ def test_wrong_input_is_one_line(flags, words, model, data, tmp_path, refusal):
     given = ["--model", model, "--dataset", data / "sc", "--precision", "fp32", "--output", tmp_path / "out"]
     assert words in refusal(run_main, [*given, *flags])
     assert not results(tmp_path)
+
+
+def planned(model, dataset, output):
+    few = Protocol(max_steps=6, batch_size=8, precision="fp32")
+    [job] = make_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DataFlags(), find)
+    return job
+
+
+@pytest.mark.parametrize("changed", ["sc/test.jsonl", "little/tokenizer.json"])
+def test_what_has_changed_since_it_was_planned_is_refused(changed, model, data, tmp_path):
+    shutil.copytree(data / "sc", tmp_path / "sc")
+    shutil.copytree(model, tmp_path / "little")
+    job = planned(tmp_path / "little", tmp_path / "sc", tmp_path / "out")
+    with open(tmp_path / changed, "a") as file:
+        file.write("\n")
+    with pytest.raises(InputError, match=r"(sc|the tokenizer in .*little): has changed since the run was planned; give the same"):
+        run(job)
+    assert not (tmp_path / "out").exists()
+
+
+def reader(model, cache):
+    return _Reader(cache, TextEncoder(load_tokenizer(str(model)), 60), lambda progress: None)
+
+
+def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):
+    """As of a set of the Hub without a revision, which changes under one fingerprint."""
+    dataset = find(str(data / "tc"))
+    task, read = Tagging.of(dataset, Protocol()), reader(model, tmp_path)
+    before, examples = read.evaluated(task, dataset, "test")
+    fewer = dataclasses.replace(dataset, load=lambda split: dataset.load(split)[:5])
+    tokens, five = read.evaluated(task, fewer, "test")
+    assert (len(before), len(examples), len(tokens), len(five)) == (12, 12, 5, 5)
+    assert np.array_equal(tokens.tokens, before.tokens[: tokens.starts[-1]])
+
+
+def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
+    dataset = find(str(data / "ir"))
+    task, calls = RetrievalTask.of(dataset, Protocol()), []
+    counted = dataclasses.replace(dataset, load=lambda split: calls.append(split) or dataset.load(split))
+    first, second = (reader(model, tmp_path).training(task, counted) for _ in range(2))
+    assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
+
+
+def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
+    dataset = find(str(data / "ir"))
+    task, read = RetrievalTask.of(dataset, Protocol()), reader(model, tmp_path)
+    for split in ("validation", "test"):
+        tokens, examples = read.evaluated(task, dataset, split)
+        whole = task.encode(examples, read.encoder)
+        assert list(tokens) == list(whole)
+        assert all(np.array_equal(tokens[name].tokens, whole[name].tokens) for name in whole)
+    assert len(list(tmp_path.iterdir())) == 3  # the queries of either, and documents
 
 
 def test_each_pass_reads_every_example_once_in_an_order_of_its_own():

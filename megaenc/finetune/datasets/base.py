@@ -21,6 +21,10 @@ _VALIDATION_SEED = 42
 _TRAIN_SHARE = 0.95
 
 
+class Unreachable(OSError):
+    """What the network does not give now, and may give later: not wrong input. The message is one line."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A labelled data set. Finding one reads little; `split` reads."""
@@ -78,6 +82,11 @@ def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
     held_out = count - math.floor(_TRAIN_SHARE * count)
     return order[held_out:], order[:held_out]
+
+
+def too_few(count: int, what: str, file: str) -> str:
+    """What is wrong where a split is too small to give some of it away."""
+    return f"found {count}, too few {what} to validate on part of them, expected 2 at least or a file {file}"
 
 
 def validation_half(query_ids: list[str]) -> set[str]:

@@ -1,8 +1,10 @@
 """Folders in BEIR's layout: corpus.jsonl, queries.jsonl and qrels/{train,dev,test}.tsv."""
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats, rows
@@ -13,6 +15,7 @@ from megaenc.finetune.datasets.base import (
     digest,
     file_digest,
     say_once,
+    too_few,
     validation_half,
     validation_share,
 )
@@ -20,6 +23,7 @@ from megaenc.finetune.examples import Examples, Family, Pair, Retrieval, SplitNa
 
 Judgements = dict[str, dict[str, int]]
 """Grades by query and document; 0 is looked at and found irrelevant."""
+_GRADE = re.compile(r"-?\d+")
 _QRELS = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 
@@ -37,7 +41,7 @@ def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
 
 
 def titled(title: str | None, text: str) -> str:
-    """A document with its title in front, as the study reads NQ."""
+    """A document with its title in front, where it has one."""
     return text if not title else f"{title}. {text}" if text else title
 
 
@@ -73,24 +77,47 @@ class _Folder:
             ]
         evaluated = [judged[name] for name in ("validation", "test") if name in judged]
         labelled = {document for queries in evaluated for documents in queries.values() for document in documents}
-        kept = [key for key in self._documents if self.whole_corpus or key in labelled]
-        return retrieval(judged[split], self._queries, {key: self._documents[key] for key in kept})
+        kept = {key: text for key, text in self._documents.items() if self.whole_corpus or key in labelled}
+        return retrieval(judged[split], self._queries, kept)
 
     @functools.cached_property
     def _documents(self) -> dict[str, str]:
-        return {
+        """Those that are judged in any split, of the corpus, which is often much larger; or all."""
+        wanted = {document for grades in self._all.values() for found in grades.values() for document in found}
+        documents = {
             key: titled(row.get("title") and rows.text_of(row, "title", place), rows.text_of(row, "text", place))
-            for key, (place, row) in _by_id(self.corpus).items()
+            for key, place, row in _by_id(self.corpus, None if self.whole_corpus else wanted)
         }
+        self._check_there(wanted, documents, 1, f"not in {self.corpus.name}, expected the _id of a document")
+        return documents
 
     @functools.cached_property
     def _queries(self) -> dict[str, str]:
-        return {key: rows.text_of(row, "text", place) for key, (place, row) in _by_id(self.queries).items()}
+        wanted = {query for grades in self._all.values() for query in grades}
+        queries = {key: rows.text_of(row, "text", place) for key, place, row in _by_id(self.queries, wanted)}
+        self._check_there(wanted, queries, 0, f"not in {self.queries.name}, expected the _id of a query")
+        return queries
+
+    def _check_there(self, wanted: set[str], found: Mapping[str, str], column: int, message: str) -> None:
+        """InputError, with the line, for what is judged and not there."""
+        if missing := wanted - found.keys():
+            place, name = next(
+                (place, cells[column])
+                for path in self.qrels.values()
+                for place, cells in _cells(path)
+                if cells[column] in missing
+            )
+            raise InputError(f"{place}: {('query', 'document')[column]} {name!r}: {message}")
+
+    @functools.cached_property
+    def _all(self) -> dict[SplitName, Judgements]:
+        """The judgements of each file."""
+        return {split: _read(path) for split, path in self.qrels.items()}
 
     @functools.cached_property
     def _judged(self) -> dict[str, Judgements]:
         """The judgements of each split; where none are for validation, part of the others by the study's rules."""
-        judged = {split: self._read(path) for split, path in self.qrels.items()}
+        judged = dict(self._all)
         if "test" not in judged and "validation" in judged:
             say_once(f"{self.name}: no test judgements: those of {self.qrels['validation'].name} are the test split")
             judged["test"] = judged.pop("validation")
@@ -99,33 +126,39 @@ class _Folder:
         if "train" in judged:
             say_once(f"{self.name}: no validation judgements: 5 % of the training queries validate (seed 42)")
             queries = list(judged["train"])
+            if len(queries) < 2:
+                raise InputError(f"{self.qrels['train']}: {too_few(len(queries), 'queries', 'qrels/dev.tsv')}")
             chosen, source = {queries[at] for at in validation_share(len(queries))[1]}, "train"
         else:
             say_once(f"{self.name}: no validation judgements: half of the test queries validate (seed 42)")
+            if len(judged["test"]) < 2:
+                raise InputError(f"{self.qrels['test']}: {too_few(len(judged['test']), 'queries', 'qrels/dev.tsv')}")
             chosen, source = validation_half(list(judged["test"])), "test"
         everything = judged[source]
         judged["validation"] = {query: found for query, found in everything.items() if query in chosen}
         judged[source] = {query: found for query, found in everything.items() if query not in chosen}
         return judged
 
-    def _read(self, path: Path) -> Judgements:
-        judged: Judgements = {}
-        for number, line in formats.lines(path):
-            cells = line.split("\t")
-            if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
-                continue
-            place = f"{path}:{number}"
-            if len(cells) != 3 or not cells[2].strip().lstrip("-").isdecimal():
-                raise InputError(f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)")
-            query, document, grade = cells[0], cells[1], int(cells[2])
-            if query not in self._queries:
-                raise InputError(f"{place}: query {query!r}: not in {self.queries.name}, expected the _id of a query")
-            if document not in self._documents:
-                raise InputError(f"{place}: document {document!r}: not in {self.corpus.name}, expected the _id of a document")
-            if document in judged.setdefault(query, {}):
-                raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
-            judged[query][document] = grade
-        return judged
+
+def _read(path: Path) -> Judgements:
+    judged: Judgements = {}
+    for place, (query, document, grade) in _cells(path):
+        if document in judged.setdefault(query, {}):
+            raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
+        judged[query][document] = int(grade)
+    return judged
+
+
+def _cells(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The place, and query, document and grade of each line."""
+    for number, line in formats.lines(path):
+        cells = line.split("\t")
+        if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
+            continue
+        place = f"{path}:{number}"
+        if len(cells) != 3 or not _GRADE.fullmatch(cells[2].strip()):
+            raise InputError(f"{place}: found {line[:40]!r}, expected query-id, corpus-id, score (tabs between)")
+        yield place, cells
 
 
 def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping[str, str]) -> Retrieval:
@@ -140,14 +173,17 @@ def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping
     )
 
 
-def _by_id(path: Path) -> dict[str, formats.Row]:
-    found: dict[str, formats.Row] = {}
+def _by_id(path: Path, wanted: set[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(_id, place, row) of the wanted rows of a file, or of all. Raises InputError for one of them that is there twice."""
+    seen: dict[str, str] = {}
     for place, row in formats.objects(path):
         key = f"{rows.value_of(row, '_id', place)}"
-        if key in found:
-            raise InputError(f"{place}: _id {key!r}: found at {found[key][0]} too, expected ids that differ")
-        found[key] = place, row
-    return found
+        if wanted is not None and key not in wanted:
+            continue
+        if key in seen:
+            raise InputError(f"{place}: _id {key!r}: found at {seen[key]} too, expected ids that differ")
+        seen[key] = place
+        yield key, place, row
 
 
 def _data_file(folder: Path, name: str) -> Path | None:

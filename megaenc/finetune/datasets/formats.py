@@ -76,7 +76,7 @@ def objects(path: Path) -> Iterator[Row]:
         place = f"{path}:{number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{place}: not JSON: {error}; expected one object a line") from None
         if not isinstance(row, dict):
             raise InputError(f"{place}: found a {type(row).__name__}, expected a JSON object")
@@ -87,7 +87,7 @@ def _is_row(line: str) -> bool:
     """Whether a line is an object by itself that is not SQuAD's."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(row, dict) and "data" not in row
 
@@ -151,7 +151,7 @@ def _squad(path: Path) -> Iterator[Row]:
         content = stream.read()
     try:
         read = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
     if not isinstance(read, dict) or not isinstance(read.get("data"), list):
         raise InputError(f"{path}: no list `data`, expected SQuAD's layout: data, paragraphs, qas")

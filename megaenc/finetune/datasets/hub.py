@@ -9,16 +9,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from megaenc.data.readers import listed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import rows
-from megaenc.finetune.datasets.base import DOCUMENT, QUERY, Dataset, digest, say_once, validation_half, validation_share
-from megaenc.finetune.datasets.beir import Judgements, retrieval, titled
+from megaenc.finetune.datasets.base import (
+    DOCUMENT,
+    QUERY,
+    Dataset,
+    Unreachable,
+    digest,
+    say_once,
+    validation_half,
+    validation_share,
+)
+from megaenc.finetune.datasets.beir import Judgements, retrieval
 from megaenc.finetune.examples import Examples, Family, LabelledText, Pair, SplitName
 
 TRAINING_PAIRS = "msmarco_pairs"
 _PARQUET = "refs/convert/parquet"
 _SHARE = "test is the Hub's validation split; validation is 5 % of train, datasets' train_test_split with seed 42"
+_ROWS_AT_ONCE = 100_000
 _OWN = "the Hub's own splits"
 
 
@@ -86,9 +98,8 @@ def load(name: str, revision: str = "") -> Dataset:
     if known.family is not Family.IR or name == TRAINING_PAIRS:
         reader = functools.partial(_pairs if name == TRAINING_PAIRS else _split, name, revision)
         return Dataset(name, known.family, known.labels, name, fingerprint, fingerprint, reader)
-    return Dataset(
-        name, Family.IR, (), TRAINING_PAIRS, fingerprint, load(TRAINING_PAIRS).fingerprint, functools.partial(_searched, name)
-    )
+    trained = load(TRAINING_PAIRS).fingerprint
+    return Dataset(name, Family.IR, (), TRAINING_PAIRS, fingerprint, trained, _Searched(name).split)
 
 
 def _split(name: str, revision: str, split: SplitName) -> Examples:
@@ -140,18 +151,29 @@ def _pairs(name: str, revision: str, split: SplitName) -> Examples:
     return pairs
 
 
-def _searched(name: str, split: SplitName) -> Examples:
-    """Queries of a split against the labelled documents of both splits."""
-    if split == "train":
-        return load(TRAINING_PAIRS).split("train")
-    judged, queries = _mldr(name) if name == "mldr_en" else _beir(name)
-    wanted = {document for grades in judged.values() for found in grades.values() for document in found}
-    key = "docid" if name == "mldr_en" else "_id"
-    title = "title" if name == "nq" else None
-    corpus = _texts(name, "corpus", key, wanted, title)
-    if missing := sorted(wanted - corpus.keys()):
-        raise InputError(f"{name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
-    return retrieval(judged[split], queries, corpus)
+class _Searched:
+    """Queries of either split against the labelled documents of both; what is read is read once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def split(self, split: SplitName) -> Examples:
+        if split == "train":
+            return load(TRAINING_PAIRS).split("train")
+        judged, queries, corpus = self._read
+        return retrieval(judged[split], queries, corpus)
+
+    @functools.cached_property
+    def _read(self) -> tuple[dict[SplitName, Judgements], dict[str, str], dict[str, str]]:
+        name = self.name
+        judged, queries = _mldr(name) if name == "mldr_en" else _beir(name)
+        wanted = {document for grades in judged.values() for found in grades.values() for document in found}
+        key = "docid" if name == "mldr_en" else "_id"
+        title = "title" if name == "nq" else None
+        corpus = _texts(name, "corpus", key, wanted, title)
+        if missing := sorted(wanted - corpus.keys()):
+            raise InputError(f"{name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
+        return judged, queries, corpus
 
 
 def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
@@ -191,11 +213,22 @@ def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
 
 
 def _texts(name: str, part: str, key: str, wanted: set[str], title: str | None) -> dict[str, str]:
-    """The texts of the wanted rows alone: MS MARCO has 8.8 million passages, of which some thousands are judged."""
+    """The texts of the wanted rows alone, of MS MARCO some thousands of 8.8 million.
+
+    A `title` stands before them with a full stop, as in the study also where it is empty.
+    """
+    import pyarrow
+    import pyarrow.compute
+
     data = _load(name, HUB_SETS[name].repository, part, part, "")
     _check_columns(name, data, (key, "text", *([title] if title else [])))
-    data = data.select([number for number, found in enumerate(data[key][:]) if str(found) in wanted])
-    return {str(row[key]): titled(row[title], row["text"]) if title else row["text"] for row in data.to_list()}
+    names, numbers, start = pyarrow.array(wanted, pyarrow.string()), [], 0
+    for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
+        found = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
+        numbers += (start + np.flatnonzero(found.to_numpy())).tolist()
+        start += len(batch)
+    rows_found = data.select(numbers).to_list()
+    return {str(row[key]): f"{row[title] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
 
 
 def _tag_names(data: Any, column: str) -> list[str] | None:
@@ -211,7 +244,10 @@ def _check_columns(name: str, data: Any, columns) -> None:
 
 
 def _load(name: str, repository: str, config: str | None, split: str, revision: str) -> Any:
-    """One split of one repository, from the Hub or the cache of `datasets`."""
+    """One split of one repository, from the Hub or the cache of `datasets`.
+
+    Raises Unreachable where trying again later may help, InputError where it will not.
+    """
     import datasets
 
     which = ", ".join(part for part in (config, split, revision) if part)
@@ -226,9 +262,24 @@ def _load(name: str, repository: str, config: str | None, split: str, revision: 
             return asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
     except Exception as error:  # no network, no such revision, a damaged cache: as many types as reasons
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+        kind = Unreachable if _may_pass(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
-            reason = "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
-        raise InputError(
+            kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
+        raise kind(
             f"{name}: {repository} ({which}) of the Hugging Face Hub cannot be read: {reason}; "
             f"expected a network once, or local files: {name}=FOLDER"
         ) from None
+
+
+# Of Python, `requests`, `httpx` and `huggingface_hub`; which of them a version of `datasets` goes through differs.
+_NETWORK = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "LocalEntryNotFoundError"}
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether the network or the Hub's servers failed, as far as the error and those behind it tell."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", 0)
+        if status in (408, 429) or status >= 500 or _NETWORK.intersection(kind.__name__ for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

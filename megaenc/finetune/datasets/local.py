@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import string
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, validation_share
+from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -34,7 +35,14 @@ class DataFlags:
 
     def check(self) -> None:
         """InputError for a template that no pair can be put into."""
-        fields = set(re.findall(r"\{([^{}]*)\}", self.pair_template))
+        try:
+            fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
+            if fields == {"text", "text_pair"}:
+                self.pair_template.format(text="", text_pair="")
+        except (ValueError, LookupError) as error:
+            raise InputError(
+                f"--pair-template {self.pair_template!r}: {error}; expected {{text}} and {{text_pair}}, other braces twice"
+            ) from None
         if fields != {"text", "text_pair"}:
             raise InputError(
                 f"--pair-template {self.pair_template!r}: found {', '.join(sorted(fields)) or 'no field'}, "
@@ -73,7 +81,7 @@ class _Files:
         # Fails for a set of another kind before anything is read.
         if self.family is Family.SC and isinstance(row.get("label"), float):
             rows.collected([(row["label"], place)], tags=False)
-        self.template = pair_template if self.family is Family.SC and "text_pair" in row else ""
+        self.template = pair_template if self.family is Family.SC else ""
         self.labels = self._labels()
 
     def split(self, name: str, split: SplitName) -> Examples:
@@ -90,6 +98,8 @@ class _Files:
         if split == "test":
             return self._read(files[other])
         examples = self._read(files["train"])
+        if len(examples) < 2:
+            raise InputError(f"{files['train']}: {too_few(len(examples), 'examples', f'{missing}.*')}")
         train, validation = validation_share(len(examples))
         return [examples[at] for at in (train if split == "train" else validation)]
 
@@ -127,6 +137,13 @@ class _Files:
             names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
             if not names or len(set(listed)) != len(listed):
                 raise InputError(f"{self.path / 'meta.json'}: key `{key}`: expected a list of names that differ")
+            if self.family is Family.TC:
+                for name in listed:
+                    rows.checked_tag(name, f"{self.path / 'meta.json'}: key `{key}`", counted=False)
+                if "O" not in listed:
+                    raise InputError(
+                        f"{self.path / 'meta.json'}: key `{key}`: found no O, expected the tags of IOB2, O among them"
+                    )
             return rows.LabelSet(tuple(listed), counted=True)
         path = self.files.get("train") or next(iter(self.files.values()))
         if self.family is Family.SC:
@@ -135,7 +152,7 @@ class _Files:
         tags = (
             (rows.checked_tag(tag, f"{place}: tag {at}", counted=False), place)
             for _, (place, row) in self._rows(path)
-            for at, tag in enumerate(rows.value_of(row, "tags", place), 1)
+            for at, tag in enumerate(rows.list_of(row, "tags", place), 1)
         )
         return rows.collected(tags, tags=True)
 

@@ -64,10 +64,7 @@ def labelled(row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pa
 
 def tagged(row: Mapping[str, Any], place: str, name: str, labels: LabelSet) -> TaggedWords:
     """The row's `tokens` and `tags`."""
-    words, tags = (value_of(row, key, place) for key in ("tokens", "tags"))
-    for key, values in (("tokens", words), ("tags", tags)):
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            raise InputError(f"{place}: key `{key}`: found {_short(values)}, expected a list")
+    words, tags = (list_of(row, key, place) for key in ("tokens", "tags"))
     if len(words) != len(tags):
         raise InputError(f"{place}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other")
     for at, word in enumerate(words):
@@ -142,6 +139,14 @@ def value_of(row: Mapping[str, Any], key: str, place: str) -> Any:
     if row[key] is None:
         raise InputError(f"{place}: key `{key}`: found null, expected a value")
     return row[key]
+
+
+def list_of(row: Mapping[str, Any], key: str, place: str) -> Sequence[Any]:
+    """The list under `key`."""
+    values = value_of(row, key, place)
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise InputError(f"{place}: key `{key}`: found {_short(values)}, expected a list")
+    return values
 
 
 def id_of(row: Mapping[str, Any], place: str, name: str) -> str:

@@ -2,11 +2,11 @@
 
 from megaenc.finetune.examples import Family
 from megaenc.finetune.tasks.answering import Answering
-from megaenc.finetune.tasks.base import Model, Scores, Task
+from megaenc.finetune.tasks.base import Model, NotFinite, Scores, Task
 from megaenc.finetune.tasks.classification import Classification
 from megaenc.finetune.tasks.retrieval import Retrieval
 from megaenc.finetune.tasks.tagging import Tagging
 
 TASKS: dict[Family, type[Task]] = {task.family: task for task in (Classification, Tagging, Answering, Retrieval)}
 
-__all__ = ["TASKS", "Model", "Scores", "Task"]
+__all__ = ["TASKS", "Model", "NotFinite", "Scores", "Task"]

@@ -12,7 +12,7 @@ from megaenc.data.encoding import well_formed
 from megaenc.finetune.encoded import Encoded, TextEncoder, flat
 from megaenc.finetune.examples import Answer, Family, Question
 from megaenc.finetune.metrics.answering import best_span, exact_match, position_f1, token_f1
-from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, linear_head
+from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, finite, linear_head
 
 
 class Answering(Task):
@@ -87,7 +87,7 @@ class Answering(Task):
         overlap, answers = np.zeros(len(data)), [""] * len(data)
         with evaluating(model):
             for rows, _, states in self.predictions(model, data):
-                outside, inside = model.logits(states).unbind(1)
+                outside, inside = finite(model.logits(states)).unbind(1)
                 log_odds = (inside - outside).cpu().numpy()
                 for row, found in zip(rows, np.split(log_odds, np.cumsum(data.lengths[rows])[:-1]), strict=True):
                     overlap[row] = position_f1(positions[row], np.flatnonzero(found > 0).tolist())

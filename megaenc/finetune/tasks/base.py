@@ -38,6 +38,10 @@ class Scores:
     """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
 
 
+class NotFinite(ArithmeticError):
+    """What a model predicts is no number: its last update was one too many. The message says what was found."""
+
+
 class Model(nn.Module):
     """A backbone and the task's head on its states."""
 
@@ -134,6 +138,13 @@ def mean_states(states: Tensor, packed: Packed) -> Tensor:
     """float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
+
+
+def finite(predicted: Tensor) -> Tensor:
+    """`predicted` itself. Raises NotFinite where a number in it is nan or inf."""
+    if not bool(torch.isfinite(predicted).all()):
+        raise NotFinite("what the model predicts is nan or inf")
+    return predicted
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from megaenc.finetune.tasks.base import (
     backward_in_parts,
     column,
     evaluating,
+    finite,
     linear_head,
     mean_states,
 )
@@ -51,7 +52,7 @@ class Classification(Task):
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
         with evaluating(model):
             for rows, packed, states in self.predictions(model, data):
-                predicted[rows] = model.logits(mean_states(states, packed)).argmax(1).cpu().numpy()
+                predicted[rows] = finite(model.logits(mean_states(states, packed))).argmax(1).cpu().numpy()
         right = accuracy(gold, predicted)
         constant = float(accuracy(gold, np.full_like(gold, majority_class(gold))).mean())
         collapsed = None

@@ -22,7 +22,7 @@ from megaenc.finetune.metrics.retrieval import (
     retrieved_ndcg,
 )
 from megaenc.finetune.packing import pack
-from megaenc.finetune.tasks.base import Model, Scores, Task, column, evaluating, mean_states
+from megaenc.finetune.tasks.base import Model, Scores, Task, column, evaluating, finite, mean_states
 
 _DEPTH = 100
 _COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
@@ -133,7 +133,7 @@ class Retrieval(Task):
         for part in parts:
             embedded.append(self._embed(model, data.texts(rows[part])))
             self.progress(done := done + len(part), before + len(rows) + after)
-        return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
+        return finite(torch.cat(embedded))[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
     def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
         """In `order`. The documents are those of both splits: their embeddings are kept until the next `backward`."""

@@ -14,7 +14,7 @@ from megaenc.data.encoding import well_formed
 from megaenc.finetune.encoded import Encoded, TextEncoder, flat
 from megaenc.finetune.examples import Family, TaggedWords
 from megaenc.finetune.metrics.tagging import majority_vote, span_counts, span_f1, tag_f1
-from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, linear_head
+from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, finite, linear_head
 
 _NO_TAG = -100
 
@@ -63,7 +63,7 @@ class Tagging(Task):
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         with evaluating(model):
             for rows, _, states in self.predictions(model, data):
-                tags = model.logits(states).argmax(1).cpu().numpy()
+                tags = finite(model.logits(states)).argmax(1).cpu().numpy()
                 for row, found in zip(rows, np.split(tags, np.cumsum(data.lengths[rows])[:-1]), strict=True):
                     words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
                     known = words >= 0

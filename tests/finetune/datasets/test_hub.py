@@ -1,15 +1,21 @@
 """No network: `datasets.load_dataset` gives small data sets of the columns that the Hub's have."""
 
+import importlib
+
 import datasets
 import pytest
 from datasets import ClassLabel, Features, Sequence, Value
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
+from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.registry import DATASETS, find
 from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords
 
 ROWS = 40
+httpx = importlib.import_module(HfHubHTTPError.__mro__[1].__module__)  # whichever of its versions the Hub's client uses
 
 
 @pytest.fixture
@@ -130,7 +136,7 @@ def beir(name, judged):
 
 def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     judged = {"validation": [("test1", "d1", 1), ("test1", "d2", 0)], "test": [("test2", "d3", 2), ("test2", "d4", 1)]}
-    on_hub(beir("msmarco", judged))
+    calls = on_hub(beir("msmarco", judged))
     found = find("msmarco")
     assert (found.family, found.train_on, found.labels) == (Family.IR, "msmarco_pairs", ())
     test = found.split("test")
@@ -138,6 +144,15 @@ def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
     assert found.split("validation").relevant == {"test1": {"d1": 1}}
     assert found.split("validation").documents == test.documents
+    assert len(calls) == 4  # the judgements of both splits, queries, documents: once for both splits
+
+
+def test_ids_may_be_numbers_and_some_way_down(on_hub, monkeypatch):
+    monkeypatch.setattr(hub, "_ROWS_AT_ONCE", 7)
+    content = beir("msmarco", {split: [("test1", "33", 1)] for split in ("validation", "test")})
+    content["BeIR/msmarco", "corpus", "corpus"] = table({"_id": lambda row: row, "text": lambda row: f"text {row}"})
+    on_hub(content)
+    assert find("msmarco").split("test").documents == {"33": "Document: text 33"}
 
 
 def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
@@ -148,6 +163,10 @@ def test_half_of_natural_questions_validates_and_documents_have_titles(on_hub):
     assert not validation.queries.keys() & test.queries.keys()
     assert found.split("test") == test  # drawn with a seed
     assert test.documents["d7"] == "Document: T7. text 7" and len(test.documents) == 25
+    untitled = beir("nq", {"test": [(f"test{row}", f"d{row}", 1) for row in range(25)]})
+    untitled["BeIR/nq", "corpus", "corpus"] = table({"_id": lambda row: f"d{row}", "title": lambda row: "", "text": str})
+    on_hub(untitled)
+    assert find("nq").split("test").documents["d7"] == "Document: . 7"  # as the study has it
 
 
 @pytest.mark.parametrize("layout", ["list", "columns"])
@@ -207,13 +226,47 @@ def test_data_sets_that_are_programs_are_read_as_the_hub_converted_them(on_hub):
 
 def test_what_the_hub_does_not_give_is_one_line(on_hub, monkeypatch):
     missing = table({"text": str, "label": lambda row: 0})
-    on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ConnectionError("no\nroute")})
+    on_hub({("nyu-mll/glue", "sst2", "train"): missing, ("nyu-mll/glue", "sst2", "validation"): ValueError("no\nsuch split")})
     with pytest.raises(InputError, match="sst2: no column `sentence` on the Hub; found `text`, `label`"):
         find("sst2").split("train")
     with pytest.raises(InputError, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: no; .* sst2=FOLDER"):
         find("sst2").split("test")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"):
+        find("sst2").split("test")
+
+
+def answered(status):
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+    return HfHubHTTPError(f"answer {status}", response=response)
+
+
+def behind(error):
+    """The error of reading a file that `datasets` puts in front of what happened."""
+    outer = DatasetGenerationError("An error occurred while generating the dataset")
+    outer.__cause__ = error
+    return outer
+
+
+@pytest.mark.parametrize("error", [
+    ConnectionError("Couldn't reach it"), httpx.ReadTimeout("slow"), answered(503), answered(429), behind(answered(502)),
+    LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder"),
+])  # fmt: skip
+def test_what_may_be_there_later_is_no_wrong_input(on_hub, monkeypatch, error):
+    on_hub({("nyu-mll/glue", "sst2", "validation"): error})
+    with pytest.raises(
+        Unreachable, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: .*; expected a network once"
+    ):
+        find("sst2").split("test")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(InputError, match="forbids the network"):
+        find("sst2").split("test")
+
+
+@pytest.mark.parametrize("error", [answered(404), DatasetNotFoundError("no such"), behind(ValueError("damaged"))])
+def test_what_will_not_be_there_later_is_wrong_input(on_hub, error):
+    on_hub({("nyu-mll/glue", "sst2", "validation"): error})
+    with pytest.raises(InputError, match="cannot be read"):
         find("sst2").split("test")
 
 

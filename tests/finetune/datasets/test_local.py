@@ -62,6 +62,21 @@ def test_pairs_become_one_text_by_a_template_and_the_studys_where_the_name_is_th
     assert find(folder).fingerprint != find(folder, pair_template="{text_pair} | {text}").fingerprint
     with pytest.raises(InputError, match=r"--pair-template '\{text\}': found text, expected \{text\} and \{text_pair\}"):
         find(folder, pair_template="{text}")
+    for bad in ("{text} {text_pair} {", "{text:>5d} {text_pair}", "{text.x} {text_pair}"):
+        with pytest.raises(InputError, match=r"--pair-template .*: .*expected \{text\} and \{text_pair\}"):
+            find(folder, pair_template=bad)
+    assert find(folder, pair_template="{{{text}}} {text_pair}").split("train")[0].text == "{It rains {now}.} It is wet."
+
+
+def test_pairs_are_read_wherever_they_are(tmp_path):
+    alone, pair = {"text": "It rains.", "label": "no"}, {"text": "It rains.", "text_pair": "It is wet.", "label": "yes"}
+    joined, wet = "Text 1: It rains.\nText 2: It is wet.", "Premise: It rains.\nHypothesis: It is wet."
+    mixed = write(tmp_path / "mixed", **three([alone, pair, alone | {"text_pair": None}]))
+    assert [example.text for example in find(mixed).split("train")] == ["It rains.", joined, "It rains."]
+    assert [example.text for example in find(f"mnli_m={mixed}").split("train")] == ["It rains.", wet, "It rains."]
+    late = write(tmp_path / "late", **three([alone, pair]) | {"train__jsonl": [alone, alone | {"label": "yes"}]})
+    assert [example.text for split in ("train", "test") for example in find(late).split(split)] == ["It rains."] * 2 + [joined]
+    assert find(late).fingerprint != find(late, pair_template="{text} {text_pair}").fingerprint
 
 
 def test_tables_with_a_header_take_quotes_for_text(tmp_path):
@@ -193,6 +208,31 @@ def test_retrieval_is_validated_on_part_of_train_or_else_of_test(tmp_path):
     assert [len(half) for half in halves] == [20, 20] and not halves[0] & halves[1]
     with pytest.raises(InputError, match=r"no train split, expected train\.tsv; --train-on names another"):
         found.split("train")
+
+
+def test_texts_that_nothing_judges_are_not_looked_at(tmp_path):
+    good = find(beir(tmp_path / "good"))
+    odd = [{"_id": "d9", "text": 5}] + [
+        {"_id": f"d{n}", "title": "T" if n == 1 else "", "text": "" if n == 4 else f"text {n}"} for n in range(6)
+    ]
+    found = find(beir(tmp_path / "odd", corpus__jsonl__gz=odd))
+    assert all(found.split(split) == good.split(split) for split in ("train", "validation", "test"))
+    with pytest.raises(InputError, match=r"corpus.jsonl.gz:1: key `text`: found 5"):
+        find(str(tmp_path / "odd"), whole_corpus=True).split("test")
+
+
+def test_a_split_of_one_is_too_small_to_share(tmp_path):
+    one = "q1\td1\t1\n"
+    lacking = {"qrels-slash-dev__tsv": "", "qrels-slash-train__tsv": one}
+    with pytest.raises(InputError, match=r"train.tsv: found 1, too few queries .* expected 2 at least or .* qrels/dev.tsv"):
+        find(beir(tmp_path / "a", **lacking)).split("train")
+    with pytest.raises(InputError, match=r"test.tsv: found 1, too few queries"):
+        find(beir(tmp_path / "b", **lacking | {"qrels-slash-train__tsv": ""})).split("test")
+    folder = write(tmp_path / "c", train__jsonl=[GOOD], test__jsonl=[GOOD])
+    with pytest.raises(
+        InputError, match=r"train.jsonl: found 1, too few examples .* expected 2 at least or a file validation.\*"
+    ):
+        find(folder).split("train")
 
 
 def test_models_can_be_trained_on_other_pairs(tmp_path):
@@ -343,6 +383,8 @@ def test_bad_questions(tmp_path, content, message):
     ("qrels-slash-dev__tsv", "q2\td1\t1\nq2\td1\t2", r"dev.tsv:2: query 'q2' and document 'd1': judged twice"),
     ("qrels-slash-dev__tsv", "q2\t0\td1\t1", r"dev.tsv:1: found 'q2.*, expected query-id, corpus-id, score"),
     ("qrels-slash-dev__tsv", "q2\td1\thigh", r"dev.tsv:1: found"),
+    ("qrels-slash-dev__tsv", "q2\td1\t--1", r"dev.tsv:1: found"),
+    ("corpus__jsonl__gz", [{"_id": f"d{n}", "text": ""} for n in (0, 1, 2, 4, 4)], r"gz:5: _id 'd4': found at .*gz:4 too"),
     ("qrels-slash-dev__tsv", "q2\td1\t0", r"the validation split is empty"),
     ("queries__jsonl", [{"_id": "q2", "text": "a"}, {"_id": "q2", "text": "b"}], r"queries.jsonl:2: _id 'q2': found at .*:1 too"),
     ("queries__jsonl", [{"id": "q2", "text": "a"}], r"queries.jsonl:1: no key `_id`; found `id`, `text`"),
@@ -365,6 +407,10 @@ def test_folders_that_hold_no_data_set(tmp_path):
         ("blank", {"train__jsonl": ""}, r"train.jsonl: holds no example"),
         ("meta", three(SENTIMENT) | {"meta__json": {"labels": ["x", "x"]}}, r"meta.json: key `labels`: expected a list of names"),
         ("broken", three(SENTIMENT) | {"meta__json": "{"}, r"meta.json: cannot be read as JSON"),
+        ("words", three(TAGGED) | {"meta__json": {"tags": ["O", "NOUN"]}}, r"meta.json: key `tags`: found 'NOUN', expected IOB2"),
+        ("inside", three(TAGGED) | {"meta__json": {"labels": ["B-PER", "I-PER"]}}, r"meta.json: key `tags`: found no O"),
+        ("count", {"train__jsonl": [{"tokens": ["a"], "tags": 5}]}, r"train.jsonl:1: key `tags`: found 5, expected a list"),
+        ("deep", {"train__json": "[" * 100_000}, r"train.json:?1?: not JSON: .*"),
         ("alone", {"train__jsonl": SENTIMENT}, r"alone: no test split, expected a file test\.\*"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -139,3 +139,18 @@ def dataset() -> Callable:
         return SimpleNamespace(labels=tuple(labels), split=splits.__getitem__)
 
     return make
+
+
+@pytest.fixture
+def refuses_nan() -> Callable:
+    """Evaluating with weights of which one became NaN in the last update is no score, but NotFinite."""
+    from megaenc.finetune.tasks import NotFinite
+
+    def check(task, model, data, examples):
+        task.evaluate(model, data, examples)
+        with torch.no_grad():
+            list(model.parameters())[-1].view(-1)[0] = torch.nan
+        with pytest.raises(NotFinite, match="what the model predicts is nan or inf"):
+            task.evaluate(model, data, examples)
+
+    return check

@@ -161,3 +161,7 @@ def test_half_surrogates_shift_no_answer(task, encoder, oracle):
     examples = [question(0, "What?", "Lyon", context=context)]
     data = task.encode(examples, encoder)
     assert task.evaluate(oracle(task, told(data)), data, examples).metrics == {"exact_match": 1.0, "f1": 1.0}
+
+
+def test_predictions_that_are_no_number_are_no_score(task, encoder, make_model, refuses_nan):
+    refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

@@ -92,3 +92,8 @@ def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_mode
     losses = [task.backward(model, data, np.array([row])) for row in range(5)]
     assert np.mean(losses) == pytest.approx(expected, rel=0.02)
     assert any(float(torch.tensor(loss, dtype=torch.bfloat16)) != loss for loss in losses)
+
+
+def test_predictions_that_are_no_number_are_no_score(dataset, encoder, make_model, refuses_nan):
+    task = Classification.of(dataset("abc"), Protocol())
+    refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

@@ -180,3 +180,7 @@ def test_documents_that_are_all_alike_are_a_collapse(task, encoder, oracle):
     # d, c, b, a, as trec_eval orders equals; the study's score gives equals equal shares.
     assert scores.metrics_i["mrr@10"] == [1 / 4, 1 / 2, 1]
     assert scores.scores_i[0] == pytest.approx((1 + 1 / np.log2(3) + 0.5 + 1 / np.log2(5)) / 4)
+
+
+def test_predictions_that_are_no_number_are_no_score(task, encoder, make_model, refuses_nan):
+    refuses_nan(task, make_model(task), task.encode(SPLIT, encoder), SPLIT)

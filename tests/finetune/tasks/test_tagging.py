@@ -167,3 +167,8 @@ def test_other_tokenizers(task, kind):
                 assert pieces.replace("##", "") == example.words[word].lower()
             if kind.startswith("byte-level") and example.words[word].isascii():
                 assert pieces.replace("\u0120", "") == example.words[word]
+
+
+def test_predictions_that_are_no_number_are_no_score(dataset, encoder, make_model, refuses_nan):
+    task = Tagging.of(dataset(TAGS, train=EXAMPLES), Protocol())
+    refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)
