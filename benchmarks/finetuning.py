@@ -4,7 +4,7 @@
 
 The Trainer reads 4 texts at once, padded to the longest, and adds up 8 such gradients; one run at a time has all threads. The
 grid does the same runs in its own way. Each side has every process, import and evaluation counted that its runs need, and the
-order of the two alternates. Text classification; model and data are local folders.
+order of the two alternates. Text classification; model and data are local folders. The Trainer needs `pip install accelerate`.
 """
 
 import json

@@ -1,18 +1,15 @@
 """A Hugging Face model without its head, which reads packed texts in one direction, proved by what a changed token moves."""
 
 import inspect
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from megaenc.console import say
-from megaenc.errors import InputError
 from megaenc.finetune.attention import Reading, reading
-from megaenc.finetune.model_folder import check_model_folder
 from megaenc.finetune.packing import Packed
-from megaenc.finetune.probe import Attention, Probe, first_line
+
+Attention = Literal["bidirectional", "causal"]
 
 
 class Backbone(nn.Module):
@@ -98,109 +95,3 @@ def _first_position(model: nn.Module) -> int:
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
             return module.padding_idx + 1
     return 0
-
-
-def load_backbone(folder: str, attention: Attention, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """The model of a Hugging Face folder or of a name on the Hub, reading under `attention`; code that it holds is never run.
-
-    Before it is returned, changed tokens have shown what it reads (each state is moved by all tokens of its text and by no other,
-    or by no later one), and packed states have been equal to the model's own padded ones. InputError for what cannot be
-    loaded or read so.
-
-    Parameters are cast to `dtype`. One that was more exact keeps what it was as its attribute `unrounded`, which the optimizer's
-    master weights start from.
-    """
-    backbone = Backbone(_load(folder).to(device), attention)
-    with torch.no_grad():
-        _settle(backbone, folder)
-        probe = Probe(backbone)
-        exactly = probe.read()
-        for parameter in backbone.parameters():
-            exact, parameter.data = parameter.data, parameter.data.to(dtype)
-            if not torch.equal(parameter.float(), exact):
-                parameter.unrounded = exact
-        if dtype != torch.float32:
-            _settle_16_bit(backbone, folder, probe, exactly, dtype)
-    return backbone
-
-
-def _load(folder: str) -> Any:
-    """transformers' model without a head, in float32 and eval mode. InputError where there is none."""
-    from safetensors import SafetensorError
-    from transformers import AutoModel
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    config = _config(folder)
-    kind = MODEL_MAPPING.get(type(config), None)
-    if not isinstance(kind, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
-        raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
-    # What pools a text's states is not read, and few folders hold its weights.
-    pooled = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
-    try:
-        model, report = AutoModel.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **pooled
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"--model {folder}: {first_line(error)}; expected the weights of a {config.model_type} model") from None
-    missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
-    if missing:
-        some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
-        raise InputError(
-            f"--model {folder}: {len(missing)} weights are missing ({some}), expected those of a {config.model_type} model"
-        )
-    # The padding token's row gets no gradient from torch, and some tokenizers (the study's) pad with the token that ends texts.
-    # Nothing is computed for padding here, so each token is like the others.
-    model.get_input_embeddings().padding_idx = None
-    model.config.use_cache = False
-    return model.eval()
-
-
-def _config(folder: str) -> Any:
-    """The folder's config, of a class of transformers'; InputError where it is none, or what else a model needs is missing."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    path = Path(folder)
-    if path.is_dir():
-        check_model_folder(folder)
-    elif path.exists() or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
-        raise InputError(f"--model {folder}: no such folder; expected a Hugging Face folder, or a name on the Hub")
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-        if values.get("model_type") == "sl_model":  # the study's released models: EuroBERT's weights under a name of their own
-            from transformers import EuroBertConfig
-
-            return EuroBertConfig.from_dict(values | {"model_type": "eurobert"})
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
-        raise InputError(f"--model {folder}: {first_line(error)}; expected the config.json of a Hugging Face model") from None
-
-
-def _settle(backbone: Backbone, folder: str) -> None:
-    """Have the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
-    probe = Probe(backbone)
-    own = probe.direction(backbone.read_own_way)
-    why_not = "its own reading is neither bidirectional nor causal" if own is None else probe.try_packed(own)
-    if why_not is None:
-        return
-    backbone.point(backbone.attention)
-    found = probe.direction(backbone.states)
-    if found != backbone.attention or probe.apart(backbone.states, backbone.read_own_way):
-        raise InputError(
-            f"--model {folder}: found {found or 'another'} attention in {backbone.model.config.model_type}, "
-            f"expected that it reads with {backbone.attention} attention (not packed either: {why_not})"
-        )
-    say(f"{folder}: texts are padded to like lengths, not packed: {why_not}")
-
-
-def _settle_16_bit(backbone: Backbone, folder: str, probe: Probe, exactly: Tensor, dtype: torch.dtype) -> None:
-    """Have the model compute in `dtype` what it computed `exactly`; accelerators have a kernel of their own for these numbers."""
-    why_not = probe.wrong_in_16_bit(exactly)
-    if why_not is not None and backbone.packed and backbone.device.type != "cpu":
-        backbone.one_kernel = False
-        without, why_not = why_not, probe.wrong_in_16_bit(exactly)
-        if why_not is None:
-            say(f"{folder}: attention reads the texts of each length by themselves: the kernel for all texts {without}")
-    if why_not is not None:
-        raise InputError(f"--model {folder}: {why_not} in {dtype}; expected --precision fp32")

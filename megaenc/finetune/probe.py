@@ -1,19 +1,15 @@
 """What a model reads, shown by changed tokens, and whether packed states are those of its own padded reading."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megaenc.finetune.attention import NAME
+from megaenc.finetune.backbone import Attention, Backbone
 from megaenc.finetune.packing import Packed, pack
 
-if TYPE_CHECKING:
-    from megaenc.finetune.backbone import Backbone
-
-Attention = Literal["bidirectional", "causal"]
 _CLOSE = 1e-4
 """How far float32 states of two ways to compute the same may be apart, as a share of the largest."""
 _MOVED = 1e-5
@@ -29,7 +25,7 @@ def first_line(error: Exception) -> str:
 class Probe:
     """Short random texts on which ways of reading are tried: each state depends on what it should and on nothing else."""
 
-    def __init__(self, backbone: "Backbone"):
+    def __init__(self, backbone: Backbone):
         self.backbone = backbone
         config = backbone.model.config
         special = {getattr(config, f"{role}_token_id", None) for role in ("pad", "bos", "eos", "sep", "cls", "mask", "unk")}

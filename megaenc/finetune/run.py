@@ -16,11 +16,11 @@ from megaenc.console import say
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.backbone import load_backbone
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
 from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
 from megaenc.finetune.jobs import Job, Progress, Stage
+from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.options import Protocol

@@ -3,15 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from megaenc.console import say
 from megaenc.errors import InputError
+from megaenc.finetune.execution import Local, execute
 from megaenc.finetune.jobs import Job
 from megaenc.finetune.workers import Run
-
-if TYPE_CHECKING:
-    from megaenc.finetune.grid import Local
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,11 @@ class Part:
 
     jobs: tuple[Job, ...]
     run: Run
-    local: "Local"
+    local: Local
 
     def __call__(self) -> int:
         """Do the runs as a grid on this machine; return how many have no result. Those that are finished by now are skipped."""
         from megaenc.console import quiet
-        from megaenc.finetune.grid import execute
 
         quiet()
         return len(execute(self.jobs, self.run, self.local))
@@ -62,7 +59,7 @@ class Part:
         return DelayedSubmission(self)
 
 
-def submit(jobs: Sequence[Job], run: Run, settings: SlurmSettings, local: "Local", output: str) -> list[Any]:
+def submit(jobs: Sequence[Job], run: Run, settings: SlurmSettings, local: Local, output: str) -> list[Any]:
     """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
     if not jobs:
         say("nothing to submit")

@@ -11,7 +11,8 @@ import transformers
 
 from megaenc.errors import InputError
 from megaenc.finetune import attention
-from megaenc.finetune.backbone import Backbone, load_backbone, rectangles
+from megaenc.finetune.backbone import Backbone, rectangles
+from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.packing import pack
 
 _SIZES = {

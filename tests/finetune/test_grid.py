@@ -18,6 +18,7 @@ from fake_runs import calls, find, make_model
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune import grid, results, workers
+from megaenc.finetune.execution import Local, execute
 from megaenc.finetune.grid import GridSettings, run_grid
 from megaenc.finetune.model_folder import KNOWN
 
@@ -202,7 +203,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "toy")
     planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
     (model / "model.safetensors").write_bytes(b"others")
-    failed = grid.execute(planned.todo[:1], fake_runs.run, grid.Local(jobs=1))
+    failed = execute(planned.todo[:1], fake_runs.run, Local(jobs=1))
     assert "has changed since the grid began" in failed[0][1] and not calls(model)
 
 

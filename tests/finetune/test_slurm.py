@@ -11,7 +11,8 @@ from fake_runs import calls, find, make_model
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune import slurm
-from megaenc.finetune.grid import GridSettings, Local, plan, run_grid
+from megaenc.finetune.execution import Local
+from megaenc.finetune.grid import GridSettings, plan, run_grid
 
 FLAGS = ["--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2", "--datasets", "sc1", "ir1", "ir2"]
 

@@ -46,7 +46,7 @@ def folder(tokenizer, tmp_path_factory):
 @pytest.fixture
 def make_model(folder) -> Callable:
     """The model of a task, with a head that is not all but 0."""
-    from megaenc.finetune.backbone import load_backbone
+    from megaenc.finetune.loading import load_backbone
     from megaenc.finetune.tasks import Model
 
     def make(task):

@@ -1,0 +1,95 @@
+"""Runs done on this machine, as many at a time as it takes; what crashes is tried once more."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megaenc.console import say
+from megaenc.finetune.jobs import Job
+from megaenc.finetune.progress import Screen
+from megaenc.finetune.unfinished import is_locked
+from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, log_path, slots, wait_for_news
+
+_TRIES = 2
+_LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
+
+
+@dataclass(frozen=True)
+class Local:
+    """Where and how runs go on this machine."""
+
+    jobs: int = 0
+    """runs at a time; 0: --jobs-per-gpu on each GPU, without one a run on every --threads cores"""
+    jobs_per_gpu: int = 1
+    """runs that share a GPU"""
+    hang_minutes: float = 60.0
+    """a run that makes no progress for so long counts as crashed; 0 waits for ever"""
+    retry_failed: bool = False
+    """try runs again that are written down as failed, as their loss became NaN"""
+
+
+def execute(jobs: Sequence[Job], run: Run, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
+    """Do `jobs`, each in a process of its own, and return those without results, with the reason.
+
+    A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
+    this ends, no process is left and what is finished stays. What runs say is said once, unless it is among `heard`.
+    """
+    if not jobs:
+        return []
+    context = fork_server(run)
+    free = slots(context, local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
+    say(f"{len(free)} at a time; the first begin when torch is loaded")
+    waiting, tries = list(reversed(jobs)), defaultdict(int)
+    running: dict[Job, tuple[Worker, dict[str, str]]] = {}
+    elsewhere: list[Job] = []
+    failed: list[tuple[Job, str]] = []
+    finished, looked, told = 0, time.monotonic(), set(heard)
+    with Screen(len(jobs)) as screen:
+        try:
+            while waiting or running or elsewhere:
+                while waiting and free:
+                    job, place = waiting.pop(), free.pop(0)
+                    running[job] = (Worker(context, run, job, place, again=local.retry_failed), place)
+                wait_for_news([worker for worker, _ in running.values()], 0.5)
+                for job, (worker, place) in list(running.items()):
+                    outcome = worker.poll(60 * local.hang_minutes)
+                    for notice in worker.notices():
+                        if notice not in told:
+                            told.add(notice)
+                            screen.say(notice)
+                    if outcome is None:
+                        continue
+                    del running[job]
+                    free.append(place)
+                    tries[job] += outcome.kind != "busy"
+                    if outcome.kind == "finished":
+                        finished += 1
+                    elif outcome.kind == "busy":
+                        elsewhere.append(job)
+                    elif outcome.kind == "crashed" and tries[job] < _TRIES:
+                        screen.say(f"{job.name}: {outcome.why}; is tried once more when the others have had their turn")
+                        waiting.insert(0, job)
+                    else:
+                        why = _told(job, outcome)
+                        if why not in [said for _, said in failed]:
+                            screen.say(f"{job.name}: {why.splitlines()[0]}")
+                        failed.append((job, why))
+                if elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
+                    looked = time.monotonic()
+                    released = [job for job in elsewhere if not is_locked(job)]
+                    elsewhere = [job for job in elsewhere if job not in released]
+                    waiting = released + waiting
+                screen.show({job: worker.progress for job, (worker, _) in running.items()}, finished, len(failed))
+        finally:
+            for worker, _ in running.values():
+                worker.kill()
+    order = {job: at for at, job in enumerate(jobs)}
+    return sorted(failed, key=lambda job_and_why: order[job_and_why[0]])
+
+
+def _told(job: Job, outcome: Outcome) -> str:
+    if outcome.kind in ("failed", "refused"):
+        return outcome.why
+    last = f":\n    {outcome.log.replace(chr(10), chr(10) + '    ')}" if outcome.log else ""
+    return f"crashed twice, {outcome.why}; {log_path(job)}{last}"
