@@ -270,7 +270,12 @@ def start(model, output, *more) -> subprocess.Popen:
     path = os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)])
     command = [sys.executable, str(PROGRAM), str(model), str(output), *more]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, start_new_session=True, **pipes)
+
+    def heed_interrupts() -> None:  # a background job inherits that they are ignored
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    environment = {**os.environ, "PYTHONPATH": path}
+    return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **pipes)
 
 
 def of_session(session: int) -> list[str]:
