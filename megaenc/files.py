@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import secrets
@@ -154,6 +155,41 @@ def _one_line(place: Path, *numbers: int) -> Iterator[None]:
         if error.errno not in numbers:
             raise
         raise InputError(f"{place}: cannot be written to: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Try to have something to oneself, of which the file `path` is the lock; whether it is. There is no file afterwards.
+
+    A lock ends with its process, however that ends. On a file system without locks everybody gets it, so what is done under one
+    must be written whole and the same by all. Raises InputError where no file can be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
+    try:
+        mine = _lock(descriptor, path)
+        try:
+            yield mine
+        finally:
+            if mine:
+                path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> bool:
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return os.stat(path).st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:  # the one before has just removed it
+        return False
 
 
 @contextlib.contextmanager

@@ -1,12 +1,23 @@
 import errno
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.files import left_behind, longest_name, make_parent, refuse_existing, stopped_by_sigterm, whole_files, whole_folder
+from megaenc.files import (
+    left_behind,
+    locked,
+    longest_name,
+    make_parent,
+    refuse_existing,
+    stopped_by_sigterm,
+    whole_files,
+    whole_folder,
+)
 
 
 def names(folder):
@@ -176,3 +187,28 @@ def test_sigterm_runs_the_finally_clauses(tmp_path):
     assert stop.value.code == 143
     assert names(tmp_path) == []
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_lock_is_one_s_own_until_it_is_let_go(tmp_path):
+    path = tmp_path / "folder" / "lock"
+    with locked(path) as first, locked(path) as second:
+        assert first and not second and path.exists()
+    assert not path.exists()
+    with locked(path) as again:
+        assert again
+
+
+def test_a_lock_ends_with_the_process_that_is_killed(tmp_path):
+    path = tmp_path / "lock"
+    code = "import sys, time; from pathlib import Path; from megaenc.files import locked\n"
+    code += "with locked(Path(sys.argv[1])) as mine: print(mine, flush=True); time.sleep(60)"
+    holder = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "True\n"
+        with locked(path) as mine:
+            assert not mine
+    finally:
+        holder.kill()
+        holder.communicate()
+    with locked(path) as mine:
+        assert mine

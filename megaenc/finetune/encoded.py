@@ -1,10 +1,7 @@
 """Texts as the models read them: token ids laid end to end, cut to what the model reads, made once and kept on disk."""
 
-import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +15,7 @@ import numpy as np
 from megaenc.data.encoding import well_formed
 from megaenc.data.tokenizer import encode_documents, vocabulary_of
 from megaenc.errors import InputError
-from megaenc.files import left_behind, make_parent, remove, whole_files
+from megaenc.files import left_behind, locked, remove, whole_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -186,57 +183,19 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     found = _read(path)
     if found is not None:
         return found
-    make_parent(path, "the cache")
-    with _alone(folder / f".{name}.lock", waiting):
-        found = _read(path)  # another process may have made it meanwhile
-        if found is not None:
-            return found
-        for left in left_behind(path):
-            remove(left)
-        made = make()
-        with whole_files(path) as [temporary], open(temporary, "wb") as stream:
-            np.savez(stream, **_arrays(made))
-        return made
-
-
-@contextlib.contextmanager
-def _alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock, which ends with the process at the latest. Where files cannot be locked all go on, and do the same work."""
     while True:
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
-        try:
-            while not _locked(descriptor):
-                waiting()
-                time.sleep(_LOOK_AGAIN)
-            if _leads_to(path, descriptor):
-                try:
-                    yield
-                finally:
-                    path.unlink(missing_ok=True)
-                return
-        finally:  # the one before has removed it: once more
-            os.close(descriptor)
-
-
-def _leads_to(path: Path, descriptor: int) -> bool:
-    try:
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether this process has the lock now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
+        with locked(folder / f".{name}.lock") as mine:
+            if (found := _read(path)) is not None:  # another process has made it meanwhile
+                return found
+            if mine:
+                for left in left_behind(path):
+                    remove(left)
+                made = make()
+                with whole_files(path) as [temporary], open(temporary, "wb") as stream:
+                    np.savez(stream, **_arrays(made))
+                return made
+        waiting()
+        time.sleep(_LOOK_AGAIN)
 
 
 def _arrays(made: Parts) -> dict[str, np.ndarray]:

@@ -1,7 +1,6 @@
 """A Hugging Face folder becomes a backbone that reads as asked for, shown before it is used."""
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from megaenc.finetune.probe import Probe, first_line
 
 
 def load_backbone(folder: str, attention: Attention, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """The model of a Hugging Face folder or of a name on the Hub, reading under `attention`; code that it holds is never run.
+    """The model of a Hugging Face folder, reading under `attention`; code that it holds is never run.
 
     Before it is returned, changed tokens have shown what it reads (each state is moved by all tokens of its text and by no other,
     or by no later one), and packed states have been equal to the model's own padded ones. InputError for what cannot be
@@ -75,11 +74,7 @@ def _config(folder: str) -> Any:
     """The folder's config, of a class of transformers'; InputError where it is none, or what else a model needs is missing."""
     from transformers import AutoConfig, PreTrainedConfig
 
-    path = Path(folder)
-    if path.is_dir():
-        check_model_folder(folder)
-    elif path.exists() or folder.startswith((".", "/", "~")) or folder.count("/") > 1:
-        raise InputError(f"--model {folder}: no such folder; expected a Hugging Face folder, or a name on the Hub")
+    check_model_folder(folder)
     try:
         values, _ = PreTrainedConfig.get_config_dict(folder)
         if values.get("model_type") == "sl_model":  # the study's released models: EuroBERT's weights under a name of their own

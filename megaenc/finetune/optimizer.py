@@ -82,6 +82,11 @@ class Optimizer:
         else:
             self._sums[parameter] = held.float().add_(new)
 
+    def close(self) -> None:
+        """Let go of the model, whose parameters else hold this and its state, several times their size, as long as they live."""
+        for hook in self._hooks:
+            hook.remove()
+
     @torch.no_grad()
     def step(self) -> float:
         """Clip the gradients, update with the rate of this step, clear the gradients; the norm before clipping.

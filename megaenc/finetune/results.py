@@ -70,8 +70,8 @@ def write(
     *,
     steps: int,
     protocol: Protocol,
-    trained: str | None = None,
-    seconds: Mapping[str, float] | None = None,
+    trained: str,
+    seconds: Mapping[str, float],
 ) -> None:
     """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
 
@@ -84,8 +84,7 @@ def write(
         name: {field: split[field] for field in sorted(split, key=lambda field: (field in long, field != "score"))}
         for name, split in splits.items()
     }
-    if seconds is not None:
-        _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
+    _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | ordered)
     (folder(job, dataset) / FAILED).unlink(missing_ok=True)
 

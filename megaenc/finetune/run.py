@@ -52,7 +52,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
     encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos, told.within)
     reader = _Reader(Path(job.output, CACHE), encoder, told)
-    task = TASKS[job.family].of(datasets[0], protocol)
+    task = TASKS[job.family](datasets[0], protocol)
     data = reader.training(task, datasets[0])
     steps = number_of_steps(protocol, task.count(data))
     check_schedule(steps, protocol.warmup)
@@ -62,7 +62,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
     failure = _train(task, model, optimizer, data, order, lambda step, loss: told(_progress(step, steps, loss)))
-    del optimizer  # its state takes several times what the weights do
+    optimizer.close()
+    del optimizer  # the memory is for the evaluation
     if failure is not None:
         results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
         return False
@@ -70,7 +71,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for at, dataset in enumerate(datasets):
         began_here = time.monotonic()
-        evaluated = TASKS[job.family].of(dataset, protocol)  # one for both splits: it keeps what they share
+        evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it keeps what they share
         try:
             scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
         except NotFinite as error:

@@ -2,12 +2,9 @@
 
 import contextlib
 import dataclasses
-import fcntl
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
-from megaenc.errors import InputError
+from megaenc.files import locked
 from megaenc.finetune import results
 from megaenc.finetune.jobs import Job, rate_name
 
@@ -32,36 +29,10 @@ def is_locked(job: Job) -> bool:
         return not got
 
 
-@contextlib.contextmanager
-def lock(job: Job) -> Iterator[bool]:
-    """Try to have a training to oneself, whatever it is to be evaluated on; it is let go when the process ends, however it ends.
+def lock(job: Job) -> contextlib.AbstractContextManager[bool]:
+    """Try to have a training to oneself, whatever it is to be evaluated on (see `megaenc.files.locked`).
 
-    On a file system without locks all get it: the work may then be done twice, with the same results, each written whole.
+    On a file system without locks the work may be done twice, with the same results, each written whole.
     """
-    path = Path(
-        job.output, job.model.name, ".locks", f"{job.family}_{job.train_on}_lr{rate_name(job.learning_rate)}_sd{job.seed}"
-    )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise InputError(f"--output {path.parent}: cannot be written to: {error.strerror}") from None
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-            return
-        except OSError:
-            pass
-        try:
-            mine = os.stat(path).st_ino == os.fstat(descriptor).st_ino
-        except FileNotFoundError:  # the one before has just finished and removed it
-            mine = False
-        try:
-            yield mine
-        finally:
-            if mine:
-                path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
+    name = f"{job.family}_{job.train_on}_lr{rate_name(job.learning_rate)}_sd{job.seed}"
+    return locked(Path(job.output, job.model.name, ".locks", name))

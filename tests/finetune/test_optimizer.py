@@ -1,5 +1,7 @@
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -149,3 +151,16 @@ def test_a_schedule_of_rates_that_are_all_0_is_refused():
         check_schedule(1, 0.1)
     for steps, warmup in [(1, 0.0), (2, 0.1), (2, 0.99), (1000, 0.1)]:
         check_schedule(steps, warmup)
+
+
+def test_a_closed_optimizer_is_freed_though_the_model_lives():
+    """Parameters of 16 bits call it after each backward pass."""
+    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    made = optimizer.Optimizer(model, learning_rate=1e-3, steps=1, protocol=Protocol(precision="bf16"))
+    gone = weakref.ref(made)
+    made.close()
+    del made
+    gc.collect()
+    assert gone() is None
+    model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    assert model.weight.grad is not None

@@ -253,7 +253,7 @@ def reader(model, cache):
 def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):
     """As of a set of the Hub without a revision, which changes under one fingerprint."""
     dataset = find(str(data / "tc"))
-    task, read = Tagging.of(dataset, Protocol()), reader(model, tmp_path)
+    task, read = Tagging(dataset, Protocol()), reader(model, tmp_path)
     before, examples = read.evaluated(task, dataset, "test")
     fewer = dataclasses.replace(dataset, load=lambda split: dataset.load(split)[:5])
     tokens, five = read.evaluated(task, fewer, "test")
@@ -263,7 +263,7 @@ def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path)
 
 def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
     dataset = find(str(data / "ir"))
-    task, calls = RetrievalTask.of(dataset, Protocol()), []
+    task, calls = RetrievalTask(dataset, Protocol()), []
     counted = dataclasses.replace(dataset, load=lambda split: calls.append(split) or dataset.load(split))
     first, second = (reader(model, tmp_path).training(task, counted) for _ in range(2))
     assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
@@ -271,7 +271,7 @@ def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
 
 def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
     dataset = find(str(data / "ir"))
-    task, read = RetrievalTask.of(dataset, Protocol()), reader(model, tmp_path)
+    task, read = RetrievalTask(dataset, Protocol()), reader(model, tmp_path)
     for split in ("validation", "test"):
         tokens, examples = read.evaluated(task, dataset, split)
         whole = task.encode(examples, read.encoder)

@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 class Task(ABC):
-    """A family of tasks on one data set."""
+    """A family of tasks on one data set; megaenc.finetune.tasks.TASKS has the class of each family."""
 
     family: ClassVar[Family]
 
@@ -70,11 +70,6 @@ class Task(ABC):
         self.protocol = protocol
         self.progress: Callable[[int, int], None] = lambda done, total: None
         """Is told how many texts of an evaluation are read, and of how many."""
-
-    @classmethod
-    def of(cls, dataset: "Dataset", protocol: Protocol) -> "Task":
-        """The task of a data set; `cls` is the class of its family, from megaenc.finetune.tasks.TASKS."""
-        return cls(dataset, protocol)
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> Parts:

@@ -39,7 +39,7 @@ def test_every_family_has_its_task():
 @pytest.mark.parametrize("scale", [20.0, 3.0])
 @pytest.mark.parametrize("tokens_per_forward", [16384, 60, 1])
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward, scale):
-    task = RetrievalTask.of(dataset(), Protocol(tokens_per_forward=tokens_per_forward, scale=scale))
+    task = RetrievalTask(dataset(), Protocol(tokens_per_forward=tokens_per_forward, scale=scale))
     data, model = task.encode(PAIRS, encoder), make_model(task)
     assert task.count(data) == 5
     rows = np.array([4, 0, 3, 2])
@@ -69,7 +69,7 @@ class Words(nn.Module):
 
 
 def test_parts_drop_the_same_both_times(dataset, encoder):
-    task = RetrievalTask.of(dataset(), Protocol(tokens_per_forward=25))
+    task = RetrievalTask(dataset(), Protocol(tokens_per_forward=25))
     data, rows = task.encode(PAIRS, encoder), np.arange(5)
     model = Model(Words(dropout=0.5), nn.Identity())
     torch.manual_seed(7)
@@ -119,7 +119,7 @@ def planted(task, data, oracle, queries, documents):
 
 @pytest.fixture
 def task(dataset):
-    return RetrievalTask.of(dataset(), Protocol(tokens_per_forward=30))
+    return RetrievalTask(dataset(), Protocol(tokens_per_forward=30))
 
 
 def test_scores_by_hand(task, encoder, oracle):
@@ -159,7 +159,7 @@ def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
     task.backward(model, task.encode(PAIRS, encoder), np.arange(5))
     with torch.no_grad():
         model.backbone.table.weight.normal_()
-    fresh = RetrievalTask.of(dataset(), task.protocol)
+    fresh = RetrievalTask(dataset(), task.protocol)
     changed = task.evaluate(model, data, SPLIT)
     assert changed == fresh.evaluate(model, data, SPLIT) and changed.metrics != first.metrics
 
