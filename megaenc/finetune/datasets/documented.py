@@ -83,9 +83,10 @@ def tagged_sentences(documented: Iterable[Documented]) -> Iterator[dict]:
 
 
 def questions(documented: Iterable[Documented]) -> Iterator[dict]:
-    """{"function", "id", "question", "context", "answer", "start"}: a parameter's describing sentence among others.
+    """{"function", "id", "question", "context", "answer", "start"}: the sentence that describes a parameter, among those of others.
 
-    A description that differs from an earlier one in names alone is in no context.
+    A description that differs from an earlier one in names alone is in no context. Functions with a single parameter are there too:
+    they are what a small model learns first.
     """
     seen: set[str] = set()
     for entry in documented:
@@ -98,8 +99,6 @@ def questions(documented: Iterable[Documented]) -> Iterator[dict]:
             if length + len(text.split()) <= _LONGEST_CONTEXT and parameter.name not in {name for name, _, _ in described}:
                 length += len(text.split())
                 described.append((parameter.name, sentences[0], text))
-        if len(described) < 2:
-            continue
         context = "\n".join(text for _, _, text in described)
         start = 0
         for name, answer, text in described:
