@@ -1,7 +1,11 @@
 """Flags of the fine-tuning commands and the files that name them."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
+
+from fake_runs import make_model
 
 from megaenc import flags
 from megaenc.finetune import command
@@ -37,3 +41,18 @@ def test_each_family_says_what_its_scores_stand_beside():
 
 def test_a_run_has_the_protocol_of_a_grid():
     assert RunSettings().protocol == GridSettings().protocol and RunSettings().data == GridSettings().data
+
+
+def test_wrong_input_does_not_wait_for_torch(tmp_path):
+    make_model(tmp_path / "toy")
+    program = """
+import sys
+from megaenc.finetune.grid import grid_main
+try:
+    grid_main(sys.argv[1:])
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+    flags = ["--model", str(tmp_path / "toy"), "--datasets", "sst3", "--output", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "False") and "did you mean `sst2`?" in done.stderr
