@@ -14,7 +14,8 @@ from megaenc.finetune.datasets import DATASETS
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings, grid_main
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs" / "finetune"
 
 
 def test_the_studys_file_says_what_the_defaults_are():
@@ -27,6 +28,16 @@ def test_the_command_line_wins_over_the_file():
     argv = ["--config", str(CONFIGS / "demo.yaml"), "--seeds", "1"]
     found = flags.parse_with_config(GridSettings, argv, prog="test", description="")
     assert (found.seeds, found.protocol.max_steps, found.learning_rates) == (1, 40, (2e-4, 5e-4))
+
+
+def test_the_guide_s_run_is_one_of_its_grid():
+    """Both write to `results`: a run of another protocol would stop the grid."""
+    run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```sh\n")[2].splitlines()[:3]
+    one = flags.parse(RunSettings, run.split()[3:], prog="test", description="")
+    all_ = flags.parse_with_config(GridSettings, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
+                                   prog="test", description="")  # fmt: skip
+    assert one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
+    assert one.dataset in all_.datasets and one.learning_rate in all_.learning_rates and one.seed < all_.seeds
 
 
 def test_what_is_missing_is_named(refusal):
