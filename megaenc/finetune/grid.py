@@ -144,18 +144,22 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse_with_config(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
     from megaenc.finetune.datasets.registry import find
-    from megaenc.finetune.run import run
 
-    run_grid(settings, find, run)
+    run_grid(settings, find)
 
 
-def run_grid(settings: GridSettings, find: Find, run: Run) -> None:
-    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
+def run_grid(settings: GridSettings, find: Find, run: Run | None = None) -> None:
+    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result.
+
+    `run` is that of megaenc.finetune.run, for which torch is imported when something is left to do.
+    """
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     heard: list[str] = []
     with overheard(heard.append):
         planned, began = plan(settings, find), time.monotonic()
     announce(settings, planned)
+    if run is None and planned.todo:
+        from megaenc.finetune.run import run
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return

@@ -22,7 +22,10 @@ def check_model_folder(folder: str) -> None:
     """Raises InputError for what is no folder, or holds no configuration, weights or tokenizer that a run could load."""
     path = Path(folder)
     if not path.is_dir():
-        raise InputError(f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it")
+        raise InputError(
+            f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
+            "`hf download NAME --local-dir FOLDER` fetches it"
+        )
     for needed in _NEEDED:
         if not _files(path, (needed,)):
             raise InputError(f"--model {folder}: no {needed} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")

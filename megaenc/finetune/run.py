@@ -19,7 +19,7 @@ from megaenc.finetune import results
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
 from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
-from megaenc.finetune.jobs import Job, Progress, Stage
+from megaenc.finetune.jobs import Job, Progress
 from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer, check_schedule
@@ -54,6 +54,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     reader = _Reader(Path(job.output, CACHE), encoder, told)
     task = TASKS[job.family](datasets[0], protocol)
     data = reader.training(task, datasets[0])
+    # Read before anything is trained: what is wrong with them costs no training.
+    held_out = [{split: reader.evaluated(task, dataset, split) for split in _EVALUATED} for dataset in datasets]
     steps = number_of_steps(protocol, task.count(data))
     check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
@@ -69,11 +71,11 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         return False
     trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
-    for at, dataset in enumerate(datasets):
+    for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
         began_here = time.monotonic()
         evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it keeps what they share
         try:
-            scores = {split: _evaluate(evaluated, dataset, split, model, reader, told) for split in _EVALUATED}
+            scores = {split: _evaluate(evaluated, split, *read, model, told) for split, read in splits.items()}
         except NotFinite as error:
             left = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
             results.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
@@ -130,10 +132,9 @@ def _progress(step: int, steps: int, loss: float) -> Progress:
     return Progress("training", step, steps, {"loss": loss})
 
 
-def _evaluate(task: Task, dataset: Dataset, split: SplitName, model: Model, reader: "_Reader", told: "_Told") -> Scores:
-    told(Progress(split, fields={"data set": dataset.name}))
+def _evaluate(task: Task, split: SplitName, data: Parts, examples: Examples, model: Model, told: "_Told") -> Scores:
+    told(Progress(split, fields={"data set": task.dataset.name}))
     task.progress = told.within
-    data, examples = reader.evaluated(task, dataset, split)
     return task.evaluate(model, data, examples)
 
 
@@ -163,7 +164,7 @@ class _Reader:
     def training(self, task: Task, dataset: Dataset) -> Parts:
         """The tokens to train on; the examples are read only if no run has tokenised them yet."""
         key = {"data": dataset.train_fingerprint, "split": "train"}
-        return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"), "loading")
+        return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"))
 
     def evaluated(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
         """A split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
@@ -171,7 +172,7 @@ class _Reader:
 
         def tokens(some: Examples, what: str) -> Parts:
             key = {"data": dataset.fingerprint, "examples": digest(some)}
-            return self._cached(task, key, f"{dataset.name}, {what}", lambda: some, split)
+            return self._cached(task, key, f"{dataset.name}, {what}", lambda: some)
 
         if not isinstance(examples, Retrieval):
             return tokens(examples, split), examples
@@ -180,7 +181,7 @@ class _Reader:
         queries = tokens(dataclasses.replace(examples, documents={}), split)
         return {"queries": queries["queries"], "documents": documents["documents"]}, examples
 
-    def _cached(self, task: Task, key: dict[str, str], what: str, read: Callable[[], Examples], stage: Stage) -> Parts:
+    def _cached(self, task: Task, key: dict[str, str], what: str, read: Callable[[], Examples]) -> Parts:
         def make() -> Parts:
             made = task.encode(read(), self.encoder)
             truncated = sum(part.truncated for part in (made.values() if isinstance(made, dict) else [made]))
@@ -188,7 +189,8 @@ class _Reader:
                 say(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
             return made
 
-        return cached(self.cache, {**key, "family": task.family, **self.encoder.key}, make, lambda: self.report(Progress(stage)))
+        whole_key = {**key, "family": task.family, **self.encoder.key}
+        return cached(self.cache, whole_key, make, lambda: self.report(Progress("loading")))
 
 
 def _max_length(asked: int, context: int) -> int:

@@ -176,10 +176,9 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     console = Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
     for table in tables(summary):
         console.print(table)
-    told = notes(summary)
-    for line in told:
+    for line in notes(summary):
         say(line)
-    if told:
+    if any(row.collapsed for row in summary.rows):
         say("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
     if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in found):
         say("these files hold the paper's scores alone: --metrics paper shows them")

@@ -1,7 +1,11 @@
 """Flags of the fine-tuning commands and the files that name them."""
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
+
+from fake_runs import make_model
 
 from megaenc import flags
 from megaenc.finetune import command
@@ -10,7 +14,8 @@ from megaenc.finetune.datasets import DATASETS
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings, grid_main
 
-CONFIGS = Path(__file__).parents[2] / "configs" / "finetune"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs" / "finetune"
 
 
 def test_the_studys_file_says_what_the_defaults_are():
@@ -25,6 +30,16 @@ def test_the_command_line_wins_over_the_file():
     assert (found.seeds, found.protocol.max_steps, found.learning_rates) == (1, 40, (2e-4, 5e-4))
 
 
+def test_the_guide_s_run_is_one_of_its_grid():
+    """Both write to `results`: a run of another protocol would stop the grid."""
+    run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```sh\n")[2].splitlines()[:3]
+    one = flags.parse(RunSettings, run.split()[3:], prog="test", description="")
+    all_ = flags.parse_with_config(GridSettings, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
+                                   prog="test", description="")  # fmt: skip
+    assert one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
+    assert one.dataset in all_.datasets and one.learning_rate in all_.learning_rates and one.seed < all_.seeds
+
+
 def test_what_is_missing_is_named(refusal):
     assert refusal(run_main, ["--dataset", "sst2"]) == "error: --model: missing; see megaenc finetune run --help"
     assert refusal(run_main, ["--model", "here"]) == "error: --dataset: missing; see megaenc finetune run --help"
@@ -37,3 +52,18 @@ def test_each_family_says_what_its_scores_stand_beside():
 
 def test_a_run_has_the_protocol_of_a_grid():
     assert RunSettings().protocol == GridSettings().protocol and RunSettings().data == GridSettings().data
+
+
+def test_wrong_input_does_not_wait_for_torch(tmp_path):
+    make_model(tmp_path / "toy")
+    program = """
+import sys
+from megaenc.finetune.grid import grid_main
+try:
+    grid_main(sys.argv[1:])
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+    flags = ["--model", str(tmp_path / "toy"), "--datasets", "sst3", "--output", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "False") and "did you mean `sst2`?" in done.stderr

@@ -79,7 +79,9 @@ def test_the_learning_rates_are_compared(study, capsys):
 
 
 def test_collapsed_runs_are_listed(study, capsys):
-    assert "collapsed: 610m-clm-42k squad_v2: never answers: 5e-04 sd0" in printed(capsys, study)
+    said = printed(capsys, study)
+    assert "collapsed: 610m-clm-42k squad_v2: never answers: 5e-04 sd0" in said
+    assert "!" not in said  # it is not of the chosen rate
 
 
 def test_a_chosen_rate_with_a_collapsed_run_is_marked(tmp_path, capsys):
@@ -115,6 +117,7 @@ def test_standard_metrics_stand_beside_the_papers(grid, capsys):
 def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
     said = printed(capsys, grid)
     assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
+    assert "!" not in said
     assert {row[-2] for row in (line.split() for line in said.splitlines()) if "3/4" in row} == {"1e-05"}
 
 

@@ -18,6 +18,8 @@ from megaenc.finetune.datasets.documented import CODE, PARAMETER, number_of
 from megaenc.finetune.examples import SplitName
 
 NAMES = ("demo_sc", "demo_tc", "demo_qa", "demo_ir")
+_OF_DOCUMENTATION = NAMES[1:]
+"""Made together: reading the documentation takes most of the time."""
 _CLASSES = 8
 _SIZES: dict[SplitName, int] = {"train": 6000, "validation": 500, "test": 500}
 _FILES = {"train": "train", "validation": "valid", "test": "test"}
@@ -32,19 +34,23 @@ class DemoSetFlags:
     the folder above it, and made there when missing"""
 
 
-def ensure_demo_sets(folder: str | Path = "demo/finetune") -> Path:
-    """Make in `folder` what is missing of the four sets, in the formats that everybody's own data have; return the folder.
+def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES) -> Path:
+    """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
 
-    The same packages give the same bytes. Processes that call it together wait for the first. Raises InputError for a folder that
-    cannot be written to.
+    The three that are made of documentation come together. The same packages give the same bytes. Processes that call it together
+    wait for the first. Raises InputError for a folder that cannot be written to.
     """
     folder = Path(folder)
-    if all((folder / name).is_dir() for name in NAMES):
+    if all((folder / name).is_dir() for name in names):
         return folder
+    if set(names).intersection(_OF_DOCUMENTATION):
+        names = (*names, *_OF_DOCUMENTATION)
     make_parent(folder / "demo_sc", "demo folder")
     with open(folder.parent / ".lock", "w") as corpus_lock, open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        missing = [name for name in NAMES if not (folder / name).is_dir()]
+        missing = [name for name in NAMES if name in names and not (folder / name).is_dir()]
+        if missing:  # another process may have made them meanwhile
+            say(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
         if "demo_sc" in missing:
             fcntl.flock(corpus_lock, fcntl.LOCK_EX)  # as ensure_demo of megaenc.data.demo does
             corpus = build_demo_corpus(folder.parent).corpus

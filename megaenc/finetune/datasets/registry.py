@@ -48,7 +48,8 @@ def _find(name_or_path: str, flags: DataFlags) -> Dataset:
         is_pair = known is not None and "text_pair" in known.fields
         return local.load(name, path, flags, known.template if is_pair else flags.pair_template)
     if name in demo.NAMES:
-        return local.load(name, demo.ensure_demo_sets(flags.demo_folder) / name, replace(flags, task=""), local.PAIR_TEMPLATE)
+        made = demo.ensure_demo_sets(flags.demo_folder, (name,))
+        return local.load(name, made / name, replace(flags, task=""), local.PAIR_TEMPLATE)
     base, _, revision = name.partition("@")
     return hub.load(base, revision)
 

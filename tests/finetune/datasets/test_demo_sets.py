@@ -163,3 +163,15 @@ def test_what_is_there_is_kept(tmp_path):
     demo.main(["--output", str(tmp_path / "finetune")])
     assert (tmp_path / "finetune" / "demo_sc" / "train.jsonl").read_text().startswith('{"text": "mine"')
     assert not (tmp_path / "corpus.jsonl").exists()
+
+
+def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, capsys):
+    """The texts of packages need no documentation of functions, whose reading takes most of the time; three sets share that."""
+    folder, reads, read = with_corpus(tmp_path / "a"), [], documented.read_documentation
+    monkeypatch.setattr(documented, "read_documentation", lambda: reads.append(1) or read())
+    find("demo_sc", demo_folder=str(folder))
+    assert (sorted(path.name for path in folder.iterdir() if path.is_dir()), reads) == (["demo_sc"], [])
+    assert f"{folder}: demo_sc will be made, once," in capsys.readouterr().out
+    for name in ("demo_ir", "demo_tc", "demo_qa", "demo_sc"):
+        find(name, demo_folder=str(folder))
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.NAMES) and reads == [1]
