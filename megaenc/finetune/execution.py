@@ -9,7 +9,7 @@ from megaenc.console import say
 from megaenc.finetune.jobs import Job
 from megaenc.finetune.progress import Screen
 from megaenc.finetune.unfinished import is_locked
-from megaenc.finetune.workers import Outcome, Run, Worker, fork_server, log_path, slots, wait_for_news
+from megaenc.finetune.workers import Outcome, Worker, fork_server, log_path, slots, wait_for_news
 
 _TRIES = 2
 _LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
@@ -29,7 +29,7 @@ class Local:
     """try runs again that are written down as failed, as their loss became NaN"""
 
 
-def execute(jobs: Sequence[Job], run: Run, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
+def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
     """Do `jobs`, each in a process of its own, and return those without results, with the reason.
 
     A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However

@@ -17,7 +17,7 @@ from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.unfinished import remaining
-from megaenc.finetune.workers import Run
+from megaenc.finetune.workers import RUN
 
 
 @dataclass(frozen=True)
@@ -148,18 +148,13 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
     run_grid(settings, find)
 
 
-def run_grid(settings: GridSettings, find: Find, run: Run | None = None) -> None:
-    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result.
-
-    `run` is that of megaenc.finetune.run, for which torch is imported when something is left to do.
-    """
+def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
+    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     heard: list[str] = []
     with overheard(heard.append):
         planned, began = plan(settings, find), time.monotonic()
     announce(settings, planned)
-    if run is None and planned.todo:
-        from megaenc.finetune.run import run
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return

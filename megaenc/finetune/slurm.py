@@ -9,7 +9,6 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune.execution import Local, execute
 from megaenc.finetune.jobs import Job
-from megaenc.finetune.workers import Run
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Part:
     """What a task does. It is pickled; `run` and this class go by their names."""
 
     jobs: tuple[Job, ...]
-    run: Run
+    run: str
     local: Local
 
     def __call__(self) -> int:
@@ -59,7 +58,7 @@ class Part:
         return DelayedSubmission(self)
 
 
-def submit(jobs: Sequence[Job], run: Run, settings: SlurmSettings, local: Local, output: str) -> list[Any]:
+def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local, output: str) -> list[Any]:
     """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
     if not jobs:
         say("nothing to submit")

@@ -1,6 +1,7 @@
 """Fine-tuning runs in processes of their own: forks of a server, locked against each other, gone when the grid is gone."""
 
 import contextlib
+import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -22,8 +23,8 @@ from megaenc.finetune.model_folder import model_stamp
 from megaenc.finetune.unfinished import lock, remaining
 from megaenc.processes import die_with_parent, usable_cores
 
-Run = Callable[[Job, Callable[[Progress], None]], None]
-"""What does a job, say `megaenc.finetune.run.run`; a function of a module, as it is imported by its name."""
+RUN = "megaenc.finetune.run:run"
+"""What does a job: `run(job, report)`, by its name, as it is imported where runs are done. A grid itself needs no torch."""
 
 LOG = "log.txt"
 _REPORT_EVERY = 0.25
@@ -53,10 +54,10 @@ class Outcome:
     """The last lines of what a crashed run wrote on stderr."""
 
 
-def fork_server(run: Run) -> ForkServerContext:
+def fork_server(run: str) -> ForkServerContext:
     """Where processes come from that have the module of `run` imported; started once in a process, and then kept."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megaenc.finetune.fork_server", __name__, run.__module__, "__main__"])
+    context.set_forkserver_preload(["megaenc.finetune.fork_server", __name__, run.partition(":")[0], "__main__"])
     with _environment_of_server():
         multiprocessing.forkserver.ensure_running()
     return context
@@ -125,7 +126,7 @@ def _count_devices(answer: Connection) -> None:
 class Worker:
     """A process that tries one job. `poll` it until there is an outcome."""
 
-    def __init__(self, context: ForkServerContext, run: Run, job: Job, environment: dict[str, str], *, again: bool) -> None:
+    def __init__(self, context: ForkServerContext, run: str, job: Job, environment: dict[str, str], *, again: bool) -> None:
         """`again`: what was written as failed is tried again."""
         self.job, self.progress = job, Progress("loading")
         self.connection, there = context.Pipe(duplex=False)
@@ -205,7 +206,7 @@ def log_path(job: Job) -> Path:
     return results.folder(job, job.evaluate_on[0].name) / LOG
 
 
-def _work(run: Run, job: Job, environment: dict[str, str], again: bool, connection: Connection) -> None:
+def _work(run: str, job: Job, environment: dict[str, str], again: bool, connection: Connection) -> None:
     from megaenc.finetune import fork_server
 
     die_with_parent(fork_server.PROCESS)
@@ -217,7 +218,7 @@ def _work(run: Run, job: Job, environment: dict[str, str], again: bool, connecti
             connection.send(Outcome("refused", " ".join(str(error).split())))
 
 
-def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
+def _try(run: str, job: Job, again: bool, connection: Connection) -> Outcome:
     with lock(job) as got:
         if not got:
             return Outcome("busy")
@@ -230,8 +231,9 @@ def _try(run: Run, job: Job, again: bool, connection: Connection) -> Outcome:
         log = log_path(todo)
         log.parent.mkdir(parents=True, exist_ok=True)
         _write_to(log)
+        module, _, function = run.partition(":")
         with overheard(connection.send):
-            run(todo, _reporter(connection))
+            getattr(importlib.import_module(module), function)(todo, _reporter(connection))
         left, failed = remaining(todo, again=False)
         if left is not None:
             raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import fake_runs
 import pytest
 from fake_runs import calls, find, make_model
 
@@ -33,9 +32,9 @@ def settings(model, output, *more) -> GridSettings:
 
 def go(model, output, *more, code=0) -> None:
     if not code:
-        return run_grid(settings(model, output, *more), find, fake_runs.run)
+        return run_grid(settings(model, output, *more), find, "fake_runs:run")
     with pytest.raises(SystemExit) as stop:
-        run_grid(settings(model, output, *more), find, fake_runs.run)
+        run_grid(settings(model, output, *more), find, "fake_runs:run")
     assert stop.value.code == code
     return None
 
@@ -203,7 +202,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "toy")
     planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
     (model / "model.safetensors").write_bytes(b"others")
-    failed = execute(planned.todo[:1], fake_runs.run, Local(jobs=1))
+    failed = execute(planned.todo[:1], "fake_runs:run", Local(jobs=1))
     assert "has changed since the grid began" in failed[0][1] and not calls(model)
 
 
@@ -368,7 +367,7 @@ from megaenc.finetune.grid import run_grid
 from test_grid import settings
 for threads in ("1", "2"):
     argv = ["--datasets", "sc" + threads, "--learning-rates", "1e-5", "2e-5", "--seeds", "2", "--threads", threads, "--jobs", "2"]
-    run_grid(settings({str(model)!r}, {str(tmp_path / "out")!r} + threads, *argv), fake_runs.find, torch_runs.run)
+    run_grid(settings({str(model)!r}, {str(tmp_path / "out")!r} + threads, *argv), fake_runs.find, "torch_runs:run")
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parents[1]), str(here)])}
     environment.pop("OMP_NUM_THREADS", None)

@@ -3,7 +3,6 @@
 import csv
 import json
 
-import fake_runs
 import pytest
 import trees
 from fake_runs import find, make_model
@@ -104,7 +103,7 @@ def grid(tmp_path):
     argv = ["--model", str(model), "--output", str(tmp_path / "results"), "--datasets", "ir1", "ir2"]
     settings = [*argv, "--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
     with pytest.raises(SystemExit):
-        run_grid(flags.parse(GridSettings, settings, prog="grid", description="a grid"), find, fake_runs.run)
+        run_grid(flags.parse(GridSettings, settings, prog="grid", description="a grid"), find, "fake_runs:run")
     return tmp_path / "results"
 
 

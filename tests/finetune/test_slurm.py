@@ -3,7 +3,6 @@
 import pickle
 from pathlib import Path
 
-import fake_runs
 import pytest
 import submitit
 from fake_runs import calls, find, make_model
@@ -24,7 +23,7 @@ def settings(model, output, *more) -> GridSettings:
 
 def submit(asked: GridSettings) -> list:
     planned = plan(asked, find)
-    return slurm.submit(planned.todo, fake_runs.run, asked.slurm, asked.local, asked.output)
+    return slurm.submit(planned.todo, "fake_runs:run", asked.slurm, asked.local, asked.output)
 
 
 def test_tasks_of_a_cluster_do_the_grid(tmp_path, monkeypatch, capsys):
@@ -53,7 +52,7 @@ def test_what_was_finished_after_the_submission_is_skipped(tmp_path):
 
 def test_the_command_says_how_to_go_on(tmp_path, capsys):
     model = make_model(tmp_path / "toy")
-    run_grid(settings(model, tmp_path / "out", "--slurm", "--slurm-cluster", "debug"), find, fake_runs.run)
+    run_grid(settings(model, tmp_path / "out", "--slurm", "--slurm-cluster", "debug"), find, "fake_runs:run")
     said = capsys.readouterr().out
     assert "12 results from 8 trainings" in said and f"megaenc finetune summary {tmp_path / 'out'}" in said
     assert not calls(model)  # debug begins when it is asked for a result
@@ -61,7 +60,7 @@ def test_the_command_says_how_to_go_on(tmp_path, capsys):
 
 def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
     planned = plan(settings(make_model(tmp_path / "toy"), tmp_path / "out"), find)
-    part = slurm.Part(tuple(planned.todo), fake_runs.run, Local(jobs=1))
+    part = slurm.Part(tuple(planned.todo), "fake_runs:run", Local(jobs=1))
     again = part.checkpoint()
     assert again.function == part == pickle.loads(pickle.dumps(part))
 

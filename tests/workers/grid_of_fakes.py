@@ -14,7 +14,7 @@ def main() -> None:
     model, output, *rest = sys.argv[1:]
     argv = ["--model", model, "--output", output, *rest]
     settings = flags.parse(GridSettings, argv, prog="grid", description="a grid")
-    run_grid(settings, fake_runs.find, fake_runs.run)
+    run_grid(settings, fake_runs.find, "fake_runs:run")
 
 
 if __name__ == "__main__":
