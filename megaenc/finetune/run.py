@@ -57,6 +57,8 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     # Read before anything is trained: what is wrong with them costs no training.
     held_out = [{split: reader.evaluated(task, dataset, split) for split in _EVALUATED} for dataset in datasets]
     steps = number_of_steps(protocol, task.count(data))
+    if steps < protocol.max_steps:
+        say(f"{job.train_on}: {steps:,} updates, fewer than --max-steps: --epochs {protocol.epochs:g} takes no more")
     check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
     model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))

@@ -52,7 +52,8 @@ def tables(summary: Summary) -> list[Any]:
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
         table = _table(f"{family}, percent on test, 95 % interval over seeds", "model", "data set", "metric")
-        for name in ("mean (half)", "rate", "runs"):
+        compared = any(row.baseline is not None for row in rows)
+        for name in ("mean (half)", *(["baseline"] if compared else []), "rate", "runs"):
             table.add_column(name, justify="right", no_wrap=True)
         before: tuple[str, str] = ("", "")
         for row in rows:
@@ -65,6 +66,7 @@ def tables(summary: Summary) -> list[Any]:
                 place if first else "",
                 row.metric,
                 shown(row.mean, row.half) + mark,
+                *([shown(row.baseline, None)] if compared else []),
                 rate if first else "",
                 row.runs if first else "",
             )
@@ -131,12 +133,12 @@ def as_text(summary: Summary, suffix: str) -> str:
         writer.writerows(["" if value is None else value for value in vars(row).values()] for row in summary.rows)
         return stream.getvalue()
     lines = [
-        "| model | family | data set | trained on | metric | mean (half) | rate | runs | collapsed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | family | data set | trained on | metric | mean (half) | baseline | rate | runs | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in summary.rows:
         rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
-        numbers = (shown(row.mean, row.half), rate, row.runs, row.collapsed)
+        numbers = (shown(row.mean, row.half), shown(row.baseline, None), rate, row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
         lines.append("| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]

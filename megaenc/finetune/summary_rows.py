@@ -39,6 +39,9 @@ class Row:
     """None where the grid has not got so far."""
     half: float | None
     """None for a single seed too."""
+    baseline: float | None
+    """What this metric is without any model: majority class, a word's usual tag, never answering, a random ranking. None where
+    the results do not say."""
     seeds: int
     runs: str
     """Finished of those that there are or should be, `30/30`."""
@@ -118,15 +121,25 @@ def _row(cell: Cell, name: str, read: Read, kind: Kind) -> Row:
     reasons = [run.test.collapsed for run in at_rate if run.test.collapsed]
     collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}" if reasons else ""
     runs = f"{sum(run.test is not None for run in cell.runs)}/{len(cell.rates) * len(cell.seeds)}"
-    return Row(cell.model, cell.family, cell.dataset, cell.train_on, name, rate, *_percent(by_seed, kind), runs, collapsed)
+    mean, half, seeds = _percent(by_seed, kind)
+    where = (cell.model, cell.family, cell.dataset, cell.train_on)
+    return Row(*where, name, rate, mean, half, _baseline([cell], name), seeds, runs, collapsed)
 
 
 def _average(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
     first = members[0]
-    made = _percent(average(members, read), kind)
+    mean, half, seeds = _percent(average(members, read), kind)
     trained = {cell.train_on for cell in members}
     train_on = first.train_on if len(trained) == 1 else ""
-    return Row(first.model, first.family, f"average of {len(members)}", train_on, name, None, *made, "", "")
+    place = f"average of {len(members)}"
+    return Row(first.model, first.family, place, train_on, name, None, mean, half, _baseline(members, name), seeds, "", "")
+
+
+def _baseline(members: Sequence[Cell], name: str) -> float | None:
+    """In percent, the mean over `members`; every run on a data set has the same."""
+    name = "score" if name == PAPER else name
+    found = [next((run.test.baseline.get(name) for run in cell.runs if run.test is not None), None) for cell in members]
+    return None if None in found else 100 * math.fsum(found) / len(found)
 
 
 def _percent(by_seed: dict[int, float] | None, kind: Kind) -> tuple[float | None, float | None, int]:

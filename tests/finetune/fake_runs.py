@@ -54,7 +54,7 @@ def find(text: str, **options) -> Dataset:
 
 def scores(job: Job, dataset: str, split: str) -> Scores:
     value = (hash_of(f"{job.model.name}{dataset}{split}{job.learning_rate}{job.seed}") % 1000) / 1000
-    return Scores(value, [value] * 3 + [1.0], {"accuracy": value}, {"accuracy": [value]}, None, {"majority class": 0.5})
+    return Scores(value, [value] * 3 + [1.0], {"accuracy": value}, {"accuracy": [value]}, None, {"score": 0.5, "accuracy": 0.25})
 
 
 def hash_of(text: str) -> int:

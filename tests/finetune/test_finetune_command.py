@@ -27,7 +27,7 @@ def test_the_studys_file_says_what_the_defaults_are():
 def test_the_command_line_wins_over_the_file():
     argv = ["--config", str(CONFIGS / "demo.yaml"), "--seeds", "1"]
     found = flags.parse_with_config(GridSettings, argv, prog="test", description="")
-    assert (found.seeds, found.protocol.max_steps, found.learning_rates) == (1, 40, (2e-4, 5e-4))
+    assert (found.seeds, found.protocol.max_steps, found.learning_rates) == (1, 200, (2e-4, 5e-4))
 
 
 def test_the_guide_s_run_is_one_of_its_grid():

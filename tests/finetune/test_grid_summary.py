@@ -113,6 +113,19 @@ def test_standard_metrics_stand_beside_the_papers(grid, capsys):
         assert [name for name in ("paper's", "accuracy") if name in said.partition("mean score")[0]] == shown
 
 
+def test_baselines_stand_beside_the_means(grid, tmp_path, capsys):
+    scores = printed(capsys, grid, "--output", tmp_path / "out.csv").partition("mean score")[0]
+    rows = [line.split() for line in scores.splitlines()]
+    assert [row[-3] for row in rows if row[-1:] == ["3/4"]] == ["50.00", "50.00"]
+    assert [row[-1] for row in rows if row[:1] == ["accuracy"]] == ["25.00"] * 3  # two sets and their average
+    written = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert {(row["metric"], row["baseline"]) for row in written} == {("paper's", "50.0"), ("accuracy", "25.0")}
+
+
+def test_published_results_hold_no_baseline(study, capsys):
+    assert "baseline" not in printed(capsys, study)
+
+
 def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
     said = printed(capsys, grid)
     assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
@@ -126,7 +139,7 @@ def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
     assert f"written: {output}" in printed(capsys, study, "--output", output)
     text = output.read_text()
     if ending == "md":
-        assert "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | 5e-05 | 14/15 |" in text
+        assert "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | - | 5e-05 | 14/15 |" in text
         return
     rows = json.loads(text)["rows"] if ending == "json" else list(csv.DictReader(text.splitlines()))
     [row] = [row for row in rows if row["dataset"] == "msmarco"]

@@ -83,10 +83,10 @@ def tagged_sentences(documented: Iterable[Documented]) -> Iterator[dict]:
 
 
 def questions(documented: Iterable[Documented]) -> Iterator[dict]:
-    """{"function", "id", "question", "context", "answer", "start"}: the sentence that describes a parameter, among those of others.
+    """{"function", "id", "question", "context", "answer", "start"}: the sentence that describes a parameter.
 
-    A description that differs from an earlier one in names alone is in no context. Functions with a single parameter are there too:
-    they are what a small model learns first.
+    It stands among those of the function's other parameters. Functions with a single one are there too: they are what a small
+    model learns first. A description that differs from an earlier one in names alone is in no context.
     """
     seen: set[str] = set()
     for entry in documented:
