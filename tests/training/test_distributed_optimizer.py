@@ -10,10 +10,12 @@ from megaenc.training.command import main
 
 RUN = [*runs.SHORT_RUN, "--num-layers", "4", "--train-iters", "12", "--eval-interval", "12"]
 SHARED = ["--use-distributed-optimizer"]
-PRECISIONS = ("--no-bf16", "--bf16")
+# The gradient's norm is summed over the shards in another order. Another last bit in the clip moves a float32 master by 1e-7,
+# and by that here and there a bfloat16 weight rounds to the other side: none of 238,144 after 4 steps, 6,754 after 12.
+TOLERANCES = {"--no-bf16": 1e-6, "--bf16": 1e-3}
 
 
-@pytest.fixture(scope="module", params=PRECISIONS)
+@pytest.fixture(scope="module", params=TOLERANCES)
 def precision(request) -> str:
     return request.param
 
@@ -29,7 +31,7 @@ def references(small_corpus, precision, tmp_path_factory) -> dict[str, Path]:
 
 
 def test_every_step_is_that_of_the_usual_optimizer(references, precision):
-    runs.assert_same_curve(references["shared"], references["copied"], tolerance=1e-6 if precision == "--no-bf16" else 1e-4)
+    runs.assert_same_curve(references["shared"], references["copied"], tolerance=TOLERANCES[precision])
 
 
 @pytest.mark.parametrize("first", ["shared", "copied"])
@@ -41,7 +43,7 @@ def test_a_run_goes_on_with_the_other_optimizer(first, small_corpus, precision, 
     kept = shutil.copytree(folder, tmp_path / "kept")
     runs.script(runs.PRETRAIN, [*flags, *other], processes=2)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 13))
-    runs.assert_same_curve(folder, references[first], tolerance=1e-6 if precision == "--no-bf16" else 1e-4)
+    runs.assert_same_curve(folder, references[first], tolerance=TOLERANCES[precision])
     if first == "shared" and precision == "--no-bf16":  # and in one process
         main([*small_corpus.flags, *RUN, precision, "--save", str(kept)])
         runs.assert_same_curve(kept, references[first], tolerance=1e-4)
