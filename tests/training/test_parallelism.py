@@ -55,9 +55,10 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
 
 
 def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_path):
-    """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation."""
+    """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation; by torchrun itself."""
     folder = tmp_path / "run"
-    said = runs.script(runs.PRETRAIN, [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)], processes=8)
+    flags = [*small_corpus.flags, *RUN, *EVERYTHING, "--save", str(folder)]
+    said = runs.script(runs.PRETRAIN, flags, processes=8, fresh=True)
     assert "TP 2, PP 2 (layers 1 + 1 | 1 + 1), DP 2, SP" in said.stdout
     assert_same_run(folder, reference)
 
