@@ -42,6 +42,14 @@ IMPORTED = (
 TO_STOP = 30  # seconds that torchrun gives the other ranks, when one has failed
 
 
+def import_all() -> None:
+    """All that takes time, once and for all forks."""
+    prepare_megatron()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # or each fork would go through it at its end
+
+
 def serve(requests: socket.socket) -> str | None:
     """Fork for one request after the other; returns, in each fork, the script that it is to run, and None at the end of all."""
     while True:
@@ -135,10 +143,7 @@ def become(script: str) -> None:
 
 if __name__ == "__main__":
     die_with_parent(os.getppid())
-    prepare_megatron()
-    for name in IMPORTED:
-        importlib.import_module(name)
-    gc.freeze()  # or the end of each fork goes through all that was imported
+    import_all()
     script = serve(socket.socket(fileno=int(sys.argv[1])))
     if script:
         become(script)
