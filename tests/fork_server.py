@@ -104,6 +104,7 @@ def launch(count: int) -> None:
         here |= {"TORCHELASTIC_RUN_ID": logs.name, "TORCHELASTIC_USE_AGENT_STORE": True}
         here |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
         os.environ.update({name: str(value) for name, value in here.items()})
+        sys.stdout.reconfigure(write_through=True)  # it starts them with -u
         return
     store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     failed = watch(ranks)

@@ -91,8 +91,8 @@ def test_a_rank_that_fails_ends_the_others(fresh, script, tmp_path):
 
 
 def test_when_time_is_up_all_are_killed_and_the_next_run_is_as_ever(script, tmp_path):
-    with pytest.raises(AssertionError, match="took more than 3 s"):
-        runs.script(script(WAIT), [str(tmp_path), "wait"], processes=2, timeout=3)
+    with pytest.raises(AssertionError, match="took more than 5 s"):
+        runs.script(script(WAIT), [str(tmp_path), "wait"], processes=2, timeout=5)
     assert_gone(int((tmp_path / str(rank)).read_text()) for rank in range(2))
     assert runs.script(script("print('here')"), []).stdout == "here\n"
 
