@@ -1,6 +1,7 @@
 """Small real corpora and short real runs for the tests: alone or under torchrun on the loopback, always with a time limit."""
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -120,11 +121,12 @@ def forked(
     request = {"command": command, "processes": processes, "environment": surroundings() | (environment or {})}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         socket.send_fds(server, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
-        process = answer(120)  # the first time it imports
+        process = answer(None)  # at once, but for the first time: it imports
         try:
             code = answer(timeout)
         except BaseException as error:
-            os.killpg(process, signal.SIGKILL)  # its ranks die with it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)  # its ranks die with it
             code = answer(None)
             if not isinstance(error, TimeoutError):
                 raise
