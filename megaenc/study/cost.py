@@ -52,7 +52,7 @@ class Disk:
 
 
 @dataclass(frozen=True)
-class Path:
+class Chain:
     """A chain of stages of which none can begin before what it needs of the one before."""
 
     hours: float | None
@@ -79,9 +79,9 @@ class Cost:
     """Fine-tuning results, as many as runs if every set were trained on."""
     finetune_hours: float | None
     disk: Disk
-    at_the_branch: Path
+    at_the_branch: Chain
     """Where a branch begins as soon as its checkpoint is there, each run on the manifest's devices, fine-tunings all at once."""
-    at_the_end: Path
+    at_the_end: Chain
     """Where it waits for its parent's end."""
 
 
@@ -159,7 +159,7 @@ def _disk(graph: Graph) -> Disk:
     return Disk(checkpoints, exports, RESULT_BYTES * sum(grid.results for grid in graph.grids.values()))
 
 
-def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretraining, Pretraining], int]) -> Path:
+def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretraining, Pretraining], int]) -> Chain:
     """The chain that ends last; `until`: steps that a parent makes itself before its child can begin."""
     devices, seconds = graph.manifest.hardware.devices, graph.manifest.hardware.finetune_seconds
     begins: dict[str, tuple[float, tuple[str, ...]]] = {}
@@ -184,7 +184,7 @@ def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretrain
         ends.append((end, (*chain, export.id, grid.id)))
     known = all(amount.device_hours is not None for amount in made.values())
     longest = max(ends, key=lambda end: end[0])
-    return Path(longest[0] if known else None, longest[1])
+    return Chain(longest[0] if known else None, longest[1])
 
 
 def explained(graph: Graph) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _explain(graph: Graph, group: str) -> str:
     if mine == said:
         return f"{text}{also}, the same" + (" without these" if guessed else "")
     if len(starts) > 1 and len(set(starts.values())) == 1 and said in starts.values():
-        return f"{text}{also}, which is one of the {len(starts)} starts"
+        return f"{text}{also}, one of the {len(starts)} starts alone"
     tail = next((run.model.decay for run in counted if run.is_tail), 0)
     difference = abs(mine - said)
     also += (

@@ -78,7 +78,8 @@ def tree(graph: Graph) -> Iterator[str]:
         evaluated = "" if run.model.evaluate else "  (not evaluated)"
         if steps := on_the_way.get(run.name):
             evaluated += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
-        yield f"  {names[number]:<{width}}  {begins:<18}  +{run.steps:>6,}  {what}{evaluated}"
+        made = f"+{run.steps:,}"
+        yield f"  {names[number]:<{width}}  {begins:<16}  {made:>9}  {what}{evaluated}"
 
 
 def _rails(rows: list[Row], number: int) -> str:
@@ -122,7 +123,7 @@ def picture(graph: Graph, title: str) -> Any:
     rows = rows_of(graph)
     last = max(row.end for row in rows)
     colours = _colours(rows)
-    figure = Figure(figsize=(11, 1.5 + 0.235 * len(rows)), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 2.0 + 0.235 * len(rows)), dpi=130, layout="constrained")
     panel = figure.subplots()
     for number, row in enumerate(rows):
         if row.parent is not None:
@@ -144,7 +145,8 @@ def picture(graph: Graph, title: str) -> Any:
     panel.set_xlim(0, last * 1.3)
     panel.set_yticks([])
     plain_counts(panel.xaxis)
-    panel.set_xlabel("steps of pretraining")
+    panel.set_xlabel("steps of pretraining; a bar is as high as the learning rate")
+    panel.set_xticks([tick for tick in panel.get_xticks() if tick <= last])
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.grid(axis="x", color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
@@ -157,7 +159,7 @@ def picture(graph: Graph, title: str) -> Any:
         handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="branch: optimizer and rate go on"))
     if any(row.run.start == "weights" for row in rows):
         handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=":", label="finished weights, new optimizer"))
-    panel.legend(handles=handles, loc="lower right", **{**LEGEND, "fontsize": 8})
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), **{**LEGEND, "fontsize": 8})
     return figure
 
 

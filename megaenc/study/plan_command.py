@@ -15,8 +15,7 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, whole_files
-from megaenc.study.cost import Amount, Cost, cost_of, explained
-from megaenc.study.cost import Path as Chain
+from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
 from megaenc.study.drawing import picture, tree
 from megaenc.study.graph import Graph, build_graph
 from megaenc.study.manifest import read_manifest
@@ -127,7 +126,7 @@ def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
     yield f"  {_clock(cost.at_the_branch.hours)} where a branch begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
     yield f"  {_clock(cost.at_the_end.hours)} where it waits for its parent's end: {_chain(cost.at_the_end)}"
     together = (cost.shared.device_hours or 0.0) + (cost.finetune_hours or 0.0)
-    yield f"  {_clock(together / hardware.devices)} on {hardware.devices} x {hardware.device} in all, never idle"
+    yield f"  {_clock(together / hardware.devices)} on {hardware.devices} x {hardware.device} in all, one thing after another"
 
 
 def _chain(chain: Chain) -> str:
@@ -139,7 +138,7 @@ def _hours(amount: Amount) -> str:
 
 
 def _clock(hours: float) -> str:
-    if hours >= 48:
+    if hours >= 96:
         return f"{hours / 24:.1f} days"
     return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
 
