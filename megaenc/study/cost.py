@@ -7,6 +7,7 @@ predictions. Hours follow from the tokens a second that the manifest states, byt
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
 from megaenc.study.graph import Graph, Pretraining
 from megaenc.study.pretrain_flags import RunFlags, run_flags
@@ -69,10 +70,12 @@ class Cost:
     """Pretraining, every model from its own first step; what is continued still begins with the study's own parent."""
     groups: Mapping[str, tuple[Amount, Amount]]
     """Both by group of models."""
-    runs: int
     models: int
+    """Each the end of one run."""
+    evaluated: int
+    """Models that are."""
     checkpoints: int
-    """Evaluated ones: models and those on the way."""
+    """Those, and checkpoints on the way."""
     trainings: int
     """Fine-tuning runs, retrieval once for all its sets."""
     results: int
@@ -101,8 +104,8 @@ def cost_of(graph: Graph) -> Cost:
         shared=sum(shared.values(), Amount()),
         alone=sum(alone.values(), Amount()),
         groups={group: groups[group] for group in order},
-        runs=len(graph.runs),
-        models=sum(model.evaluate for model in manifest.models),
+        models=len(manifest.models),
+        evaluated=sum(model.evaluate for model in manifest.models),
         checkpoints=len(graph.exports),
         trainings=trainings,
         results=sum(grid.results for grid in graph.grids.values()),
@@ -240,9 +243,9 @@ def _split(runs: list[Pretraining]) -> str:
     others = [run for run in runs if run.start == "weights"]
     said = [
         f"{_times(new)} from new weights" if new else "",
-        f"{_steps(branches):,} in {len(branches)} branches" if branches else "",
+        f"{_steps(branches):,} in {len(branches)} {'branches' if len(branches) > 1 else 'branch'}" if branches else "",
         f"{_times(tails)} of decay alone" if tails else "",
-        f"{_steps(others):,} in {len(others)} runs on finished models" if others else "",
+        f"{_steps(others):,} in {count(len(others), 'run')} on finished models" if others else "",
     ]
     return f"{', '.join(filter(None, said))}" + (f" ({_steps(runs):,})" if sum(map(bool, said)) > 1 else "")
 

@@ -188,15 +188,14 @@ def _check_entry(entry: Entry) -> None:
 
 
 def _from_scratch(entry: Entry, sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> list[Model]:
-    made: dict[str, Model] = {}
+    made = []
     for size, steps, rate, seed in itertools.product(entry.size, entry.steps, entry.peak_rate or (None,), entry.seed):
         if size not in sizes:
             raise InputError(f"{entry.place}: field `size`: found {size}{_nearest(size, sizes)}")
         given = {**pretrain, **sizes[size], **entry.pretrain, **({} if rate is None else {"lr": rate})}
-        for schedule in _schedules(entry, steps):
-            model = _model(entry, Setting(size, seed=seed), schedule, steps, given, rate)
-            made.setdefault(model.name, model)  # CLM alone is the same for every mask ratio
-    return list(made.values())
+        base = Setting(size, seed=seed)
+        made += [_model(entry, base, schedule, steps, given, rate) for schedule in _schedules(entry, steps)]
+    return made
 
 
 def _continued(entry: Entry, models: Mapping[str, Model], pretrain: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[Model]:
@@ -230,7 +229,7 @@ def _schedules(entry: Entry, steps: int) -> list[str]:
     for count, mask in itertools.product(clm, entry.mask or (None,)):
         mlm = f"mlm(mask={mask:g})" if count < steps else ""
         found.append(f"clm:{count},{mlm}:{steps - count}" if mlm and count else mlm or "clm")
-    return found
+    return list(dict.fromkeys(found))  # CLM alone is the same for every mask ratio
 
 
 def _model(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megaenc.study.entries import Model, Trained
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
-from megaenc.study.tasks import Training, trainings
+from megaenc.study.tasks import Training
 
 CORPUS = "corpus"
 """Folder of the study's own corpus and tokenizer, and the name of the stage that makes them."""
@@ -252,8 +252,7 @@ def _corpus(manifest: Manifest) -> CorpusStage | None:
 def _grids(manifest: Manifest, exports: Iterable[str]) -> dict[str, FineTuning]:
     if manifest.finetune is None:
         return {}
-    found, flags = trainings(manifest.finetune, manifest.data), manifest.finetune_flags
-    return {name: FineTuning(name, found, flags) for name in exports}
+    return {name: FineTuning(name, manifest.trainings, manifest.finetune_flags) for name in exports}
 
 
 _Start = tuple[Literal["new", "branch", "weights"], str, int]
