@@ -100,7 +100,7 @@ def _phases(run: Pretraining) -> str:
     made = [phase for phase in run.model.phases if phase.last_step > run.at]
     texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
-    return ", ".join(texts) + (f", ... {more} more phases to {made[-1].last_step:,}" if more > 0 else "")
+    return ", ".join(texts) + (f", ... {more} more to {made[-1].last_step:,}" if more > 0 else "")
 
 
 def label(phase: Trained) -> str:
