@@ -167,3 +167,12 @@ def test_other_examples_leave_the_seeds_alone():
     both, alone = by_claim(evidence, draws=0)["4"].overall, by_claim(Evidence(odd), draws=0)["4"].overall
     assert not math.isnan(both.test.components.examples) and math.isnan(alone.test.components.examples)
     assert alone.difference == pytest.approx(both.difference)
+
+
+def test_seeds_that_have_nothing_in_common():
+    scores = [
+        dataclasses.replace(score, seeds={seed + 5 * bool(score.setting.clm_steps): value for seed, value in score.seeds.items()})
+        for score in mini(5).scores
+    ]
+    found = by_claim(Evidence(scores))["1a"]
+    assert found.verdict == "not resolved" and "no seed that all of the models were fine-tuned with" in found.reason
