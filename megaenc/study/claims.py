@@ -13,6 +13,7 @@ from megaenc.study.claim_tests import Draft, points
 from megaenc.study.comparisons import Comparison, Outcome
 from megaenc.study.evidence import Evidence
 from megaenc.study.models import Models
+from megaenc.study.ratio_claim import no_best_ratio
 from megaenc.study.statistics import LEVEL
 
 
@@ -49,7 +50,7 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
         claim_tests.sensitivity(models),
         claim_tests.quarter_first(models, draws),
         claim_tests.continued(models, draws),
-        claim_tests.no_best_ratio(models),
+        no_best_ratio(models),
     ]
     corrected = statistics.holm([draft.p for draft in drafts])
     claims = sum(not math.isnan(p) for p in corrected)
