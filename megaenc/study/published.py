@@ -1,0 +1,86 @@
+"""What the study published: the means and intervals of its tables, shipped with the package, and its result files.
+
+published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
+Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Models that two of its
+tables show stand there twice, with the same numbers; they are 46.
+"""
+
+import csv
+import functools
+from importlib import resources
+from pathlib import Path
+
+from megaenc.finetune.intervals import STUDY, Kind
+from megaenc.finetune.results import scan
+from megaenc.study.evidence import AVERAGE, PAPER, Evidence, Score, of_results
+from megaenc.study.setting import Setting, name_of, setting_of
+
+SOURCE = "arXiv 2507.00994, tables of the appendix"
+TABLES = "published_results.csv"
+
+PRINTED = {
+    "SST-2": "sst2",
+    "QQP": "qqp",
+    "MNLI": "mnli_m",
+    "CoNLL": "conll2003_en",
+    "OntoNotes": "ontonotes",
+    "UNER": "uner_en",
+    "SQuAD": "squad",
+    "SQuAD-v2": "squad_v2",
+    "ReCoRD": "record",
+    "MS MARCO": "msmarco",
+    "NQ": "nq",
+    "MLDR": "mldr_en",
+    "Average": AVERAGE,
+}
+"""What the tables call a data set, and its name here."""
+
+
+def rows() -> list[dict[str, str]]:
+    """The 800 cells as printed, in the order of the tables.
+
+    setup, size, clm_steps, mlm_steps, cpt_mlm_steps, mask_ratio, task, dataset, mean, ci95.
+    """
+    with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def row_setting(row: dict[str, str]) -> Setting:
+    """The model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
+    masked = bool(row["mask_ratio"])
+    return Setting(
+        size=row["size"],
+        clm_steps=int(row["clm_steps"]),
+        mlm_steps=int(row["mlm_steps"]),
+        cpt_mlm_steps=int(row["cpt_mlm_steps"]),
+        mask_ratio=float(row["mask_ratio"]) if masked else None,
+        decayed=row["setup"] != "efficiency",
+    )
+
+
+@functools.cache
+def published() -> Evidence:
+    """The printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
+    found: dict[tuple[Setting, str, str], Score] = {}
+    for row in rows():
+        setting, dataset = row_setting(row), PRINTED[row["dataset"]]
+        score = Score(
+            model=name_of(setting),
+            setting=setting,
+            family=row["task"],
+            dataset=dataset,
+            mean=float(row["mean"]) / 100,
+            half=float(row["ci95"]) / 100,
+        )
+        found.setdefault((setting, score.family, dataset), score)
+    return Evidence(list(found.values()))
+
+
+def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+    """The study's own result files, under the names of its models and over the data sets of its tables alone.
+
+    `folder` is its `results`, as in the repository hgissbkh/EncodEval. Raises InputError for a tree without results.
+    """
+    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
+    found = scan(folder)
+    return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)
