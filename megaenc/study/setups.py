@@ -134,7 +134,7 @@ def dataset_label(family: str, dataset: str) -> str:
 
 
 def datasets_of(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """From pairs of family and data set, those of each family: the study's first and in the order of its tables, averages last."""
+    """From pairs of family and data set, those of each family: the study's first, as in its tables, averages last."""
     shown: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for family, dataset in dict.fromkeys(found):
         shown.setdefault(family, []).append(dataset)

@@ -87,11 +87,13 @@ def as_markdown(table: Table) -> str:
     names = [_in_markdown(f"{column.group} {column.name}".strip()) for column in table.columns]
     rows = [[_in_markdown(shown(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
-    rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in zip(table.columns, widths, strict=True)]
+    fitted = list(zip(table.columns, widths, strict=True))
+    rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
 
     def line(cells: Iterable[str]) -> str:
-        fitted = zip(table.columns, cells, widths, strict=True)
-        return "| " + " | ".join(cell.rjust(width) if column.number else cell.ljust(width) for column, cell, width in fitted) + " |"
+        pairs = zip(cells, fitted, strict=True)
+        padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
+        return "| " + " | ".join(padded) + " |"
 
     lines = [f"### {_in_markdown(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
     return "\n".join(lines) + "\n"
