@@ -109,7 +109,7 @@ def variance_table(evidence: Evidence) -> Table | None:
             rows.append(Row((*head, *(score(spread) for spread in spreads), *_needed(members)), rule=name == names[0]))
     note = (
         "Points; root mean squares over the models. Other fine-tuning seeds would move a mean by the standard error from seeds, "
-        "other test examples of the same kind by that from examples. Last columns: seeds with which a true difference between two "
+        "other test examples of the same kind by that from examples. Last columns: seeds with which a true difference of two "
         "models that share seeds and examples is seen in four of five studies; never: no number of seeds makes up for so few "
         "examples. Few seeds estimate their own spread roughly: these numbers are orders of magnitude."
     )
