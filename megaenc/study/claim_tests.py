@@ -1,0 +1,365 @@
+"""The claims of the study one by one: what each compares, and the p and the direction that its verdict will rest on."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megaenc.finetune.examples import Family
+from megaenc.study import statistics
+from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, alike, better_first, lines_of, of_family, pooled, test
+from megaenc.study.evidence import AVERAGE
+from megaenc.study.models import Models, Pair, only_clm, percent
+from megaenc.study.setting import Setting
+from megaenc.study.statistics import LEVEL
+
+MARGIN = 0.01
+"""Two models that differ by less than one point (of a hundred) are about equal."""
+EARLY = 0.25
+"""The first quarter of the steps is early."""
+QUARTER = (0.2, 0.3)
+"""CLM shares that count as 25 %: the study's own are 10 of 42, 5 of 22 and 3 of 12 thousand steps."""
+
+FAMILIES = tuple(str(family) for family in Family)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A verdict to be: p is corrected over all claims before it is one."""
+
+    claim: int
+    part: str
+    title: str
+    question: str
+    missing: str
+    """what it takes, said where it is not there"""
+    comparisons: list[Comparison] = field(default_factory=list)
+    overall: Comparison | None = None
+    p: float = math.nan
+    way: Outcome = "not resolved"
+    """the verdict if p holds after the correction"""
+    note: str = ""
+    decisive: list[Comparison] = field(default_factory=list)
+    """those that must not clearly go the other way"""
+
+
+def _gaps(models: Models, family: Family) -> list[Line]:
+    """MLM less CLM, a line for each size."""
+    names = (models.mlm, models.clm)
+    found = [lines_of(models.evidence, names, size, pair, [family]) for size, pair in models.final().items()]
+    return alike([line for of_size in found for line in of_size])
+
+
+def mlm_above(models: Models, draws: int, part: str, family: Family) -> Draft:
+    """1a, 1b: MLM less CLM at equal steps, over sizes."""
+    draft = Draft(
+        1,
+        part,
+        f"MLM is above CLM on {family}",
+        f"Is {models.mlm} above CLM on {_WORDS[family]}, trained for as many steps?",
+        f"an MLM and a CLM model of one size and as many steps, both decayed and evaluated on {family}",
+    )
+    return _directional(draft, _gaps(models, family), draws)
+
+
+def about_equal(models: Models, draws: int) -> Draft:
+    """1c: the same on TC, within a margin either way (two one-sided tests)."""
+    draft = Draft(
+        1,
+        "c",
+        "MLM and CLM are about equal on TC",
+        f"Do {models.mlm} and CLM differ by less than {100 * MARGIN:g} point on token classification?",
+        "an MLM and a CLM model of one size and as many steps, both decayed and evaluated on TC",
+    )
+    if not (lines := _gaps(models, Family.TC)):
+        return draft
+    each = [test(line, MARGIN) for line in lines]
+    corrected = statistics.holm([one.test.margin_p for one in each])
+    comparisons = [
+        replace(one, p=one.test.margin_p, p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)
+    ]
+    overall = test(pooled(lines), MARGIN, draws)
+    overall = replace(overall, p=overall.test.margin_p)
+    apart = _equal(overall, math.nan) == "reversed"
+    note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
+    # A difference beyond the margin is the opposite of what p is of, so the interval alone says it.
+    p, way = (overall.test.p, "reversed") if apart else (overall.p, "holds")
+    return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=note, decisive=comparisons)
+
+
+def _equal(one: Comparison, p: float) -> Outcome:
+    if p < LEVEL:
+        return "holds"
+    return "reversed" if one.low > 100 * MARGIN or one.high < -100 * MARGIN else "not resolved"
+
+
+def gap_narrows(models: Models, draws: int) -> Draft:
+    """1d: the linear trend of the gap over the sizes by rank, from the smallest to the largest."""
+    draft = Draft(
+        1,
+        "d",
+        "The gap on IR narrows with size",
+        f"Is the difference between {models.mlm} and CLM on retrieval smaller in larger models?",
+        "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
+    )
+    if len(lines := _gaps(models, Family.IR)) < 2:
+        return draft
+    comparisons, gap = adjusted([test(line) for line in lines]), test(pooled(lines))
+    middle = (len(lines) - 1) / 2
+    ranks = [at - middle for at in range(len(lines))]
+    sign = -1 if gap.difference > 0 else 1  # the trend of its size, turned so that narrowing is above 0
+    weights = [sign * rank * (len(lines) - 1) / math.fsum(rank**2 for rank in ranks) for rank in ranks]
+    names = ("gap of the smallest", "that of the largest")
+    trend = replace(pooled(lines, weights), where=f"{lines[0].where} to {lines[-1].where}", names=names)
+    overall = test(trend, draws=draws)
+    p = max(overall.p, gap.p)  # without a gap there is nothing to narrow; nan if either is
+    way = "holds" if overall.difference > 0 else "reversed"
+    across = f"the mean gap is {points(gap.difference)}"
+    return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=across)
+
+
+def early(models: Models, draws: int) -> Draft:
+    """2: CLM less MLM at each intermediate checkpoint that is early."""
+    draft = Draft(
+        2,
+        "",
+        "CLM learns faster early",
+        f"Is CLM above {models.mlm} after as many of the first steps?",
+        f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY:.0%} of them",
+    )
+    pairs = models.pairs(
+        lambda one: not one.decayed and only_clm(one),
+        lambda one: not one.decayed and models.only_mlm(one),
+        lambda one: (one.size, one.steps),
+    )
+    ends: dict[str, int] = defaultdict(int)
+    for one in models.settings:
+        if one.steps and not one.cpt_mlm_steps:
+            ends[one.size] = max(ends[one.size], one.steps)
+    lines = alike(
+        [
+            line
+            for (size, steps), pair in sorted(pairs.items())
+            if steps <= EARLY * ends[size]
+            for line in lines_of(models.evidence, (models.clm, models.mlm), f"{size} at {steps:,} steps", pair, FAMILIES)
+        ]
+    )
+    steps = sorted({at for size, at in pairs if at <= EARLY * ends[size]})
+    crossing = "; ".join(_crossings(models, pairs))
+    early = f"early is step {', '.join(f'{at:,}' for at in steps)}"
+    return _directional(draft, lines, draws, f"{early}; {crossing}" if crossing else early)
+
+
+def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
+    """For each size and family, from which step on the mean of MLM is no longer below that of CLM."""
+    found = []
+    for size in dict.fromkeys(size for size, _ in pairs):
+        for family in FAMILIES:
+            ahead: dict[int, bool] = {}
+            for (of, steps), by_seed in pairs.items():
+                clm, mlm = next(iter(by_seed.values()))
+                if of == size and (standing := of_family(models.evidence, family, (clm, mlm))) is not None:
+                    means = [math.fsum(weight * score.mean for weight, score in side) for side in standing[1]]
+                    ahead[steps] = means[1] >= means[0]
+            steps = sorted(ahead)
+            since = next((at for here, at in enumerate(steps) if all(ahead[later] for later in steps[here:])), None)
+            if steps:
+                when = (
+                    f"MLM is ahead from step {since:,} on" if since is not None else f"CLM is still ahead at step {steps[-1]:,}"
+                )
+                found.append(f"{size} on {family}: {when}")
+    return found
+
+
+def sensitivity(models: Models) -> Draft:
+    """3: best less worst rate, by seed and data set, MLM less CLM."""
+    draft = Draft(
+        3,
+        "",
+        "CLM is less sensitive to the fine-tuning rate",
+        f"Do scores of {models.mlm} spread further over the learning rates (best less worst) than those of CLM?",
+        "results at two or more learning rates of an MLM and a CLM model of one size and as many steps",
+    )
+    lines = []
+    for size, by_seed in models.final().items():
+        mlm, clm = by_seed[min(by_seed)]
+        for family, dataset in models.evidence.datasets():
+            sides = [models.evidence.find(setting, dataset, family) for setting in (mlm, clm)]
+            if dataset.startswith(AVERAGE) or None in sides:
+                continue
+            if len(rates := sorted(set(sides[0].rates) & set(sides[1].rates))) < 2:
+                continue
+            spreads = []
+            for side in sides:
+                seeds = set.intersection(*(set(side.rates[rate]) for rate in rates))
+                of_rates = {seed: [side.rates[rate][seed] for rate in rates] for seed in sorted(seeds)}
+                spreads.append({seed: max(scores) - min(scores) for seed, scores in of_rates.items()})
+            if set(spreads[0]) & set(spreads[1]):
+                lines.append(Line((models.mlm, models.clm), size, family, dataset, left=spreads[0], right=spreads[1]))
+    return _directional(draft, lines, 0, "the difference is that of the spreads")
+
+
+def quarter_first(models: Models, draws: int) -> Draft:
+    """4: at each budget, CLM for about a quarter of the steps and then MLM, less MLM alone."""
+    draft = Draft(
+        4,
+        "",
+        "25 % CLM, then MLM, beats MLM alone",
+        "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
+        f"a decayed model with {QUARTER[0]:.0%} to {QUARTER[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
+    )
+    shares = {one for one in models.settings if one.decayed and not one.cpt_mlm_steps and one.mlm_steps}
+    nearest: dict[tuple, float] = {}
+    for one in shares:
+        if one.clm_steps:
+            nearest[_run(one)] = min(nearest.get(_run(one), 1.0), one.clm_share, key=lambda share: abs(share - 0.25))
+    pairs = models.pairs(
+        lambda one: one in shares and QUARTER[0] <= one.clm_share <= QUARTER[1] and one.clm_share == nearest[_run(one)],
+        lambda one: one in shares and not one.clm_steps,
+        _run,
+    )
+    lines = [
+        line
+        for (size, steps, ratio), pair in sorted(pairs.items())
+        for line in lines_of(models.evidence, ("25 % CLM, then MLM", "MLM alone"), _place(size, steps, ratio), pair, FAMILIES)
+    ]
+    return _directional(draft, alike(lines), draws)
+
+
+def continued(models: Models, draws: int) -> Draft:
+    """5: at equal lengths; the longest decides, as a model that changes its objective needs time to."""
+    draft = Draft(
+        5,
+        "",
+        "MLM on a finished CLM model beats more MLM",
+        "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
+        "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
+    )
+    pairs = models.pairs(
+        lambda one: one.decayed and one.cpt_mlm_steps > 0 and one.clm_steps > 0 and not one.mlm_steps,
+        lambda one: one.decayed and one.cpt_mlm_steps > 0 and not one.clm_steps and one.mlm_steps > 0,
+        lambda one: (one.size, one.clm_steps + one.mlm_steps, one.cpt_mlm_steps, one.mask_ratio or 0.0),
+    )
+    names = ("MLM on CLM", "more MLM on MLM")
+    lines: list[Line] = []
+    lengths: list[tuple[int, bool]] = []
+    for key, pair in sorted(pairs.items()):
+        size, before, more, ratio = key
+        longest = more == max(of for *start, of, mask in pairs if (*start, mask) == (size, before, ratio))
+        some = lines_of(models.evidence, names, f"{size}, {more:,} after {before:,} steps", pair, FAMILIES)
+        lines, lengths = lines + some, lengths + [(more, longest)] * len(some)
+    lines = alike(lines)
+    last = [line for line, (_, longest) in zip(lines, lengths, strict=True) if longest]
+    shorter = []
+    for length in sorted({more for more, longest in lengths if not longest}):
+        of_length = pooled([line for line, found in zip(lines, lengths, strict=True) if found == (length, False)])
+        shorter.append(f"after {length:,} steps it is {points(test(of_length).difference)}")
+    return _directional(draft, lines, draws, "; ".join(shorter), last)
+
+
+def no_best_ratio(models: Models) -> Draft:
+    """6: holds where each ratio is clearly beaten somewhere; reversed where one is never and is above each other one overall."""
+    draft = Draft(
+        6,
+        "",
+        "There is no single best mask ratio",
+        "Is every mask ratio beaten by another one on some task or at some size?",
+        "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
+    )
+    found: dict[tuple[str, int], set[float]] = defaultdict(set)
+    alone = [one for one in models.settings if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio]
+    for one in alone:
+        found[one.size, one.steps].add(one.mask_ratio)
+    longest = {size: max(steps for of, steps in found if of == size and len(found[of, steps]) > 1) for size in _several(found)}
+    lines: list[Line] = []
+    sides: list[tuple[float, float]] = []
+    for size, steps in longest.items():
+        ratios = sorted(found[size, steps])
+        for first, second in [(a, b) for a in ratios for b in ratios if a < b]:
+            pairs = models.pairs(
+                lambda one, ratio=first: one in alone and one.mask_ratio == ratio,
+                lambda one, ratio=second: one in alone and one.mask_ratio == ratio,
+                lambda one: (one.size, one.steps),
+            )
+            some = lines_of(models.evidence, (percent(first), percent(second)), size, pairs.get((size, steps), {}), FAMILIES)
+            lines += some
+            sides += [(first, second)] * len(some)
+    if not lines:
+        return draft
+    lines = alike(lines)
+    comparisons = adjusted([test(line) for line in lines])
+    ratios = sorted({ratio for pair in sides for ratio in pair})
+    beaten = {ratio: _beaten(ratio, sides, comparisons) for ratio in ratios}
+    said = "; ".join(f"{percent(ratio)} {_where_beaten(*worst)}" for ratio, worst in beaten.items())
+    p, way = max(p for p, _ in beaten.values()), "holds"
+    if not p < LEVEL and (unbeaten := [ratio for ratio in ratios if beaten[ratio][0] >= LEVEL]) and len(unbeaten) == 1:
+        against = []
+        for other in ratios:
+            pair = (min(other, unbeaten[0]), max(other, unbeaten[0]))
+            if of_pair := [line for line, names in zip(lines, sides, strict=True) if names == pair]:
+                against.append((test(pooled(of_pair)), pair[0] == unbeaten[0]))
+        if len(against) == len(ratios) - 1 and all((one.difference > 0) == first for one, first in against):
+            p, way = max(one.p for one, _ in against), "reversed"
+    return replace(draft, comparisons=[better_first(one) for one in comparisons], p=p, way=way, note=said)
+
+
+def _several(found: dict[tuple[str, int], set[float]]) -> list[str]:
+    return list(dict.fromkeys(size for (size, _), ratios in found.items() if len(ratios) > 1))
+
+
+_Loss = tuple[float, Comparison | None]
+
+
+def _beaten(ratio: float, sides: Sequence[tuple[float, float]], comparisons: Sequence[Comparison]) -> _Loss:
+    """The smallest corrected p of a comparison that `ratio` loses, and that comparison; 1 where it loses none."""
+    lost = [
+        (one.p_adjusted, one)
+        for pair, one in zip(sides, comparisons, strict=True)
+        if ratio in pair and (one.difference < 0) == (pair[0] == ratio) and not math.isnan(one.p_adjusted)
+    ]
+    return min(lost, key=lambda found: found[0], default=(1.0, None))
+
+
+def _where_beaten(p: float, worst: Comparison | None) -> str:
+    if worst is None or p >= LEVEL:
+        return "is not shown to be beaten anywhere"
+    better = worst.left if worst.difference > 0 else worst.right
+    return f"is beaten by {better} on {worst.family} at {worst.where} ({points(abs(worst.difference))})"
+
+
+def _directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
+    """The claim that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
+    if not lines:
+        return draft
+    at = [here for here, line in enumerate(lines) if not decisive or line in decisive]
+    overall, comparisons = test(pooled([lines[here] for here in at]), draws=draws), adjusted([test(line) for line in lines])
+    way = "holds" if overall.difference > 0 else "reversed"
+    return replace(
+        draft,
+        comparisons=comparisons,
+        overall=overall,
+        p=overall.p,
+        way=way,
+        note=note,
+        decisive=[comparisons[here] for here in at],
+    )
+
+
+def points(difference: float) -> str:
+    return f"{difference:+.2f} points"
+
+
+def _run(one: Setting) -> tuple[str, int, float]:
+    return one.size, one.steps, one.mask_ratio or 0.0
+
+
+def _place(size: str, steps: int, ratio: float) -> str:
+    return f"{size}, {steps:,} steps, {percent(ratio)}"
+
+
+_WORDS = {
+    Family.SC: "sequence classification",
+    Family.TC: "token classification",
+    Family.QA: "question answering",
+    Family.IR: "retrieval",
+}
