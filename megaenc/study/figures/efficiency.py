@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from megaenc.study.axes import short
 from megaenc.study.evidence import Evidence
 from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, panels_of
 from megaenc.study.setting import Setting
@@ -17,7 +18,7 @@ def by_step(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     if len({one.steps for one in settings}) < 2:
         return Missing(key, title, "Fewer than two checkpoints on the way have scores.")
     places = {one: float(one.steps) for one in settings}
-    return _picture(key, title, "step", evidence, published, places)
+    return _picture(key, title, "step", evidence, published, places, named=True)
 
 
 def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evidence | None = None) -> Drawn:
@@ -36,7 +37,13 @@ def _on_the_way(evidence: Evidence) -> list[Setting]:
 
 
 def _picture(
-    key: str, title: str, x_label: str, evidence: Evidence, published: Evidence | None, places: Mapping[Setting, float]
+    key: str,
+    title: str,
+    x_label: str,
+    evidence: Evidence,
+    published: Evidence | None,
+    places: Mapping[Setting, float],
+    named: bool = False,
 ) -> Drawn:
     kinds = dict.fromkeys((objective(one), one.mask_ratio, one.size) for one in places)
     sizes, masks = sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
@@ -49,6 +56,8 @@ def _picture(
         marker = _MARKERS[sizes.index(size) % len(_MARKERS)] if len(sizes) > 1 else marker
         series.append(Series(label, colour, marker, tuple((places[one], one) for one in members)))
     log = max(places.values()) >= 8 * min(places.values())
-    panels = panels_of(evidence, series, published, x_label=x_label, log=log, counts=True)
+    seen = sorted(set(places.values()))
+    ticks = {place: short(place) for place in seen} if named and len(seen) <= 8 else None
+    panels = panels_of(evidence, series, published, x_label=x_label, log=log, counts=True, ticks=ticks)
     caption = "Checkpoints before any decay of the learning rate. Bars are 95 % intervals over fine-tuning seeds."
     return Picture(key, title, caption, panels)
