@@ -58,6 +58,8 @@ def _picture(
     log = max(places.values()) >= 8 * min(places.values())
     seen = sorted(set(places.values()))
     ticks = {place: short(place) for place in seen} if named and len(seen) <= 8 else None
-    panels = panels_of(evidence, series, published, x_label=x_label, log=log, counts=True, ticks=ticks)
+    panels = panels_of(
+        evidence, series, published, x_label=x_label, log=log, unit="steps" if named else "operations", ticks=ticks
+    )
     caption = "Checkpoints before any decay of the learning rate. Bars are 95 % intervals over fine-tuning seeds."
     return Picture(key, title, caption, panels)

@@ -40,7 +40,7 @@ def picture(runs: Mapping[str, TrainedRun]) -> Drawn:
                 points = tuple(Point(x[at], losses[at]) for at in sorted({*thinned, len(x) - 1}))
                 marker = "" if len(points) > 12 else style[name][1] if few else "."
                 lines.append(Line(name if few else label, style[name][0] if few else colour, marker, points))
-        panels.append(Panel(f"under {objective}", tuple(lines), "step", "loss (nats a predicted token)", counts=True))
+        panels.append(Panel(f"under {objective}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
     caption = (
         "Loss on text that no run was trained on, under each objective, whatever the run was trained with at the time. A branch "
         "begins at the step where it left its parent; what went on from a finished model counts its own steps."

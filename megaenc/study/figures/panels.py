@@ -4,7 +4,8 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from html import escape
+from typing import Any, Literal
 
 from megaenc.study.axes import clean, plain_counts
 from megaenc.study.evidence import Evidence, Score
@@ -54,8 +55,8 @@ class Panel:
     ticks: Mapping[float, str] | None = None
     """Places that are named, where the axis has no other numbers."""
     log: bool = False
-    counts: bool = False
-    """Whether the axis counts steps or operations: 10k, 1.5E."""
+    unit: Literal["", "steps", "operations"] = ""
+    """What the numbers of the axis are written as: 10k, 2e19."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _line(axis: Any, line: Line) -> Any:
 
 def _places(axis: Any, panel: Panel) -> None:
     """The ticks of the axis below."""
-    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     if panel.log:
         axis.set_xscale("log")
@@ -228,8 +229,18 @@ def _places(axis: Any, panel: Panel) -> None:
         ends = (min(panel.ticks), max(panel.ticks))
         if not panel.log and ends[0] == ends[1]:
             axis.set_xlim(ends[0] - 1, ends[1] + 1)
-    elif panel.counts:
+    elif panel.unit == "steps":
         plain_counts(axis.xaxis)
+    elif panel.unit == "operations":
+        if panel.log:
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _ends_within(panel, 60) else (1,)))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0"))
+
+
+def _ends_within(panel: Panel, ratio: float) -> bool:
+    """Whether the largest place on the axis is at most so many times the smallest."""
+    every = [point.x for line in panel.lines for point in line.points]
+    return max(every) <= ratio * min(every)
 
 
 def as_svg(figure: Any, name: str) -> str:
@@ -251,5 +262,10 @@ def inline(svg: str, name: str, alt: str) -> str:
     svg = re.sub(r'xlink:href="#', f'href="#{name}-', svg)
     for colour, role in ((INK, "ink"), (FAINT, "muted"), (GRID, "grid"), (PAPER, "card")):
         svg = svg.replace(colour, f"var(--{role})")
-    svg = re.sub(r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>", rf'<svg \1 role="img" aria-label="{alt}">', svg, count=1)
+    svg = re.sub(
+        r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>",
+        lambda found: f'<svg {found[1]} role="img" aria-label="{escape(alt)}">',
+        svg,
+        count=1,
+    )
     return svg.strip()
