@@ -1,4 +1,4 @@
-"""How a study was made, from what its results and runs say: counts, seeds, rates, hours, software. No paths, no clock of today."""
+"""How a study was made, from what its results and runs say: counts, seeds, rates, hours, software. No paths, no clock."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -21,7 +21,7 @@ from megaenc.study import made
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
-from megaenc.study.figures.panels import Picture, as_svg
+from megaenc.study.figures.panels import Picture
 from megaenc.study.page import Report, page
 from megaenc.study.published import published
 from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
@@ -39,7 +39,7 @@ class ReportFlags:
     """What `megaenc study report` takes."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
-    """the study's manifest, which says what its models are; without one they are known by the names that the study gives its own"""
+    """the study's manifest, which says what its models are; without it they are known by the names that the study gave its own"""
     results: str = ""
     """folder of results: of `megaenc study run`, of `megaenc finetune grid`, or as the study has published them"""
     runs: str = ""
@@ -49,9 +49,9 @@ class ReportFlags:
     published: bool = False
     """report the study's printed tables, without any results"""
     interval: Kind = "normal"
-    """half of the intervals in tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is wider at five seeds"""
+    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
     about: tuple[str, ...] = ()
-    """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results is read for the same"""
+    """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
 
 
 def report_of(settings: ReportFlags) -> Report:
@@ -89,8 +89,8 @@ _PUBLISHED = (
     "What was printed in the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
 )
 _OURS = (
-    "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and claims, "
-    "with the numbers of this study."
+    "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and "
+    "claims, with the numbers of this study."
 )
 
 
@@ -196,10 +196,9 @@ def _figures(figures: Sequence[Shown], folder: Path) -> list[Path]:
             progress.update(at)
             for key, picture in ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published)):
                 if isinstance(picture, Picture):
-                    drawn = picture.draw()
                     paths += [folder / f"{key}.png", folder / f"{key}.svg"]
-                    _save(drawn, paths[-2])
-                    write_whole(paths[-1], as_svg(drawn, key) + "\n")
+                    _save(picture.wide, paths[-2])
+                    write_whole(paths[-1], picture.svg)
     return paths
 
 

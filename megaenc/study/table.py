@@ -28,6 +28,8 @@ class Row:
     """A row of other people's numbers, to be laid beside the one before it."""
     rule: bool = False
     """Whether a thin line above parts it from the rows before it."""
+    name: str = ""
+    """What the row is in one short text, for screens that have no room for the columns that say so."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,6 @@ class Table:
         for row in self.rows:
             if len(row.cells) != len(self.columns):
                 raise ValueError(f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns")
-
-    @property
-    def head(self) -> tuple[Column, ...]:
-        """The columns that say what a row is."""
-        return tuple(column for column in self.columns if not column.group)
 
     @property
     def groups(self) -> dict[str, int]:
@@ -125,7 +122,8 @@ def _block(table: Table, groups: list[str]) -> str:
     columns = [table.columns[at] for at in kept]
     lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for column in columns)}}}", "\\toprule"]
     if groups:
-        cells, rules, at = [""] * len(table.head), [], len(table.head) + 1
+        heads = sum(not column.group for column in table.columns)
+        cells, rules, at = [""] * heads, [], heads + 1
         for group in groups:
             width = table.groups[group]
             cells.append(f"\\multicolumn{{{width}}}{{c}}{{{_in_latex(group)}}}")

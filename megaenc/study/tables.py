@@ -94,9 +94,9 @@ def _by_setup(
             parted = at > 0 and _PARTED[setup](one) != _PARTED[setup](settings[at - 1])
             head = [value(one) for _, value in keys]
             cells = [_score(found.find(one, name, family)) for found, family, name in places_of(blocks)]
-            rows.append(Row((*head, *(["ours"] if laid_over else []), *cells), rule=parted))
+            rows.append(Row((*head, *(["ours"] if laid_over else []), *cells), rule=parted, name=_model(evidence, one)))
             if laid_over and any(theirs := [_score(published.find(one, name, family)) for _, family, name in places_of(blocks)]):
-                rows.append(Row((*head, "published", *theirs), light=True))
+                rows.append(Row((*head, "published", *theirs), light=True, name="published"))
         for model in others:
             cells = [_score(_of_model(found, model, family, name)) for found, family, name in places_of(blocks)]
             rows.append(Row((model, *[None] * (len(keys) - 1), *(["ours"] if laid_over else []), *cells)))

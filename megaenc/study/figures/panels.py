@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from typing import Any, Literal
 
@@ -72,6 +73,16 @@ class Picture:
     def draw(self, columns: int = WIDE) -> Any:
         """matplotlib's Figure with the panels in so many columns."""
         return _draw(self, columns)
+
+    @cached_property
+    def wide(self) -> Any:
+        """The Figure for files and pages, drawn once."""
+        return self.draw(WIDE)
+
+    @cached_property
+    def svg(self) -> str:
+        """That as SVG."""
+        return as_svg(self.wide, self.key)
 
 
 @dataclass(frozen=True)
@@ -191,6 +202,8 @@ def _draw(picture: Picture, columns: int) -> Any:
             labelcolor=INK, handlelength=1.8, columnspacing=1.4, borderaxespad=0.2,
         )  # fmt: skip
         legend.set_in_layout(True)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # it is laid out: what is saved from now on is as it is
     return figure
 
 
@@ -262,10 +275,6 @@ def inline(svg: str, name: str, alt: str) -> str:
     svg = re.sub(r'xlink:href="#', f'href="#{name}-', svg)
     for colour, role in ((INK, "ink"), (FAINT, "muted"), (GRID, "grid"), (PAPER, "card")):
         svg = svg.replace(colour, f"var(--{role})")
-    svg = re.sub(
-        r"<svg [^>]*?(viewBox=\"[^\"]*\")[^>]*>",
-        lambda found: f'<svg {found[1]} role="img" aria-label="{escape(alt)}">',
-        svg,
-        count=1,
-    )
+    start = f'<svg role="img" aria-label="{escape(alt)}" '
+    svg = re.sub(r"<svg [^>]*?(?=viewBox)", lambda _: start, svg, count=1)
     return svg.strip()
