@@ -267,7 +267,11 @@ def no_best_ratio(models: Models) -> Draft:
         "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
     )
     found: dict[tuple[str, int], set[float]] = defaultdict(set)
-    alone = [one for one in models.settings if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio]
+    alone = {
+        one: one.mask_ratio
+        for one in models.settings
+        if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio
+    }
     for one in alone:
         found[one.size, one.steps].add(one.mask_ratio)
     longest = {size: max(steps for of, steps in found if of == size and len(found[of, steps]) > 1) for size in _several(found)}
@@ -277,8 +281,8 @@ def no_best_ratio(models: Models) -> Draft:
         ratios = sorted(found[size, steps])
         for first, second in [(a, b) for a in ratios for b in ratios if a < b]:
             pairs = models.pairs(
-                lambda one, ratio=first: one in alone and one.mask_ratio == ratio,
-                lambda one, ratio=second: one in alone and one.mask_ratio == ratio,
+                lambda one, ratio=first: alone.get(one) == ratio,
+                lambda one, ratio=second: alone.get(one) == ratio,
                 lambda one: (one.size, one.steps),
             )
             some = lines_of(models.evidence, (percent(first), percent(second)), size, pairs.get((size, steps), {}), FAMILIES)

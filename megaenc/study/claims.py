@@ -89,5 +89,5 @@ _WORDS = {"holds": "hold", "reversed": "reversed", "not resolved": "not resolved
 
 def _p(p: float) -> str:
     if math.isnan(p):
-        return "no p: nothing says how far chance goes"
+        return "no p, as nothing says what other seeds would give"
     return "p < 0.0001" if p < 0.0001 else f"p = {p:.2g}"

@@ -41,9 +41,10 @@ class Comparison:
     """`average` of a family, or "all" of several"""
     difference: float
     low: float
-    """of the 95 % interval; nan where there is none"""
+    """of the 95 % interval; nan where there is none; with one seed, over its examples alone"""
     high: float
     p: float
+    """nan where nothing says how far chance goes: one seed, or seeds that agree to the last digit"""
     p_adjusted: float
     """Holm's, over the comparisons of the claim; of a pooled one over the claims"""
     effect: float
@@ -233,6 +234,9 @@ def _printed(line: Line, margin: float) -> Comparison:
 
 
 def _comparison(line: Line, made: Test, effect: float, drawn: Sequence[Sequence[float]] | None = None) -> Comparison:
+    p = (
+        math.nan if made.seeds == 1 else made.p
+    )  # over examples alone it would be about these trainings, not about their objectives
     return Comparison(
         left=line.names[0],
         right=line.names[1],
@@ -242,8 +246,8 @@ def _comparison(line: Line, made: Test, effect: float, drawn: Sequence[Sequence[
         difference=100 * made.difference,
         low=100 * made.low,
         high=100 * made.high,
-        p=made.p,
-        p_adjusted=made.p,
+        p=p,
+        p_adjusted=p,
         effect=effect,
         verdict="not resolved",
         test=made,

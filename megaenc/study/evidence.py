@@ -81,8 +81,8 @@ class Evidence:
         """The models that have a setting, in the order in which they come up."""
         return list(dict.fromkeys(score.setting for score in self.scores if score.setting is not None))
 
-    def datasets(self) -> list[tuple[str, str]]:
-        """(family, data set): the study's families and sets in its order, then others as they come up; averages last in each."""
+    @functools.cached_property
+    def _datasets(self) -> list[tuple[str, str]]:
         order = {(str(family), name): at for at, (family, name) in enumerate((f, n) for f in Family for n in STUDY[f])}
         families = list(Family)
 
@@ -90,6 +90,10 @@ class Evidence:
             return families.index(Family(of[0])), of[1].startswith(AVERAGE), order.get(of, len(order))
 
         return sorted(dict.fromkeys((score.family, score.dataset) for score in self.scores), key=place)
+
+    def datasets(self) -> list[tuple[str, str]]:
+        """(family, data set): the study's families and sets in its order, then others as they come up; averages last in each."""
+        return list(self._datasets)
 
 
 def read_evidence(results: Path, settings: Mapping[str, Setting], metric: str = PAPER, kind: Kind = "normal") -> Evidence:

@@ -15,6 +15,7 @@ from scipy import stats
 from scipy.special import gammaln, stdtr, stdtrit
 
 LEVEL = 0.05
+_NOTHING = 1e-9  # fractions nearer than that are equal: sums in floating point are not exact
 _MANY = 1e6  # degrees of freedom from which t is the normal distribution
 
 
@@ -67,12 +68,13 @@ def _shared(block: np.ndarray) -> float:
     count, of = block.shape
     if of < 2:
         return 0.0
-    by_example, by_seed, mean = block.mean(0), block.mean(1), block.mean()
-    between = count * float(((by_example - mean) ** 2).sum()) / (of - 1)
+    centred = block - block.mean()
+    by_example, by_seed = centred.mean(0), centred.mean(1)
+    between = count * float(by_example @ by_example) / (of - 1)
     if count == 1:
         return between / of
-    whole = float(((block - mean) ** 2).sum())
-    left = (whole - between * (of - 1) - of * float(((by_seed - mean) ** 2).sum())) / ((count - 1) * (of - 1))
+    whole = float(np.vdot(centred, centred))
+    left = (whole - between * (of - 1) - of * float(by_seed @ by_seed)) / ((count - 1) * (of - 1))
     return max(between - left, 0.0) / (count * of)
 
 
@@ -108,9 +110,9 @@ def printed(
 
 def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float) -> Test:
     """The widest interval and the greatest p of several (variance, degrees of freedom)."""
-    known = [(math.sqrt(variance), df) for variance, df in ways if variance > 0]
+    known = [(math.sqrt(variance), df) for variance, df in ways if variance > _NOTHING**2]
     if not known:  # no spread at all says nothing of how far chance goes, except where there is no difference either
-        same = difference == 0 and seeds > 1
+        same = abs(difference) < _NOTHING and seeds > 1
         nothing = 0.0 if same else math.nan
         inside = nothing if margin else math.nan
         return Test(difference, nothing, nothing, 1.0 if same else math.nan, parts, math.nan, seeds, inside)
@@ -157,7 +159,7 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
 
 def standardised(difference: float, sd: float, df: int) -> float:
     """A difference over a standard deviation with so many degrees of freedom, corrected as in `effect_size`."""
-    if not sd > 0:
+    if not sd > _NOTHING:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
 

@@ -1,0 +1,71 @@
+"""How often each way to test a difference raises a false alarm at 5 %, where there is no difference: a table of study-claims.md.
+
+    python tests/study/levels.py 2000
+
+Two models answer the same examples right or wrong in S fine-tunings each. What is random: how easy an example is, how much a
+model likes it (others of the same kind it would like otherwise), what a seed does to a whole run, and chance.
+"""
+
+import sys
+
+import numpy as np
+
+from megaenc.study import statistics
+
+WORLDS = {  # seeds, examples, sd of what a seed does in logits, sd of what a model likes, share that all models have of a seed
+    "5 seeds, seeds matter": (5, 300, 0.3, 0.5, 0.0),
+    "5 seeds, seeds matter, shared": (5, 300, 0.3, 0.5, 0.8),
+    "5 seeds, 2,000 examples, seeds matter": (5, 2000, 0.3, 0.5, 0.0),
+    "5 seeds, seeds hardly matter": (5, 300, 0.02, 0.3, 0.0),
+    "5 seeds, examples matter": (5, 300, 0.05, 2.0, 0.0),
+    "5 seeds, examples matter, seeds shared": (5, 300, 0.15, 2.0, 0.8),
+    "3 seeds, both matter": (3, 300, 0.1, 1.5, 0.0),
+    "2 seeds, seeds matter": (2, 300, 0.2, 0.5, 0.0),
+    "2 seeds, examples matter": (2, 300, 0.05, 2.0, 0.0),
+}
+
+
+def differences(
+    random: np.random.Generator, count: int, examples: int, of_seed: float, liked: float, shared: float
+) -> np.ndarray:
+    """float[S, N]: of two models that are equally good, one less the other."""
+    ease = 1.5 + 1.5 * random.standard_normal(examples)
+    own, common = random.standard_normal((2, count, 1)), random.standard_normal((count, 1))
+    logits = ease + liked * random.standard_normal((2, 1, examples)) + of_seed * ((1 - shared**2) ** 0.5 * own + shared * common)
+    right = random.random(logits.shape) < 1 / (1 + np.exp(-logits))
+    return right[0].astype(float) - right[1]
+
+
+def ways(block: np.ndarray, draws: int = 400) -> dict[str, bool]:
+    """Whether each way says that there is a difference."""
+    scores, count = block.mean(1), len(block)
+    parts = statistics.components(scores, [block])
+    total = parts.total
+    df = total**2 / (parts.seeds**2 / (count - 1)) if parts.seeds else np.inf
+    two_way = abs(scores.mean()) > statistics._quantile(df) * total**0.5 if total else False
+    found = {
+        "t over seeds alone": statistics.contrast(scores).p < 0.05,
+        "t over both": two_way,
+        "the less certain": statistics.contrast(scores, [block]).p < 0.05,
+    }
+    if draws:
+        percentile, studentised = statistics.bootstrap(scores, [block], draws)
+        found["bootstrap, percentile"] = percentile[0] > 0 or percentile[1] < 0
+        found["bootstrap, studentised"] = studentised[0] > 0 or studentised[1] < 0
+    return found
+
+
+def main(studies: int) -> None:
+    """Print a row for each world."""
+    for name, world in WORLDS.items():
+        random = np.random.default_rng(1)
+        found = [ways(differences(random, *world)) for _ in range(studies)]
+        print(
+            f"| {name} | " + " | ".join(f"{100 * np.mean([one[way] for one in found]):.1f}" for way in found[0]) + " |",
+            flush=True,
+        )
+    print(", ".join(found[0]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 500)
