@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megaenc.study.claims import Verdict
 from megaenc.study.comparisons import Comparison
 from megaenc.study.page_tables import classes, scroll, text
-from megaenc.study.setups import FAMILIES, dataset_label
+from megaenc.study.setups import dataset_label
 
 _SIGNS = {
     "holds": ("holds", "\u2713 holds"),
@@ -59,44 +59,44 @@ def _comparisons(listed: Sequence[Comparison], overall: Comparison | None) -> st
     """The comparisons of a verdict with their intervals drawn on one axis."""
     ends = [end for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
     reach = max((abs(end) for end in ends), default=1.0) or 1.0
-    heads = (
-        "what",
-        "where",
-        "data",
-        "difference",
-        "95 % interval",
-        "",
-        "p",
-        "p corrected",
-        "effect size",
-        "seeds needed",
-        "verdict",
-    )
-    numbers = {"difference", "95 % interval", "p", "p corrected", "effect size", "seeds needed"}
-    head = "".join(
-        f'<th scope="col"{classes(number=name in numbers)}>{name or "<span hidden>drawn</span>"}</th>' for name in heads
-    )
+    head = "".join(f'<th scope="col"{classes(number=number)}>{name}</th>' for name, number in _HEADS)
     rows = []
     for at, one in enumerate(listed):
         whole = one is overall
-        data = f"{FAMILIES.get(one.family, one.family)}: {dataset_label(one.family, one.dataset)}" if one.family else one.dataset
         needed = one.seeds_needed
         cells = [
-            (text("all together" if whole else one.where), False),
-            (text(data), False),
-            (_signed(one.difference), True),
-            ("" if math.isnan(one.low) else f"{_signed(one.low)} to {_signed(one.high)}", True),
-            (_interval(one, reach), False),
-            (_p(one.p), True),
-            (_p(one.p_adjusted), True),
-            ("" if math.isnan(one.effect) else f"{one.effect:.2f}", True),
-            ("" if needed is None else f"{needed:,}", True),
-            (_badge(one.verdict), False),
+            text("all together" if whole else one.where),
+            text(f"{one.family} {dataset_label(one.family, one.dataset)}" if one.family else one.dataset),
+            _signed(one.difference),
+            "" if math.isnan(one.low) else f"{_signed(one.low)} to {_signed(one.high)}",
+            _interval(one, reach),
+            _badge(one.verdict),
+            _p(one.p),
+            _p(one.p_adjusted),
+            "" if math.isnan(one.effect) else f"{one.effect:.2f}",
+            "" if needed is None else f"{needed:,}",
         ]
-        body = "".join(f"<td{classes(number=number)}>{cell}</td>" for cell, number in cells)
-        rule = ' class="rule"' if at == 1 and overall is not None else ""
+        numbers = (number for _, number in _HEADS[1:])
+        body = "".join(f"<td{classes(number=number)}>{cell}</td>" for cell, number in zip(cells, numbers, strict=True))
+        rule = classes(rule=at == 1 and overall is not None)
         rows.append(f'<tr{rule}><th scope="row">{text(one.left)} less {text(one.right)}</th>{body}</tr>')
     return scroll(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>", "comparisons")
+
+
+_HEADS = (
+    ("what", False),
+    ("where", False),
+    ("data", False),
+    ("difference", True),
+    ("95\u00a0% interval", True),
+    ("drawn, zero in the middle", False),
+    ("verdict", False),
+    ("p", True),
+    ("p corrected", True),
+    ("effect size", True),
+    ("seeds needed", True),
+)
+"""Columns of the comparisons, and whether they are numbers."""
 
 
 def _interval(one: Comparison, reach: float) -> str:
