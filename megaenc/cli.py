@@ -31,6 +31,7 @@ COMMANDS = {
         "make four small data sets from what is installed here",
     ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
+    "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
     "study report": (
         "megaenc.study.report_command:main",
         "tables, figures and verdicts of a study, in files and as one page",

@@ -87,9 +87,8 @@ def variance_table(evidence: Evidence) -> Table | None:
         Column("Data set", number=False),
         Column("Models"),
         Column("Seeds"),
-        Column("one run", "Standard deviation of a score"),
-        *(Column(name, "Standard error of a mean, from") for name in ("seeds", "examples")),
-        *(Column(f"{100 * wanted:g}", "Seeds that a difference (points) needs") for wanted in WANTED),
+        *(Column(name, "Standard deviation") for name in ("of a run", "of a mean: seeds", "of a mean: examples")),
+        *(Column(f"{100 * wanted:g}", "Seeds for a difference of") for wanted in WANTED),
     )
     rows = []
     order = {model: at for at, model in enumerate(models_of(evidence))}
@@ -108,10 +107,10 @@ def variance_table(evidence: Evidence) -> Table | None:
             spreads = (runs, _root(parts.seeds for parts in single), _root(from_examples))
             rows.append(Row((*head, *(score(spread) for spread in spreads), *_needed(members)), rule=name == names[0]))
     note = (
-        "Points; root mean squares over the models. Other fine-tuning seeds would move a mean by the standard error from seeds, "
-        "other test examples of the same kind by that from examples. Last columns: seeds with which a true difference of two "
-        "models that share seeds and examples is seen in four of five studies; never: no number of seeds makes up for so few "
-        "examples. Few seeds estimate their own spread roughly: these numbers are orders of magnitude."
+        "Points; root mean squares over the models. Standard deviations: of a run's score over the seeds; of a mean, as other "
+        "fine-tuning seeds would move it, and as other test examples of the same kind would. Seeds for a difference of so many "
+        "points: with them a true difference of two models that share seeds and examples is seen in four of five studies; never: "
+        "no number of seeds makes up for so few examples. Few seeds estimate their own spread roughly: these are orders of magnitude."
     )
     return Table("variance", "Seeds and examples: where uncertainty comes from", note, columns, tuple(rows)) if rows else None
 

@@ -217,7 +217,9 @@ def _line(axis: Any, line: Line) -> Any:
         "zorder": 2 if line.light else 3,
     }
     if line.light:
-        style |= {"alpha": 0.45, "linestyle": (0, (2, 2)) if line.joined else "none", "linewidth": 1.2, "markerfacecolor": PAPER}
+        dashes = (0, (2, 2)) if line.marker else "-"
+        style |= {"alpha": 0.45, "linestyle": dashes if line.joined else "none", "markerfacecolor": PAPER}
+        style["linewidth"] = 1.2 if line.marker else 0.7
     else:
         style |= {"linestyle": "-" if line.joined else "none", "linewidth": 1.6, "markerfacecolor": line.colour}
     if not line.light and any(point.half for point in line.points):

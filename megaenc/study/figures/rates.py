@@ -6,6 +6,7 @@ from collections import defaultdict
 from megaenc.finetune.jobs import rate_name
 from megaenc.study.evidence import Evidence
 from megaenc.study.figures.panels import OBJECTIVES, PURPLE, Drawn, Line, Missing, Panel, Picture, Point, headline, panel_title
+from megaenc.study.setting import Setting
 from megaenc.study.setups import objective
 from megaenc.study.spread_tables import sensitivity
 
@@ -19,7 +20,7 @@ def picture(evidence: Evidence) -> Drawn:
         of_kind: dict[str, list[dict[float, float]]] = defaultdict(list)
         for one in evidence.scores:
             place = (one.family, one.dataset)
-            if place == (family, dataset) and one.setting is not None and (made := sensitivity(one)) is not None:
+            if place == (family, dataset) and _finished(one.setting) and (made := sensitivity(one)) is not None:
                 best = max(made.means.values())
                 kind = _kind(objective(one.setting), bool(one.setting.cpt_mlm_steps))
                 of_kind[kind].append({rate: 100 * (mean - best) for rate, mean in made.means.items()})
@@ -43,10 +44,14 @@ def picture(evidence: Evidence) -> Drawn:
             KEY, TITLE, "No model has results of every seed at two learning rates; published tables have chosen rates alone."
         )
     caption = (
-        "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are models, strong ones "
-        "the mean of those of an objective. The flatter, the less it matters which rate is taken."
+        "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
+        "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
     )
     return Picture(KEY, TITLE, caption, tuple(panels))
+
+
+def _finished(setting: Setting | None) -> bool:
+    return setting is not None and setting.decayed
 
 
 _ORDER = ("MLM", "CLM", "CLM + MLM", "other")
