@@ -110,7 +110,7 @@ def variance_table(evidence: Evidence) -> Table | None:
         "Points; root mean squares over the models. Standard deviations: of a run's score over the seeds; of a mean, as other "
         "fine-tuning seeds would move it, and as other test examples of the same kind would. Seeds for a difference of so many "
         "points: with them a true difference of two models that share seeds and examples is seen in four of five studies; never: "
-        "no number of seeds makes up for so few examples. Few seeds estimate their own spread roughly: these are orders of magnitude."
+        "no number of seeds makes up for so few examples. Few seeds say little of their own spread: take these as orders of size."
     )
     return Table("variance", "Seeds and examples: where uncertainty comes from", note, columns, tuple(rows)) if rows else None
 
