@@ -171,20 +171,22 @@ def _draw(picture: Picture, columns: int) -> Any:
 
     columns = min(columns, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
-    width = 3.75 if columns == NARROW and len(picture.panels) > 1 else 4.5 * max(columns, 1)
-    figure = Figure(figsize=(width, 2.75 * rows + 0.55), dpi=150, layout="constrained", facecolor=PAPER)
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06, hspace=0.04, wspace=0.04)
-    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
+    across = min(len(names), 4 if columns > NARROW else 2)
+    legend = 0.22 * -(-len(names) // across) + 0.1 if names else 0.0
+    size = columns * (_PANEL[0] if columns > NARROW else _PHONE), rows * _PANEL[1] + legend
+    figure = Figure(figsize=size, dpi=150, facecolor=PAPER)
+    axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
     handles: dict[str, Any] = {}
-    for axis, panel in zip(axes, picture.panels, strict=False):
+    for axis, panel in zip(axes, picture.panels, strict=True):
         for line in panel.lines:
             handle = _line(axis, line)
-            if line.labelled:
+            if line.labelled and line.name:
                 handles.setdefault(line.name, handle)
         axis.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
         axis.set_xlabel(panel.x_label, fontsize=9.5, color=FAINT)
         axis.set_ylabel(panel.y_label, fontsize=9.5, color=FAINT)
-        _places(axis, panel)
+        _ticks(axis, panel)
         axis.tick_params(labelsize=9, labelcolor=INK, color=FAINT)
         axis.set_facecolor(PAPER)
         axis.margins(x=0.06, y=0.1)
@@ -192,19 +194,27 @@ def _draw(picture: Picture, columns: int) -> Any:
         axis.grid(axis="y", color=GRID, linewidth=0.6)
         for spine in axis.spines.values():
             spine.set_color(FAINT)
-    for axis in axes[len(picture.panels) :]:
-        axis.set_visible(False)
-    named = {name: handle for name, handle in handles.items() if name}
-    if named:
-        across = 2 if columns == NARROW else 4
-        legend = figure.legend(
-            named.values(), named.keys(), loc="outside upper left", ncols=min(across, len(named)), fontsize=9.5, frameon=False,
-            labelcolor=INK, handlelength=1.8, columnspacing=1.4, borderaxespad=0.2,
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="upper left", ncols=across, fontsize=9.5, frameon=False, labelcolor=INK,
+            handlelength=1.8, columnspacing=1.4, borderaxespad=0.1, borderpad=0.2, labelspacing=0.35,
         )  # fmt: skip
-        legend.set_in_layout(True)
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # it is laid out: what is saved from now on is as it is
     return figure
+
+
+_PANEL, _PHONE = (4.5, 2.75), 3.75
+"""Width and height of a panel in inches, and its width on a phone."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
+"""What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
+
+
+def _place(at: int, columns: int, size: tuple[float, float], legend: float) -> tuple[float, float, float, float]:
+    """Left, bottom, width and height of a panel's axes, as shares of the figure."""
+    (width, height), (row, column) = size, divmod(at, columns)
+    of_panel = width / columns
+    bottom = height - legend - (row + 1) * _PANEL[1] + _BOTTOM
+    inside = of_panel - _LEFT - _RIGHT, _PANEL[1] - _TOP - _BOTTOM
+    return (column * of_panel + _LEFT) / width, bottom / height, inside[0] / width, inside[1] / height
 
 
 def _line(axis: Any, line: Line) -> Any:
@@ -230,7 +240,7 @@ def _line(axis: Any, line: Line) -> Any:
     return handle
 
 
-def _places(axis: Any, panel: Panel) -> None:
+def _ticks(axis: Any, panel: Panel) -> None:
     """The ticks of the axis below."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
