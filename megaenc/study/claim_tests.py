@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from megaenc.finetune.examples import Family
 from megaenc.study import statistics
-from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, alike, better_first, lines_of, of_family, pooled, test
+from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, alike, lines_of, of_family, pooled, test
 from megaenc.study.evidence import AVERAGE
 from megaenc.study.models import Models, Pair, only_clm, percent
 from megaenc.study.setting import Setting
@@ -82,8 +82,9 @@ def about_equal(models: Models, draws: int) -> Draft:
     overall = replace(overall, p=overall.test.margin_p)
     apart = _equal(overall, math.nan) == "reversed"
     note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
-    # A difference beyond the margin is the opposite of what p is of, so the interval alone says it.
-    p, way = (overall.test.p, "reversed") if apart else (overall.p, "holds")
+    p, way = overall.p, "holds"
+    if apart:  # the opposite of what that p is of: the interval says it, and p is that of no difference
+        note, p, way = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal", overall.test.p, "reversed"
     return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=note, decisive=comparisons)
 
 
@@ -112,7 +113,7 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     names = ("gap of the smallest", "that of the largest")
     trend = replace(pooled(lines, weights), where=f"{lines[0].where} to {lines[-1].where}", names=names)
     overall = test(trend, draws=draws)
-    p = max(overall.p, gap.p)  # without a gap there is nothing to narrow; nan if either is
+    p = greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
     way = "holds" if overall.difference > 0 else "reversed"
     across = f"the mean gap is {points(gap.difference)}"
     return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=across)
@@ -146,8 +147,8 @@ def early(models: Models, draws: int) -> Draft:
     )
     steps = sorted({at for size, at in pairs if at <= EARLY * ends[size]})
     crossing = "; ".join(_crossings(models, pairs))
-    early = f"early is step {', '.join(f'{at:,}' for at in steps)}"
-    return _directional(draft, lines, draws, f"{early}; {crossing}" if crossing else early)
+    first = f"early is step {', '.join(f'{at:,}' for at in steps)}"
+    return _directional(draft, lines, draws, f"{first}; {crossing}" if crossing else first)
 
 
 def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
@@ -257,80 +258,6 @@ def continued(models: Models, draws: int) -> Draft:
     return _directional(draft, lines, draws, "; ".join(shorter), last)
 
 
-def no_best_ratio(models: Models) -> Draft:
-    """6: holds where each ratio is clearly beaten somewhere; reversed where one is never and is above each other one overall."""
-    draft = Draft(
-        6,
-        "",
-        "There is no single best mask ratio",
-        "Is every mask ratio beaten by another one on some task or at some size?",
-        "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
-    )
-    found: dict[tuple[str, int], set[float]] = defaultdict(set)
-    alone = {
-        one: one.mask_ratio
-        for one in models.settings
-        if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio
-    }
-    for one in alone:
-        found[one.size, one.steps].add(one.mask_ratio)
-    longest = {size: max(steps for of, steps in found if of == size and len(found[of, steps]) > 1) for size in _several(found)}
-    lines: list[Line] = []
-    sides: list[tuple[float, float]] = []
-    for size, steps in longest.items():
-        ratios = sorted(found[size, steps])
-        for first, second in [(a, b) for a in ratios for b in ratios if a < b]:
-            pairs = models.pairs(
-                lambda one, ratio=first: alone.get(one) == ratio,
-                lambda one, ratio=second: alone.get(one) == ratio,
-                lambda one: (one.size, one.steps),
-            )
-            some = lines_of(models.evidence, (percent(first), percent(second)), size, pairs.get((size, steps), {}), FAMILIES)
-            lines += some
-            sides += [(first, second)] * len(some)
-    if not lines:
-        return draft
-    lines = alike(lines)
-    comparisons = adjusted([test(line) for line in lines])
-    ratios = sorted({ratio for pair in sides for ratio in pair})
-    beaten = {ratio: _beaten(ratio, sides, comparisons) for ratio in ratios}
-    said = "; ".join(f"{percent(ratio)} {_where_beaten(*worst)}" for ratio, worst in beaten.items())
-    p, way = max(p for p, _ in beaten.values()), "holds"
-    if not p < LEVEL and (unbeaten := [ratio for ratio in ratios if beaten[ratio][0] >= LEVEL]) and len(unbeaten) == 1:
-        against = []
-        for other in ratios:
-            pair = (min(other, unbeaten[0]), max(other, unbeaten[0]))
-            if of_pair := [line for line, names in zip(lines, sides, strict=True) if names == pair]:
-                against.append((test(pooled(of_pair)), pair[0] == unbeaten[0]))
-        if len(against) == len(ratios) - 1 and all((one.difference > 0) == first for one, first in against):
-            p, way = max(one.p for one, _ in against), "reversed"
-    return replace(draft, comparisons=[better_first(one) for one in comparisons], p=p, way=way, note=said)
-
-
-def _several(found: dict[tuple[str, int], set[float]]) -> list[str]:
-    return list(dict.fromkeys(size for (size, _), ratios in found.items() if len(ratios) > 1))
-
-
-_Loss = tuple[float, Comparison | None]
-
-
-def _beaten(ratio: float, sides: Sequence[tuple[float, float]], comparisons: Sequence[Comparison]) -> _Loss:
-    """The smallest corrected p of a comparison that `ratio` loses, and that comparison; 1 where it loses none."""
-    lost = [
-        (one.p_adjusted, one)
-        for pair, one in zip(sides, comparisons, strict=True)
-        if ratio in pair and (one.difference < 0) == (pair[0] == ratio) and not math.isnan(one.p_adjusted)
-    ]
-    return min(lost, key=lambda found: found[0], default=(1.0, None))
-
-
-def _where_beaten(p: float, worst: Comparison | None) -> str:
-    if worst is None or p >= LEVEL:
-        return "is not shown to be beaten anywhere"
-    better = worst.left if worst.difference > 0 else worst.right
-    return f"is beaten by {better} on {worst.family} at {worst.where} ({points(abs(worst.difference))})"
-
-
 def _directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
     """The claim that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
     if not lines:
@@ -347,6 +274,11 @@ def _directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = ""
         note=note,
         decisive=[comparisons[here] for here in at],
     )
+
+
+def greatest(p: Sequence[float]) -> float:
+    """What all of several tests say together; nan if one says nothing."""
+    return math.nan if any(math.isnan(one) for one in p) else max(p)
 
 
 def points(difference: float) -> str:

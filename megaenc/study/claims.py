@@ -13,6 +13,7 @@ from megaenc.study.claim_tests import Draft, points
 from megaenc.study.comparisons import Comparison, Outcome
 from megaenc.study.evidence import Evidence
 from megaenc.study.models import Models
+from megaenc.study.ratio_claim import no_best_ratio
 from megaenc.study.statistics import LEVEL
 
 
@@ -49,7 +50,7 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
         claim_tests.sensitivity(models),
         claim_tests.quarter_first(models, draws),
         claim_tests.continued(models, draws),
-        claim_tests.no_best_ratio(models),
+        no_best_ratio(models),
     ]
     corrected = statistics.holm([draft.p for draft in drafts])
     claims = sum(not math.isnan(p) for p in corrected)
@@ -71,20 +72,22 @@ def _verdict(draft: Draft, p: float, claims: int) -> Verdict:
 def _reason(draft: Draft, overall: Comparison | None, p: float, claims: int, mixed: bool) -> str:
     chance = f"{_p(p)} corrected over {claims} claims" if claims > 1 and not math.isnan(p) else _p(p)
     parts = [chance]
-    if overall is not None:
+    if overall is not None and math.isnan(overall.difference):
+        parts = ["no seed that all of the models were fine-tuned with"]
+    elif overall is not None:
         interval = "" if math.isnan(overall.low) else f"95 % interval {overall.low:+.2f} to {overall.high:+.2f}, "
         counts = Counter(one.verdict for one in draft.comparisons)
         each = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _WORDS.items() if counts[outcome])
         parts = [
             f"{overall.left} less {overall.right} is {points(overall.difference)} ({interval}{chance})",
-            f"of {len(draft.comparisons)} by themselves {each}",
+            f"of {len(draft.comparisons)} comparisons by themselves {each}",
         ]
     if mixed:
         parts.append("some of them clearly go against the whole")
     return "; ".join([*parts, draft.note] if draft.note else parts) + "."
 
 
-_WORDS = {"holds": "hold", "reversed": "reversed", "not resolved": "not resolved"}
+_WORDS = {"holds": "holding", "reversed": "reversed", "not resolved": "not resolved"}
 
 
 def _p(p: float) -> str:

@@ -1,8 +1,8 @@
 """What the study published: the means and intervals of its tables, shipped with the package, and its result files.
 
 published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
-Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Models that two of its
-tables show stand there twice, with the same numbers; they are 46.
+Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Two models stand in
+three of its tables, with the same numbers, so there are 46.
 """
 
 import csv
