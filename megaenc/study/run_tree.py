@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -143,4 +143,4 @@ def flops_of_the_study(setting: Setting) -> float | None:
 def named_settings(names: list[str], given: Mapping[str, Setting]) -> dict[str, Setting]:
     """What each name stands for: as `given` by a manifest, else as the study names its models."""
     found = {name: given.get(name) or setting_of(name) for name in names}
-    return {name: replace(setting, budget=0) for name, setting in found.items() if setting is not None}
+    return {name: setting for name, setting in found.items() if setting is not None}
