@@ -7,9 +7,10 @@ predictions. Hours follow from the tokens a second that the manifest states, byt
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
 from megaenc.study.graph import Graph, Pretraining
-from megaenc.study.pretrain_flags import RunFlags, run_flags
+from megaenc.study.pretrain_flags import RunFlags
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -69,10 +70,12 @@ class Cost:
     """Pretraining, every model from its own first step; what is continued still begins with the study's own parent."""
     groups: Mapping[str, tuple[Amount, Amount]]
     """Both by group of models."""
-    runs: int
     models: int
+    """Each the end of one run."""
+    evaluated: int
+    """Models that are."""
     checkpoints: int
-    """Evaluated ones: models and those on the way."""
+    """Those, and checkpoints on the way."""
     trainings: int
     """Fine-tuning runs, retrieval once for all its sets."""
     results: int
@@ -101,8 +104,8 @@ def cost_of(graph: Graph) -> Cost:
         shared=sum(shared.values(), Amount()),
         alone=sum(alone.values(), Amount()),
         groups={group: groups[group] for group in order},
-        runs=len(graph.runs),
-        models=sum(model.evaluate for model in manifest.models),
+        models=len(manifest.models),
+        evaluated=sum(model.evaluate for model in manifest.models),
         checkpoints=len(graph.exports),
         trainings=trainings,
         results=sum(grid.results for grid in graph.grids.values()),
@@ -115,7 +118,7 @@ def cost_of(graph: Graph) -> Cost:
 
 def amount(graph: Graph, model: Model, after: int, last: int) -> Amount:
     """What the updates after + 1..last of a model's run take."""
-    flags, rate = run_flags(model.flags), graph.manifest.hardware.rate(model.setting.size)
+    flags, rate = model.run, graph.manifest.hardware.rate(model.setting.size)
     per_step = flags.global_batch_size * flags.data.seq_length
     tokens, flops, first = (last - after) * per_step, 0.0, 0
     for phase in model.phases:
@@ -145,7 +148,7 @@ def pack_flops(flags: RunFlags, vocab_size: int, part: Part) -> float:
 
 def checkpoint_bytes(graph: Graph, run: Pretraining) -> int:
     """Of one checkpoint: weights as they compute, master weights where these are bfloat16, and AdamW's two moments."""
-    flags = run_flags(run.model.flags)
+    flags = run.model.run
     return flags.shape.parameters(graph.manifest.vocab_size(run.model)) * (14 if flags.bf16 else 12)
 
 
@@ -154,8 +157,7 @@ def _disk(graph: Graph) -> Disk:
     exports = 0
     for export in graph.exports.values():
         model = graph.runs[export.run].model
-        flags = run_flags(model.flags)
-        exports += flags.shape.parameters(graph.manifest.vocab_size(model)) * (2 if flags.bf16 else 4)
+        exports += model.run.shape.parameters(graph.manifest.vocab_size(model)) * (2 if model.run.bf16 else 4)
     return Disk(checkpoints, exports, RESULT_BYTES * sum(grid.results for grid in graph.grids.values()))
 
 
@@ -240,9 +242,9 @@ def _split(runs: list[Pretraining]) -> str:
     others = [run for run in runs if run.start == "weights"]
     said = [
         f"{_times(new)} from new weights" if new else "",
-        f"{_steps(branches):,} in {len(branches)} branches" if branches else "",
+        f"{_steps(branches):,} in {len(branches)} {'branches' if len(branches) > 1 else 'branch'}" if branches else "",
         f"{_times(tails)} of decay alone" if tails else "",
-        f"{_steps(others):,} in {len(others)} runs on finished models" if others else "",
+        f"{_steps(others):,} in {count(len(others), 'run')} on finished models" if others else "",
     ]
     return f"{', '.join(filter(None, said))}" + (f" ({_steps(runs):,})" if sum(map(bool, said)) > 1 else "")
 

@@ -74,7 +74,7 @@ def tree(graph: Graph) -> Iterator[str]:
             yield f"{size}:"
         parent = graph.runs.get(run.parent)
         begins = "" if not parent else f"from step {run.at:,}" if run.start == "branch" else f"after its {parent.model.steps:,}"
-        what = "decay" if run.is_tail else _phases(run)
+        what = _phases(run) + (", all of it decay" if run.steps <= run.model.decay else "")
         evaluated = "" if run.model.evaluate else "  (not evaluated)"
         if steps := on_the_way.get(run.name):
             evaluated += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
@@ -100,7 +100,7 @@ def _phases(run: Pretraining) -> str:
     made = [phase for phase in run.model.phases if phase.last_step > run.at]
     texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
-    return ", ".join(texts) + (f", ... {more} more phases to {made[-1].last_step:,}" if more > 0 else "")
+    return ", ".join(texts) + (f", ... {more} more to {made[-1].last_step:,}" if more > 0 else "")
 
 
 def label(phase: Trained) -> str:

@@ -11,7 +11,7 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.objectives import Attention, Objective, Phase, Schedule
-from megaenc.study.pretrain_flags import rate_steps
+from megaenc.study.pretrain_flags import RunFlags, rate_steps, run_flags
 from megaenc.study.setting import Setting, name_of
 
 # Schedules are read before there is a tokenizer: any with a mask token will do.
@@ -87,6 +87,8 @@ class Model:
     setting: Setting
     flags: Mapping[str, Any] = field(repr=False)
     """Of `megaenc pretrain`, of every run of this model: without schedule, steps, seed, warm-up, decay, start and folder."""
+    run: RunFlags = field(repr=False)
+    """Those over the defaults."""
     schedule: str
     """As --objective-schedule takes it."""
     phases: tuple[Trained, ...]
@@ -188,15 +190,14 @@ def _check_entry(entry: Entry) -> None:
 
 
 def _from_scratch(entry: Entry, sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> list[Model]:
-    made: dict[str, Model] = {}
+    made = []
     for size, steps, rate, seed in itertools.product(entry.size, entry.steps, entry.peak_rate or (None,), entry.seed):
         if size not in sizes:
             raise InputError(f"{entry.place}: field `size`: found {size}{_nearest(size, sizes)}")
         given = {**pretrain, **sizes[size], **entry.pretrain, **({} if rate is None else {"lr": rate})}
-        for schedule in _schedules(entry, steps):
-            model = _model(entry, Setting(size, seed=seed), schedule, steps, given, rate)
-            made.setdefault(model.name, model)  # CLM alone is the same for every mask ratio
-    return list(made.values())
+        base = Setting(size, seed=seed)
+        made += [_model(entry, base, schedule, steps, given, rate) for schedule in _schedules(entry, steps)]
+    return made
 
 
 def _continued(entry: Entry, models: Mapping[str, Model], pretrain: Mapping[str, Any], sizes: Mapping[str, Any]) -> list[Model]:
@@ -230,7 +231,7 @@ def _schedules(entry: Entry, steps: int) -> list[str]:
     for count, mask in itertools.product(clm, entry.mask or (None,)):
         mlm = f"mlm(mask={mask:g})" if count < steps else ""
         found.append(f"clm:{count},{mlm}:{steps - count}" if mlm and count else mlm or "clm")
-    return found
+    return list(dict.fromkeys(found))  # CLM alone is the same for every mask ratio
 
 
 def _model(
@@ -238,7 +239,8 @@ def _model(
 ) -> Model:
     """The model that trains `text` for `steps` steps from `parent`, or from new weights; `base`: what it is before."""
     try:
-        warmup, decay = rate_steps(given, steps)
+        run = run_flags(given)
+        warmup, decay = rate_steps(run.optimizer, steps)
         schedule = Schedule.build(text, steps, _ANY_VOCABULARY, base.seed)
     except InputError as error:
         raise InputError(f"{entry.place}: {error}") from None
@@ -263,6 +265,7 @@ def _model(
         name=name,
         setting=setting,
         flags=flags,
+        run=run,
         schedule=text,
         phases=_phases(schedule),
         warmup=warmup,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megaenc.study.entries import Model, Trained
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
-from megaenc.study.tasks import Training, trainings
+from megaenc.study.tasks import Training
 
 CORPUS = "corpus"
 """Folder of the study's own corpus and tokenizer, and the name of the stage that makes them."""
@@ -106,7 +106,7 @@ class Pretraining:
             "seed": model.setting.seed,
             "lr_warmup_iters": model.warmup,
             "lr_wsd_decay_iters": model.decay,
-            "save_steps": self.keep,
+            "save_steps": list(self.keep),
             "keep_last": 1,
         }
 
@@ -115,7 +115,7 @@ class Pretraining:
         found = {**self.flags, "save": str(folder / "runs" / self.name)}
         if self.corpus:
             home = folder / CORPUS
-            found |= {"data_path": (str(home / "corpus_text_document"),), "tokenizer": str(home / "tokenizer")}
+            found |= {"data_path": [str(home / "corpus_text_document")], "tokenizer": str(home / "tokenizer")}
         parent = str(folder / "runs" / self.parent)
         if self.start == "branch":
             found |= {"branch_from": parent, "branch_at": self.at}
@@ -252,8 +252,7 @@ def _corpus(manifest: Manifest) -> CorpusStage | None:
 def _grids(manifest: Manifest, exports: Iterable[str]) -> dict[str, FineTuning]:
     if manifest.finetune is None:
         return {}
-    found, flags = trainings(manifest.finetune, manifest.data), manifest.finetune_flags
-    return {name: FineTuning(name, found, flags) for name in exports}
+    return {name: FineTuning(name, manifest.trainings, manifest.finetune_flags) for name in exports}
 
 
 _Start = tuple[Literal["new", "branch", "weights"], str, int]

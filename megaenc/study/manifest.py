@@ -25,9 +25,9 @@ from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
 from megaenc.study.entries import Entry, Model, models_of
-from megaenc.study.pretrain_flags import check_pretrain_flags, shape_of
+from megaenc.study.pretrain_flags import check_pretrain_flags
 from megaenc.study.setting import Setting
-from megaenc.study.tasks import located
+from megaenc.study.tasks import Training, located, trainings
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class Manifest:
     """With neither models nor an output; None where nothing is fine-tuned."""
     finetune_flags: Mapping[str, Any]
     """The flags of `megaenc finetune grid` that say so, data sets where they are."""
+    trainings: tuple[Training, ...]
+    """What it trains each model on."""
     hardware: Hardware
     reported: Reported
 
@@ -111,7 +113,7 @@ class Manifest:
 
     def vocab_size(self, model: Model) -> int:
         """Ids of its tokenizer."""
-        return shape_of(model.flags).vocab_size or self.corpus.vocab_size
+        return model.run.shape.vocab_size or self.corpus.vocab_size
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,9 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     _check_numbers(path, hardware, reported, top.sizes, {model.group for model in models})
     folder = path.parent if data is None else Path(data)
     grid = _finetune(path, top.finetune)
-    return Manifest(path, top.title, models, corpus, folder, grid, _grid_flags(grid, top.finetune, folder), hardware, reported)
+    found = _trainings(path, grid, folder)
+    given = _grid_flags(grid, top.finetune, folder)
+    return Manifest(path, top.title, models, corpus, folder, grid, given, found, hardware, reported)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -197,7 +201,7 @@ def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], model
     given = [name for name in ("data_path", "tokenizer") if name in pretrain]
     if corpus.made and given:
         raise InputError(f"{path}: pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
-    if corpus.vocab_size < 1 and any(shape_of(model.flags).vocab_size is None for model in models):
+    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
         raise InputError(f"{path}: corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
 
 
@@ -257,3 +261,12 @@ def _grid_flags(grid: GridSettings | None, given: Mapping[str, Any], folder: Pat
     found = {name.replace("-", "_"): values[name.replace("-", "_")] for name in given}
     found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
     return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}
+
+
+def _trainings(path: Path, grid: GridSettings | None, folder: Path) -> tuple[Training, ...]:
+    if grid is None:
+        return ()
+    try:
+        return trainings(grid, folder)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None

@@ -15,6 +15,7 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, whole_files
+from megaenc.finetune.grid import count
 from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
 from megaenc.study.drawing import picture, tree
 from megaenc.study.graph import Graph, build_graph
@@ -60,12 +61,12 @@ def lines(graph: Graph, cost: Cost) -> Iterator[str]:
 
 
 def _counts(cost: Cost) -> str:
-    on_the_way = cost.checkpoints - cost.models
-    return (
-        f"{cost.models} models and {on_the_way} checkpoints on the way, from {cost.runs} runs"
-        if on_the_way
-        else (f"{cost.models} models from {cost.runs} runs")
-    )
+    on_the_way = cost.checkpoints - cost.evaluated
+    text = count(cost.models, "model") + (f" and {count(on_the_way, 'checkpoint')} on the way" if on_the_way else "")
+    if not cost.evaluated:
+        return f"{text}, none of them evaluated"
+    left = cost.models - cost.evaluated
+    return text + (f", {left} of the models not evaluated" if left else "")
 
 
 def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
@@ -122,7 +123,8 @@ def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
         if hardware.devices > 1
         else (f"one {hardware.device} for each pretraining run")
     )
-    yield f"longest wait, with {each} and one for each fine-tuning run, all at once:"
+    also = " and one for each fine-tuning run" if graph.grids else ""
+    yield f"longest wait, with {each}{also}, all at once:"
     yield f"  {_clock(cost.at_the_branch.hours)} where a branch begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
     yield f"  {_clock(cost.at_the_end.hours)} where it waits for its parent's end: {_chain(cost.at_the_end)}"
     together = (cost.shared.device_hours or 0.0) + (cost.finetune_hours or 0.0)

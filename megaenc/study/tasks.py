@@ -24,10 +24,7 @@ def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
     """The trainings of a grid for each model, rate and seed. InputError for a data set that there is not."""
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in settings.datasets:
-        name, family = _look_at(dataset, settings, data)
-        train_on = name
-        if family == Family.IR:
-            train_on = settings.data.train_on or (hub.TRAINING_PAIRS if name.partition("@")[0] in hub.HUB_SETS else name)
+        name, family, train_on = _look_at(dataset, settings, data)
         members.setdefault((train_on, family), []).append(name)
     return tuple(Training(train_on, family, tuple(sets)) for (train_on, family), sets in members.items())
 
@@ -40,13 +37,15 @@ def located(dataset: str, data: Path) -> str:
     return f"{name}={data / place}" if equals and "/" not in name else str(data / dataset)
 
 
-def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str]:
-    """The name of a data set and its kind."""
+def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str, str]:
+    """The name of a data set, its kind, and what models are trained on before they read it."""
     if dataset in demo.NAMES:
-        return dataset, dataset.removeprefix("demo_").upper()
+        family = dataset.removeprefix("demo_").upper()
+        return dataset, family, settings.data.train_on if family == Family.IR and settings.data.train_on else dataset
     known = hub.HUB_SETS.get(dataset.partition("@")[0])
     if known is not None:
-        return dataset, str(known.family)
+        pairs = settings.data.train_on or hub.TRAINING_PAIRS
+        return dataset, str(known.family), pairs if known.family is Family.IR else dataset
     name, equals, place = dataset.partition("=")
     if not equals and "/" not in dataset:
         names = [*hub.HUB_SETS, *demo.NAMES]
@@ -57,4 +56,4 @@ def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str
     name, place = (name, place) if equals and "/" not in name else (Path(dataset).name, dataset)
     path = data / place
     family = settings.data.task or ("IR" if path.is_dir() and beir.is_beir(path) else "")
-    return name, family
+    return name, family, settings.data.train_on if family == Family.IR and settings.data.train_on else name
