@@ -122,7 +122,7 @@ def _parameters(size: str) -> float:
 
 def reference_mask(settings: Iterable[Setting]) -> float | None:
     """The mask ratio that most models have, of equals the one nearest to the study's 40 %."""
-    counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None)
+    counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
     return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)
 
 
@@ -150,8 +150,8 @@ def is_average(dataset: str) -> bool:
 
 
 def percent(share: float | None) -> str:
-    """0.4 as `40 %`, nothing as an empty cell."""
-    return "" if share is None else f"{round(100 * share, 4):g} %"
+    """0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
+    return "" if share is None else f"{100 * share:.3g} %"
 
 
 def steps_of(count: int) -> str:

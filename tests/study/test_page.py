@@ -6,12 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megaenc.study import statistics
 from megaenc.study.claims import Verdict
 from megaenc.study.comparisons import Comparison
 from megaenc.study.figures.every import Shown
 from megaenc.study.figures.panels import Line, Missing, Panel, Picture, Point
 from megaenc.study.page import Report, page
-from megaenc.study import statistics
 from megaenc.study.table import Column, Row, Table
 
 EVIL = '<b onclick="x">&'
