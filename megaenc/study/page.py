@@ -101,8 +101,8 @@ def _missing(figures: Sequence[Shown]) -> str:
 
 _ABBREVIATIONS = (
     f'<p class="muted">{", ".join(f"{short} {name.lower()}" for short, name in FAMILIES.items())}; CLM and MLM: causal and '
-    "masked language modelling; CPT: continued pretraining. Half intervals are, where nothing else is said below, 1.96 standard "
-    "errors over the seeds, as the study prints them: with five seeds that is narrower than 95\u00a0%.</p>"
+    "masked language modelling; CPT: continued pretraining. What an interval is stands under "
+    '<a href="#made">How it was made</a>.</p>'
 )
 
 

@@ -78,7 +78,7 @@ def report_of(settings: ReportFlags) -> Report:
         *made.noted(Path(settings.results), settings.about),
         *made.of_results(results, evidence, len(names)),
         *made.of_runs(runs),
-        ("Intervals", "1.96 standard errors over the seeds" if settings.interval == "normal" else "Student's t over the seeds"),
+        ("Intervals", made.INTERVALS[settings.interval]),
     ]
     flops = flops_of(runs, known) if runs else {} if names else flops_by_shape(evidence)
     standard = _standard(results, known, settings.interval)

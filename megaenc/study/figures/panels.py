@@ -242,7 +242,7 @@ def _line(axis: Any, line: Line) -> Any:
 
 def _ticks(axis: Any, panel: Panel) -> None:
     """The ticks of the axis below."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     if panel.log:
         axis.set_xscale("log")
@@ -259,6 +259,8 @@ def _ticks(axis: Any, panel: Panel) -> None:
     elif panel.unit == "operations":
         if panel.log:
             axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _ends_within(panel, 60) else (1,)))
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0"))
 
 
