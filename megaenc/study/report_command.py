@@ -150,7 +150,7 @@ def write(report: Report, output: Path) -> None:
 
     Raises InputError for a folder that cannot be written, or that holds something that is no report.
     """
-    _check_output(output)
+    earlier = _check_output(output)
     folders = [output / TABLES, output / FIGURES]
     try:
         for folder in folders:
@@ -160,24 +160,28 @@ def write(report: Report, output: Path) -> None:
     written = {*_tables(report.tables, folders[0]), *_figures(report.figures, folders[1]), folders[0] / SCORES}
     write_whole(folders[0] / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
-    for folder in folders:
-        for path in folder.iterdir():
-            if path not in written:
-                remove(path)
+    for path in (path for folder in (output, *folders) for path in folder.iterdir()):
+        stale = earlier and path.parent != output and path.suffix in _SUFFIXES and path not in written
+        if stale or (path.name.startswith(".") and path.suffix == ".tmp"):  # the latter of an attempt that was killed
+            remove(path)
 
 
-def _check_output(output: Path) -> None:
-    """A report is replaced; a folder with anything else in it is not ours to empty."""
+_SUFFIXES = {".csv", ".md", ".tex", ".png", ".svg"}
+
+
+def _check_output(output: Path) -> bool:
+    """Whether an earlier report is there, which may be replaced; InputError for a folder of other things, which is not ours."""
     if output.is_dir():
-        others = sorted(
-            path.name for path in output.iterdir() if path.name not in (TABLES, FIGURES, PAGE) and path.suffix != ".tmp"
-        )
-        if others and not (output / PAGE).is_file():
+        report = (output / PAGE).is_file()
+        others = sorted(path.name for path in output.iterdir() if path.name not in (TABLES, FIGURES) and path.suffix != ".tmp")
+        if others and not report:
             raise InputError(
                 f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
             )
-    elif output.exists():
+        return report
+    if output.exists():
         raise InputError(f"--output {output}: is a file, expected a folder")
+    return False
 
 
 def _tables(tables: Sequence[Table], folder: Path) -> list[Path]:

@@ -74,6 +74,8 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
         (output / name / "of-before.csv").touch()
+        (output / name / "notes.txt").touch()
+        (output / name / ".base.csv.1-0a1b2c3d.tmp").touch()
     (output / "index.html").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.figures_of
@@ -86,7 +88,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
     assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
-    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")]
+    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and "tables/notes.txt" in files
     text = (output / "index.html").read_text()
     assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
