@@ -32,6 +32,10 @@ COMMANDS = {
     ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
+    "study report": (
+        "megaenc.study.report_command:main",
+        "tables, figures and verdicts of a study, in files and as one page",
+    ),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }

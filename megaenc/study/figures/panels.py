@@ -1,0 +1,294 @@
+"""What a figure is made of: lines of scores in panels, one a family, drawn wide for a page and narrow for a phone."""
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from html import escape
+from typing import Any, Literal
+
+from megaenc.study.axes import clean, plain_counts
+from megaenc.study.evidence import Evidence, Score
+from megaenc.study.setting import Setting
+from megaenc.study.setups import FAMILIES, dataset_label, datasets_of, is_average
+
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito, as in megaenc.study.axes
+OBJECTIVES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
+"""Colour and marker of each objective, the same in all figures."""
+INK, FAINT, GRID, PAPER = "#1a1a1a", "#5f5f5f", "#dcdcdc", "#ffffff"
+"""What is not data; the page puts its own colours in their places."""
+WIDE, NARROW = 2, 1
+"""Columns of panels on a page and on a phone."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A mean in percent, half the width of its interval where it has one, at a place of the axis."""
+
+    x: float
+    mean: float
+    half: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one name; `joined` where what lies between them has a meaning."""
+
+    name: str
+    colour: str
+    marker: str
+    points: tuple[Point, ...]
+    joined: bool = True
+    light: bool = False
+    """Behind the others: published values, or single models behind their mean."""
+    labelled: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    lines: tuple[Line, ...]
+    x_label: str
+    y_label: str = "score (%)"
+    ticks: Mapping[float, str] | None = None
+    """Places that are named, where the axis has no other numbers."""
+    log: bool = False
+    unit: Literal["", "steps", "operations"] = ""
+    """What the numbers of the axis are written as: 10k, 2e19."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure, not drawn yet."""
+
+    key: str
+    title: str
+    caption: str
+    """What is seen, in a sentence or two; it is the alternative text too."""
+    panels: tuple[Panel, ...]
+
+    def draw(self, columns: int = WIDE) -> Any:
+        """matplotlib's Figure with the panels in so many columns."""
+        return _draw(self, columns)
+
+    @cached_property
+    def wide(self) -> Any:
+        """The Figure for files and pages, drawn once."""
+        return self.draw(WIDE)
+
+    @cached_property
+    def svg(self) -> str:
+        """That as SVG."""
+        return as_svg(self.wide, self.key)
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A figure that there is nothing to draw of, and why."""
+
+    key: str
+    title: str
+    why: str
+
+
+Drawn = Picture | Missing
+
+
+@dataclass(frozen=True)
+class Series:
+    """Models that make a line, and where each stands on the axis."""
+
+    name: str
+    colour: str
+    marker: str
+    places: tuple[tuple[float, Setting], ...]
+    joined: bool = True
+    labelled: bool = True
+
+
+def headline(evidence: Evidence) -> dict[str, str]:
+    """For each family what a figure shows of it: the average, or the only data set."""
+    return {
+        family: next((name for name in names if is_average(name)), names[0])
+        for family, names in datasets_of(evidence.datasets()).items()
+    }
+
+
+def panels_of(
+    evidence: Evidence, series: Sequence[Series], published: Evidence | None = None, dodge: float = 0.0, **axis: Any
+) -> tuple[Panel, ...]:
+    """A panel for each family with a point in it. `published` values of the same models lie lightly behind.
+
+    `dodge` moves series apart by so much of the axis, where their points would cover each other.
+    """
+    panels = []
+    for family, dataset in headline(evidence).items():
+        lines = []
+        for at, one in enumerate(series):
+            shift = dodge * (at - (len(series) - 1) / 2)
+            lines += _lines(one, shift, lambda setting, dataset=dataset, family=family: evidence.find(setting, dataset, family))
+            if published is not None:
+                behind = _points(one.places, shift, lambda setting, d=dataset, f=family: published.find(setting, d, f))
+                if behind:
+                    lines.append(Line(f"{one.name}, published", one.colour, one.marker, behind, one.joined, True))
+        if lines:
+            panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
+    return tuple(panels)
+
+
+def panel_title(family: str, dataset: str) -> str:
+    """`Retrieval`, and which data set where it is not the average."""
+    name = FAMILIES.get(family, family)
+    return name if dataset == "average" else f"{name}: {dataset_label(family, dataset)}"
+
+
+def _lines(one: Series, shift: float, find: Callable[[Setting], Score | None]) -> list[Line]:
+    """The models of the first seed of pretraining, joined; those of others as points."""
+    lines = []
+    seeds = sorted({setting.seed for _, setting in one.places})
+    for seed in seeds:
+        points = _points([(x, setting) for x, setting in one.places if setting.seed == seed], shift, find)
+        first = not lines
+        if points:
+            lines.append(Line(one.name, one.colour, one.marker, points, one.joined and first, not first, one.labelled and first))
+    return lines
+
+
+def _points(places: Iterable[tuple[float, Setting]], shift: float, find: Callable[[Setting], Score | None]) -> tuple[Point, ...]:
+    found = [(x, find(setting)) for x, setting in places]
+    known = [(x, one) for x, one in found if one is not None]
+    return tuple(
+        Point(x + shift, 100 * one.mean, None if one.half is None else 100 * one.half)
+        for x, one in sorted(known, key=lambda of: of[0])
+    )
+
+
+def _draw(picture: Picture, columns: int) -> Any:
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(picture.panels))
+    rows = -(-len(picture.panels) // columns)
+    names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
+    across = min(len(names), 4 if columns > NARROW else 2)
+    legend = 0.22 * -(-len(names) // across) + 0.1 if names else 0.0
+    size = columns * (_PANEL[0] if columns > NARROW else _PHONE), rows * _PANEL[1] + legend
+    figure = Figure(figsize=size, dpi=150, facecolor=PAPER)
+    axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
+    handles: dict[str, Any] = {}
+    for axis, panel in zip(axes, picture.panels, strict=True):
+        for line in panel.lines:
+            handle = _line(axis, line)
+            if line.labelled and line.name:
+                handles.setdefault(line.name, handle)
+        axis.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
+        axis.set_xlabel(panel.x_label, fontsize=9.5, color=FAINT)
+        axis.set_ylabel(panel.y_label, fontsize=9.5, color=FAINT)
+        _ticks(axis, panel)
+        axis.tick_params(labelsize=9, labelcolor=INK, color=FAINT)
+        axis.set_facecolor(PAPER)
+        axis.margins(x=0.06, y=0.1)
+        clean(axis)
+        axis.grid(axis="y", color=GRID, linewidth=0.6)
+        for spine in axis.spines.values():
+            spine.set_color(FAINT)
+    if handles:
+        figure.legend(
+            handles.values(), handles.keys(), loc="upper left", ncols=across, fontsize=9.5, frameon=False, labelcolor=INK,
+            handlelength=1.8, columnspacing=1.4, borderaxespad=0.1, borderpad=0.2, labelspacing=0.35,
+        )  # fmt: skip
+    return figure
+
+
+_PANEL, _PHONE = (4.5, 2.75), 3.75
+"""Width and height of a panel in inches, and its width on a phone."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
+"""What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
+
+
+def _place(at: int, columns: int, size: tuple[float, float], legend: float) -> tuple[float, float, float, float]:
+    """Left, bottom, width and height of a panel's axes, as shares of the figure."""
+    (width, height), (row, column) = size, divmod(at, columns)
+    of_panel = width / columns
+    bottom = height - legend - (row + 1) * _PANEL[1] + _BOTTOM
+    inside = of_panel - _LEFT - _RIGHT, _PANEL[1] - _TOP - _BOTTOM
+    return (column * of_panel + _LEFT) / width, bottom / height, inside[0] / width, inside[1] / height
+
+
+def _line(axis: Any, line: Line) -> Any:
+    """What stands for the line in the legend."""
+    x, mean = [point.x for point in line.points], [point.mean for point in line.points]
+    style = {
+        "color": line.colour,
+        "marker": line.marker,
+        "markersize": 4.2 if line.light else 5.2,
+        "zorder": 2 if line.light else 3,
+    }
+    if line.light:
+        dashes = (0, (2, 2)) if line.marker else "-"
+        style |= {"alpha": 0.45, "linestyle": dashes if line.joined else "none", "markerfacecolor": PAPER}
+        style["linewidth"] = 1.2 if line.marker else 0.7
+    else:
+        style |= {"linestyle": "-" if line.joined else "none", "linewidth": 1.6, "markerfacecolor": line.colour}
+    if not line.light and any(point.half for point in line.points):
+        known = [point for point in line.points if point.half]
+        bars = [[point.x for point in known], [point.mean for point in known], [point.half for point in known]]
+        axis.errorbar(*bars, fmt="none", ecolor=line.colour, elinewidth=1.2, capsize=2.5, zorder=2.5)
+    [handle] = axis.plot(x, mean, **style)
+    return handle
+
+
+def _ticks(axis: Any, panel: Panel) -> None:
+    """The ticks of the axis below."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+    if panel.log:
+        axis.set_xscale("log")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+    if panel.ticks is not None:
+        axis.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.set_xticklabels(list(panel.ticks.values()))
+        ends = (min(panel.ticks), max(panel.ticks))
+        if not panel.log and ends[0] == ends[1]:
+            axis.set_xlim(ends[0] - 1, ends[1] + 1)
+    elif panel.unit == "steps":
+        plain_counts(axis.xaxis)
+    elif panel.unit == "operations":
+        if panel.log:
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _ends_within(panel, 60) else (1,)))
+        else:
+            axis.xaxis.set_major_locator(MaxNLocator(4))
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0"))
+
+
+def _ends_within(panel: Panel, ratio: float) -> bool:
+    """Whether the largest place on the axis is at most so many times the smallest."""
+    every = [point.x for line in panel.lines for point in line.points]
+    return max(every) <= ratio * min(every)
+
+
+def as_svg(figure: Any, name: str) -> str:
+    """The figure as SVG with its text as text, the same bytes each time; `name` begins the ids in it."""
+    from matplotlib import rc_context
+
+    stream = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    return text[text.index("<svg") :]
+
+
+def inline(svg: str, name: str, alt: str) -> str:
+    """SVG for a page: ids that begin with `name`, the page's colours for what is not data, a text for who cannot see it."""
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    svg = re.sub(r'xlink:href="#', f'href="#{name}-', svg)
+    for colour, role in ((INK, "ink"), (FAINT, "muted"), (GRID, "grid"), (PAPER, "card")):
+        svg = svg.replace(colour, f"var(--{role})")
+    start = f'<svg role="img" aria-label="{escape(alt)}" '
+    svg = re.sub(r"<svg [^>]*?(?=viewBox)", lambda _: start, svg, count=1)
+    return svg.strip()

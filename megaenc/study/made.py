@@ -1,0 +1,118 @@
+"""How a study was made, from what its results and runs say: counts, seeds, rates, hours, software. No paths, no clock."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megaenc.console import number
+from megaenc.errors import InputError
+from megaenc.finetune.jobs import rate_name
+from megaenc.finetune.results import TIMING, Result
+from megaenc.study.evidence import Evidence
+from megaenc.study.published import SOURCE
+from megaenc.study.run_tree import TrainedRun
+
+NOTES = "study.json"
+"""Beside the folder of results: an object of texts such as hardware, date and commit, as whoever ran the study wrote it."""
+
+Fact = tuple[str, str]
+
+
+INTERVALS = {
+    "normal": "half of each is 1.96 standard errors over the seeds, as the study prints them: with five seeds narrower than 95 %",
+    "t": "95 % by Student's t over the seeds; those of the published tables are 1.96 standard errors",
+}
+
+
+def of_published() -> list[Fact]:
+    """What the printed tables are."""
+    return [
+        ("Numbers", f"{SOURCE}: means and 95 % intervals of five fine-tuning seeds, as printed"),
+        ("Intervals", INTERVALS["normal"]),
+        ("Cost", "110,000 MI250X GPU hours, as its authors say"),
+        (
+            "Tests",
+            "of printed means and intervals alone: without single seeds or examples, so less can be resolved than with them",
+        ),
+    ]
+
+
+def of_results(results: Sequence[Result], evidence: Evidence, planned: int = 0) -> list[Fact]:
+    """Counts of the fine-tunings; `planned` models are in the manifest, if there is one."""
+    finished = [one for one in results if one.test is not None]
+    models = len({one.model for one in finished})
+    sets = len({(one.family, one.dataset) for one in finished})
+    facts = [
+        ("Models", f"{models} evaluated" + (f" of {planned} planned" if planned else "")),
+        ("Data sets", f"{sets}"),
+        ("Fine-tuning", f"{len(finished):,} results, {len(results) - len(finished):,} failed runs"),
+        ("Fine-tuning seeds", _listed(sorted({one.seed for one in results}))),
+        ("Learning rates", ", ".join(rate_name(rate) for rate in sorted({one.learning_rate for one in results}))),
+        ("Pretraining seeds", _listed(sorted({setting.seed for setting in evidence.settings()}))),
+    ]
+    if seconds := _seconds(results):
+        facts.append(("Time in fine-tunings", f"{seconds / 3600:,.1f} hours, evaluation included"))
+    return [(name, text) for name, text in facts if text]
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _seconds(results: Sequence[Result]) -> float:
+    """Of all runs that say, a training for several retrieval sets once; a file that cannot be read says nothing."""
+    trained: dict[tuple, float] = {}
+    total = 0.0
+    for one in results:
+        try:
+            times = json.loads((one.path / TIMING).read_bytes())
+            total += times.pop("evaluation", 0.0)
+            trained[one.model, one.family, one.train_on, one.learning_rate, one.seed] = sum(times.values())
+        except (OSError, ValueError, TypeError, AttributeError):
+            continue
+    return total + sum(trained.values())
+
+
+def of_runs(runs: Mapping[str, TrainedRun]) -> list[Fact]:
+    """Counts of the pretraining, each shared beginning once."""
+    if not runs:
+        return []
+    every = list(runs.values())
+    steps = sum(run.steps[-1]["step"] - run.begun["step"] for run in every)
+    facts = [
+        ("Pretraining", f"{len(every)} runs, {steps:,} steps, {number(sum(run.tokens for run in every))} tokens"),
+        ("Time in pretraining", f"{sum(run.seconds for run in every) / 3600:,.2f} hours in updates"),
+        ("Parameters", _several(number(run.facts["parameters"]) for run in every if "parameters" in run.facts)),
+    ]
+    for label, name in (
+        ("Tokens a sequence", "seq_length"),
+        ("Sequences a step", "global_batch_size"),
+        ("Peak learning rate", "lr"),
+    ):
+        facts.append((label, _several(f"{run.identity[name]:g}" for run in every if run.identity.get(name) is not None)))
+    facts.append(("Software", _several(f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts)))
+    return [(name, text) for name, text in facts if text]
+
+
+def _several(texts) -> str:
+    return ", ".join(dict.fromkeys(texts))
+
+
+def noted(results: Path, said: Sequence[str]) -> list[Fact]:
+    """What was written down beside the results, then the NAME=TEXT that the command line says. InputError for neither form."""
+    facts: dict[str, str] = {}
+    path = results.parent / NOTES
+    if path.is_file():
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: {error}; expected an object of texts") from None
+        if not isinstance(values, dict):
+            raise InputError(f"{path}: found a {type(values).__name__}, expected an object of texts")
+        facts |= {str(name): str(value) for name, value in values.items() if isinstance(value, str | int | float)}
+    for text in said:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise InputError(f"--about {text}: expected NAME=TEXT, such as hardware='2 cores of an EPYC 7B13'")
+        facts[name.strip()] = value.strip()
+    return [(name[:1].upper() + name[1:].replace("_", " "), value) for name, value in facts.items()]

@@ -1,0 +1,226 @@
+"""Lay what a study has measured open: tables, figures, a verdict on each claim, and one page with all of it.
+
+From a folder of results, with the manifest that they were made by where there is one; from the study's own result files; or, with
+--published, from its printed tables alone. Published values stand beside and behind those of the same models.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import remove, whole_files, write_whole
+from megaenc.finetune.intervals import Kind
+from megaenc.finetune.results import Result, scan
+from megaenc.study import made
+from megaenc.study.claims import judge
+from megaenc.study.evidence import PAPER, Evidence, of_results
+from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
+from megaenc.study.figures.panels import Picture
+from megaenc.study.page import Report, page
+from megaenc.study.published import published
+from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
+from megaenc.study.setting import Setting
+from megaenc.study.setups import STANDARD
+from megaenc.study.spread_tables import spread_tables
+from megaenc.study.table import WRITERS, Table
+from megaenc.study.tables import score_tables, standard_tables, tidy
+
+TABLES, FIGURES, PAGE, SCORES = "tables", "figures", "index.html", "scores.csv"
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """What `megaenc study report` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
+    """the study's manifest, which says what its models are; without it they are known by the names that the study gave its own"""
+    results: str = ""
+    """folder of results: of `megaenc study run`, of `megaenc finetune grid`, or as the study has published them"""
+    runs: str = ""
+    """folder of the pretraining runs, for curves of losses and for what was spent"""
+    output: str = "report"
+    """folder to write to; an earlier report there is replaced"""
+    published: bool = False
+    """report the study's printed tables, without any results"""
+    interval: Kind = "normal"
+    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    about: tuple[str, ...] = ()
+    """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
+
+
+def report_of(settings: ReportFlags) -> Report:
+    """Read everything that the flags name. Raises InputError for what cannot be used."""
+    if settings.published:
+        given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
+        if given:
+            raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
+        evidence = published()
+        return _assemble(
+            evidence, [], {}, flops_by_shape(evidence), None, "The published tables", _PUBLISHED, made.of_published()
+        )
+    if not settings.results:
+        raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
+    names, title = _manifest(settings.manifest)
+    results = scan(settings.results)
+    known = named_settings(sorted({one.model for one in results}), names)
+    _check_known(settings, results, names)
+    runs = read_runs(Path(settings.runs)) if settings.runs else {}
+    evidence = of_results(results, known.get, PAPER, settings.interval)
+    if not evidence.scores:
+        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one")
+    facts = [
+        *made.noted(Path(settings.results), settings.about),
+        *made.of_results(results, evidence, len(names)),
+        *made.of_runs(runs),
+        ("Intervals", made.INTERVALS[settings.interval]),
+    ]
+    flops = flops_of(runs, known) if runs else {} if names else flops_by_shape(evidence)
+    standard = _standard(results, known, settings.interval)
+    return _assemble(evidence, standard, runs, flops, published(), title or "Results of a study", _OURS, facts)
+
+
+_PUBLISHED = (
+    "What was printed in the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
+)
+_OURS = (
+    "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and "
+    "claims, with the numbers of this study."
+)
+
+
+def _manifest(path: str) -> tuple[dict[str, Setting], str]:
+    """What its models are by name, and its title."""
+    if not path:
+        return {}, ""
+    from megaenc.study.manifest import read_manifest
+
+    manifest = read_manifest(path)
+    return manifest.settings(), manifest.title
+
+
+def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mapping[str, Setting]) -> None:
+    models = dict.fromkeys(one.model for one in results)
+    if names and not any(model in names for model in models):
+        found, expected = ", ".join(list(models)[:3]), ", ".join(list(names)[:3])
+        raise InputError(
+            f"--results {settings.results}: found models {found}, expected those of {settings.manifest}: {expected}, ..."
+        )
+
+
+def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind) -> list[Evidence]:
+    there = {name for one in results if one.test is not None for name in one.test.metrics}
+    wanted = [name for names in STANDARD.values() for name in names if name in there]
+    return [of_results(results, known.get, name, kind) for name in wanted]
+
+
+def _assemble(
+    evidence: Evidence,
+    standard: Sequence[Evidence],
+    runs: Mapping[str, TrainedRun],
+    flops: Mapping[Setting, float],
+    beside: Evidence | None,
+    title: str,
+    lead: str,
+    facts: Sequence[made.Fact],
+) -> Report:
+    with ProgressLine("judging", total=None, closing=False) as progress:
+        progress.update(0)
+        verdicts = judge(evidence)
+        tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
+    return Report(
+        title=title,
+        lead=lead,
+        verdicts=verdicts,
+        published=judge(beside) if beside is not None else [],
+        figures=figures_of(evidence, runs, flops, beside),
+        tables=tables,
+        scores=tidy([evidence, *standard]),
+        facts=facts,
+    )
+
+
+def write(report: Report, output: Path) -> None:
+    """Write tables and figures, then the page, each file whole; what an earlier report has left is removed.
+
+    Raises InputError for a folder that cannot be written, or that holds something that is no report.
+    """
+    earlier = _check_output(output)
+    folders = [output / TABLES, output / FIGURES]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {output}: cannot be made: {error.strerror}") from None
+    written = {*_tables(report.tables, folders[0]), *_figures(report.figures, folders[1]), folders[0] / SCORES}
+    write_whole(folders[0] / SCORES, report.scores)
+    write_whole(output / PAGE, page(report))
+    for path in (path for folder in (output, *folders) for path in folder.iterdir()):
+        stale = earlier and path.parent != output and path.suffix in _SUFFIXES and path not in written
+        if stale or (path.name.startswith(".") and path.suffix == ".tmp"):  # the latter of an attempt that was killed
+            remove(path)
+
+
+_SUFFIXES = {".csv", ".md", ".tex", ".png", ".svg"}
+
+
+def _check_output(output: Path) -> bool:
+    """Whether an earlier report is there, which may be replaced; InputError for a folder of other things, which is not ours."""
+    if output.is_dir():
+        report = (output / PAGE).is_file()
+        others = sorted(path.name for path in output.iterdir() if path.name not in (TABLES, FIGURES) and path.suffix != ".tmp")
+        if others and not report:
+            raise InputError(
+                f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
+            )
+        return report
+    if output.exists():
+        raise InputError(f"--output {output}: is a file, expected a folder")
+    return False
+
+
+def _tables(tables: Sequence[Table], folder: Path) -> list[Path]:
+    paths = []
+    for table in tables:
+        for suffix, as_text in WRITERS.items():
+            paths.append(folder / f"{table.key}.{suffix}")
+            write_whole(paths[-1], as_text(table))
+    return paths
+
+
+def _figures(figures: Sequence[Shown], folder: Path) -> list[Path]:
+    paths = []
+    with ProgressLine("drawing", total=len(figures), closing=False) as progress:
+        for at, one in enumerate(figures):
+            progress.update(at)
+            for key, picture in ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published)):
+                if isinstance(picture, Picture):
+                    paths += [folder / f"{key}.png", folder / f"{key}.svg"]
+                    _save(picture.wide, paths[-2])
+                    write_whole(paths[-1], picture.svg)
+    return paths
+
+
+def _save(figure: Any, path: Path) -> None:
+    with whole_files(path) as [temporary]:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study report`."""
+    quiet()
+    settings = flags.parse(ReportFlags, argv, prog="megaenc study report", description=__doc__)
+    output = Path(settings.output)
+    _check_output(output)
+    report = report_of(settings)
+    write(report, output)
+    for one in report.verdicts:
+        say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+    drawn = sum(isinstance(one.drawn, Picture) for one in report.figures)
+    say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")

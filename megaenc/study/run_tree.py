@@ -1,0 +1,146 @@
+"""A study's pretraining runs, read back from their folders: curves, what they cost, what they were made with."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+from megaenc.model.config import PRESETS
+from megaenc.study.metrics import Row, read_beginning, read_steps, read_validations, training_seconds
+from megaenc.study.setting import Setting, setting_of
+from megaenc.training.run_folder import FACTS, METRICS
+
+_OF_A_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run folder: what it has made itself, its parent's steps not among them."""
+
+    name: str
+    steps: list[Row]
+    validated: list[Row]
+    facts: Mapping[str, Any]
+    begun: Row
+    """how far it had come before its first step: 0, or where it branched"""
+
+    @property
+    def start(self) -> str:
+        """new, branch or weights"""
+        return self.facts.get("start", {}).get("kind", "new")
+
+    @property
+    def parent(self) -> str:
+        """Folder name of the run that it began with; empty for a new one."""
+        return Path(run).name if (run := self.facts.get("start", {}).get("run", "")) else ""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Flags that make the run what it is."""
+        return self.facts.get("identity", {})
+
+    @property
+    def seconds(self) -> float:
+        """In updates of its own."""
+        return training_seconds(self.steps, self.begun["step"])
+
+    @property
+    def tokens(self) -> int:
+        """Trained on, its parent's not counted."""
+        return self.steps[-1]["tokens"] - self.begun["tokens"]
+
+    @property
+    def kind(self) -> str:
+        """CLM, MLM, `CLM + MLM` (in any order), `other`; or `continued` for what began with a model's weights."""
+        if self.start == "weights":
+            return "continued"
+        schedule = str(self.identity.get("objective_schedule", "")) or ",".join(row["objective"] for row in self.steps)
+        names = set(_OF_A_PHASE.findall(re.sub(r"\([^)]*\)", "", schedule)))
+        return {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}.get(tuple(sorted(names)), "other")
+
+
+def read_runs(folder: Path) -> dict[str, TrainedRun]:
+    """The runs in `folder`, each a folder with run.json, by name; those without a step yet are left out.
+
+    Raises InputError where there is none, and for files that no run wrote.
+    """
+    try:
+        places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
+    except OSError as error:
+        raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
+    found = {}
+    for path in places:
+        if (path / METRICS).is_file() and "\n" in (path / METRICS).read_text(encoding="utf-8", errors="replace"):
+            try:
+                facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
+            found[path.name] = TrainedRun(path.name, read_steps(path), read_validations(path), facts, read_beginning(path))
+    if not found:
+        raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
+    return found
+
+
+def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:
+    """The operations that went into each setting, beginnings that a run shares with its parent included.
+
+    A checkpoint on the way, RUN-STEP, has those of the row of that step, or of the next before it.
+    """
+    found = {}
+    for name, setting in settings.items():
+        step = None if name in runs else setting.steps
+        run = runs.get(name) or runs.get(_without_step(name, setting))
+        while run is not None and step is not None and run.start == "branch" and step <= run.begun["step"]:
+            run = runs.get(run.parent)
+        if run is None:
+            continue
+        rows = [row for row in run.steps if step is None or row["step"] <= step]
+        if rows and "flops" in rows[-1] and (step is None or rows[-1]["step"] == step):
+            found[setting] = float(rows[-1]["flops"]) + _before(run, runs)
+    return found
+
+
+def _without_step(name: str, setting: Setting) -> str:
+    """`610m-clm-42k-1000` as `610m-clm-42k`, the seed at its end kept."""
+    return re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name)
+
+
+def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
+    """Operations of the model that a run began with the weights of, which its own count leaves out."""
+    spent = 0.0
+    seen: set[str] = set()
+    while run.name not in seen:
+        seen.add(run.name)
+        parent = runs.get(run.parent)
+        if parent is None:
+            break
+        if run.start == "weights":
+            spent += float(parent.steps[-1].get("flops", 0.0))
+        run = parent
+    return spent
+
+
+_PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
+
+
+def flops_of_the_study(setting: Setting) -> float | None:
+    """The same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
+    if (shape := PRESETS.get(setting.size.lower())) is None or setting.schedule:
+        return None
+
+    def step(share: float, causal: bool) -> float:
+        spans = [(start, start if causal else start + _CHUNK, start + _CHUNK) for start in range(0, _LENGTH, _CHUNK)]
+        return _PACKS * shape.training_flops(_IDS, round(share * _LENGTH), spans)
+
+    masked = setting.mlm_steps + setting.cpt_mlm_steps
+    spent = setting.clm_steps * step(1.0, causal=True)
+    return spent + (masked * step(setting.mask_ratio, causal=False) if masked and setting.mask_ratio else 0.0)
+
+
+def named_settings(names: list[str], given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """What each name stands for: as `given` by a manifest, else as the study names its models."""
+    found = {name: given.get(name) or setting_of(name) for name in names}
+    return {name: setting for name, setting in found.items() if setting is not None}

@@ -1,0 +1,153 @@
+"""A table as a value, and its three written forms: CSV, Markdown, LaTeX with booktabs."""
+
+import csv
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Value = str | int | None
+"""A cell: text as it is shown, a count, or nothing, which stays empty."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column; neighbours of one `group` stand under it."""
+
+    name: str
+    group: str = ""
+    number: bool = True
+    """Whether its cells are aligned to the right."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of cells, as many as there are columns."""
+
+    cells: tuple[Value, ...]
+    light: bool = False
+    """A row of other people's numbers, to be laid beside the one before it."""
+    rule: bool = False
+    """Whether a thin line above parts it from the rows before it."""
+    name: str = ""
+    """What the row is in one short text, for screens that have no room for the columns that say so."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is written to `key`.csv, .md and .tex, and shown on the page."""
+
+    key: str
+    title: str
+    note: str
+    """What the cells are, in a sentence or two."""
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns")
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """The groups in order, each with the number of its columns."""
+        counted: dict[str, int] = {}
+        for column in self.columns:
+            if column.group:
+                counted[column.group] = counted.get(column.group, 0) + 1
+        return counted
+
+
+def score(mean: float | None, half: float | None = None) -> Value:
+    """Fractions as `91.65 (0.45)`, percent with two digits as the study prints them; None where there is none."""
+    if mean is None or mean != mean:
+        return None
+    return f"{100 * mean:.2f}" + ("" if half is None or half != half else f" ({100 * half:.2f})")
+
+
+def shown(value: Value) -> str:
+    """A cell for the eye: counts with commas."""
+    return "" if value is None else f"{value:,}" if isinstance(value, int) else value
+
+
+def as_csv(table: Table) -> str:
+    """One line of names, `group name` where there are groups; counts as plain digits."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(f"{column.group} {column.name}".strip() for column in table.columns)
+    writer.writerows(["" if cell is None else cell for cell in row.cells] for row in table.rows)
+    return stream.getvalue()
+
+
+def as_markdown(table: Table) -> str:
+    """Title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
+    names = [_in_markdown(f"{column.group} {column.name}".strip()) for column in table.columns]
+    rows = [[_in_markdown(shown(cell)) for cell in row.cells] for row in table.rows]
+    widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
+    fitted = list(zip(table.columns, widths, strict=True))
+    rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
+
+    def line(cells: Iterable[str]) -> str:
+        pairs = zip(cells, fitted, strict=True)
+        padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
+        return "| " + " | ".join(padded) + " |"
+
+    lines = [f"### {_in_markdown(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _in_markdown(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+
+
+_WIDE = 9
+"""Columns that a page of print holds; a table with more has a block for each group."""
+
+
+def as_latex(table: Table) -> str:
+    """A `table` environment for booktabs. Tables too wide for a page have their groups below each other."""
+    groups = list(table.groups)
+    parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]
+    blocks = [_block(table, part) for part in parts]
+    body = "\n\n\\medskip\n".join(blocks)
+    caption = _in_latex(f"{table.title}. {table.note}")
+    return (
+        "% \\usepackage{booktabs}\n\\begin{table}\n\\centering\\small\n"
+        f"\\caption{{{caption}}}\n\\label{{tab:{table.key}}}\n{body}\n\\end{{table}}\n"
+    )
+
+
+def _block(table: Table, groups: list[str]) -> str:
+    kept = [at for at, column in enumerate(table.columns) if not column.group or column.group in groups]
+    columns = [table.columns[at] for at in kept]
+    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for column in columns)}}}", "\\toprule"]
+    if groups:
+        heads = sum(not column.group for column in table.columns)
+        cells, rules, at = [""] * heads, [], heads + 1
+        for group in groups:
+            width = table.groups[group]
+            cells.append(f"\\multicolumn{{{width}}}{{c}}{{{_in_latex(group)}}}")
+            rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
+            at += width
+        lines += [" & ".join(cells) + r" \\", " ".join(rules)]
+    lines += [" & ".join(_in_latex(column.name) for column in columns) + r" \\", "\\midrule"]
+    for at, row in enumerate(table.rows):
+        if row.rule and at:
+            lines.append("\\addlinespace")
+        cells = [_in_latex(shown(row.cells[number])) for number in kept]
+        lines.append(" & ".join(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells) + r" \\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "<": "$<$",
+    ">": "$>$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$", "→": r"$\to$", "\u202f": r"\,",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}  # fmt: skip
+
+
+def _in_latex(text: str) -> str:
+    return "".join(_LATEX.get(letter, letter) for letter in text.replace("\n", " ").replace(" %", "\u202f%"))
+
+
+WRITERS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}

@@ -1,0 +1,166 @@
+"""The figures show the numbers of the tables, and say so where there are none."""
+
+import numpy as np
+import pytest
+from study_folders import DATASETS, RATES, settings, write_results, write_runs
+
+from megaenc.finetune.results import scan
+from megaenc.study.evidence import Evidence, Score, of_results
+from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, shares
+from megaenc.study.figures.every import figures_of, flops_by_shape
+from megaenc.study.figures.panels import Missing, Picture, as_svg, inline
+from megaenc.study.published import published
+from megaenc.study.run_tree import flops_of, read_runs
+from megaenc.study.setting import Setting
+
+
+def points(picture: Picture, family: int, name: str) -> dict[float, float]:
+    """By place on the axis, means of the line of that name in a panel, rounded as they are printed."""
+    [line] = [line for line in picture.panels[family].lines if line.name == name and line.labelled]
+    return {round(point.x, 1): round(point.mean, 2) for point in line.points}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Evidence:
+    root = write_results(tmp_path_factory.mktemp("results"), settings())
+    return of_results(scan(root), settings().get)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return read_runs(write_runs(tmp_path_factory.mktemp("runs"), settings()))
+
+
+def test_objectives_by_size():
+    picture = objectives.picture(published())
+    assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
+    assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
+    assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
+    assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
+
+
+def test_objectives_of_one_size_by_data_set(ours):
+    picture = objectives.picture(ours)
+    assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
+    mlm = ours.find(Setting("mini", 0, 300, mask_ratio=0.4), "demo_sc")
+    [line] = [line for line in picture.panels[0].lines if line.name == "MLM"]
+    assert (line.points[0].mean, line.points[0].half) == pytest.approx((100 * mlm.mean, 100 * mlm.half))
+
+
+def test_mask_ratios():
+    picture = masks.by_size(published())
+    assert list(points(picture, 0, "1B").values()) == [87.97, 87.00, 88.23, 88.21]
+    assert picture.panels[0].ticks == {20: "20 %", 30: "30 %", 40: "40 %", 50: "50 %"}
+
+
+def test_mask_ratios_with_and_without_clm(ours):
+    assert isinstance(masks.with_clm(published()), Missing)
+    picture = masks.with_clm(ours)
+    assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
+    two_stage = ours.find(Setting("mini", 75, 225, mask_ratio=0.2), "demo_sc")
+    assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
+
+
+def test_efficiency_by_step_and_by_operations(ours, runs):
+    picture = efficiency.by_step(published())
+    assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
+    by_flops = efficiency.by_flops(ours, flops_of(runs, settings()))
+    assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
+    assert "give --runs" in efficiency.by_flops(ours, {}).why
+
+
+def test_shares_of_each_budget():
+    picture = shares.picture(published())
+    assert [line.name for line in picture.panels[0].lines] == ["12k steps", "22k steps", "42k steps"]
+    line = picture.panels[0].lines[2]
+    assert [round(point.mean, 2) for point in line.points] == [87.0, 87.85, 87.58, 87.06, 83.58]
+    np.testing.assert_allclose([point.x for point in line.points], [0, 23.8, 50, 76.2, 100], atol=1.3)
+
+
+def test_continued_pretraining_begins_with_the_finished_model():
+    picture = continued.picture(published())
+    assert list(points(picture, 0, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
+    assert list(points(picture, 0, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
+    assert list(picture.panels[0].ticks.values()) == ["0", "2k", "12k", "22k"]
+
+
+def test_rates_are_drawn_below_each_models_best(ours):
+    picture = rates.picture(ours)
+    assert len(picture.panels) == len(DATASETS)
+    for line in picture.panels[0].lines:
+        assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
+    strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
+    assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
+    assert isinstance(rates.picture(published()), Missing)
+
+
+def test_losses_of_the_runs(runs):
+    picture = losses.picture(runs)
+    assert [panel.title for panel in picture.panels] == ["under clm", "under mlm"]
+    names = [line.name for line in picture.panels[0].lines]
+    assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
+    [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]
+    rows = runs["mini-clm-300"].validated
+    assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
+    few = losses.picture({name: runs[name] for name in list(runs)[:2]})
+    assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
+    assert losses.picture({}).why == "No runs were given: --runs names their folder."
+
+
+def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))])
+    first = figures_of(same, {}, {}, published())[0]
+    light = [line for line in first.drawn.panels[0].lines if line.light]
+    assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
+    others = figures_of(ours, runs, flops_of(runs, settings()), published())
+    assert [one.drawn.key for one in others if isinstance(one.drawn, Missing)] == []
+    beside = [one.drawn.key for one in others if one.published is not None]
+    assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
+
+
+def test_all_that_tables_alone_allow():
+    shown = figures_of(published(), {}, flops_by_shape(published()))
+    assert [one.drawn.key for one in shown if isinstance(one.drawn, Missing)] == [
+        "mask-ratios-with-clm",
+        "learning-rates",
+        "losses",
+    ]
+    assert all(one.drawn.why.endswith(".") for one in shown if isinstance(one.drawn, Missing))
+
+
+def test_another_seed_of_the_pretraining_is_points_without_a_line():
+    scores = [
+        Score(
+            f"{at}{seed}",
+            Setting("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed),
+            "SC",
+            "sst2",
+            at / 100 + seed / 50,
+            0.01,
+        )
+        for at in (10, 20)
+        for seed in (1, 2)
+    ]
+    [first, second] = efficiency.by_step(Evidence(scores)).panels[0].lines
+    assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
+    assert [point.mean for point in second.points] == pytest.approx([14, 24])
+
+
+def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
+    picture = objectives.picture(ours)
+    assert picture.wide.get_size_inches()[0] == 9 and picture.draw(1).get_size_inches()[0] == 3.75
+    axis = picture.wide.axes[0]
+    assert [float(line.get_ydata()[0]) for line in axis.get_lines() if line.get_marker() == "s"] == [
+        picture.panels[0].lines[0].points[0].mean
+    ]
+    box = axis.get_position()
+    assert 0 < box.x0 < box.x1 < 0.5 and 0 < box.y0 < box.y1 < 1
+
+
+def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
+    picture = objectives.picture(ours)
+    assert as_svg(picture.draw(), "a") == as_svg(picture.draw(), "a") and "demo_sc" in picture.svg
+    drawn = inline(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
+    assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn
+    assert 'id="objectives-wide-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]

@@ -1,0 +1,114 @@
+"""A study's folders without a study: results and runs as the commands write them, with scores that follow a rule."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megaenc.study.setting import Setting, name_of
+
+RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
+DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
+_METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("exact_match", "f1"), "IR": ("ndcg@10",)}
+
+
+def settings() -> dict[str, Setting]:
+    """A study in miniature: every figure has something to show."""
+    steps = 300
+    models = [Setting("mini", round(share * steps), round((1 - share) * steps), mask_ratio=0.4) for share in (0, 0.25, 0.5, 0.75)]
+    models += [Setting("mini", steps), Setting("mini", 0, steps, mask_ratio=0.2), Setting("mini", 75, 225, mask_ratio=0.2)]
+    models += [Setting("mini", 0, 150, mask_ratio=0.4), Setting("mini", 75, 75, mask_ratio=0.4), Setting("mini", 150)]
+    models += [Setting("mini", steps, 0, more, 0.4) for more in (30, 150)]
+    models += [Setting("mini", 0, steps, more, 0.4) for more in (30, 150)]
+    models += [Setting("mini", at, decayed=False, budget=steps) for at in (50, 150)]
+    models += [Setting("mini", 0, at, mask_ratio=0.4, decayed=False, budget=steps) for at in (50, 150)]
+    return {name_of(one): one for one in models}
+
+
+def ability(setting: Setting) -> float:
+    """More steps are better, and a quarter of CLM best."""
+    return 0.5 + 0.2 * min(1.0, setting.steps / 450) - 0.1 * abs(setting.clm_share - 0.25)
+
+
+def write_results(
+    root: Path,
+    models: Mapping[str, Setting],
+    datasets: Mapping[str, str] = DATASETS,
+    rates: Iterable[float] = RATES,
+    score: Callable[[Setting], float] = ability,
+) -> Path:
+    """The tree of `megaenc finetune grid`: SEEDS runs of each model, set and rate; one of the second rate has collapsed."""
+    random = np.random.default_rng(0)
+    for name, setting in models.items():
+        for dataset, family in datasets.items():
+            ease = random.normal(size=EXAMPLES)
+            for number, rate in enumerate(rates):
+                for seed in range(SEEDS):
+                    folder = root / name / family / dataset / f"lr{rate:.0e}_sd{seed}"
+                    folder.mkdir(parents=True)
+                    mean = score(setting) - 0.05 * number * (1 + (not setting.clm_steps)) + 0.01 * random.normal()
+                    right = 1 / (1 + np.exp(-(np.log(mean / (1 - mean)) + ease)))
+                    collapsed = "constant prediction 0" if number == 1 and seed == 0 and not setting.clm_steps else None
+                    (folder / "results.json").write_text(json.dumps(_result(family, right, collapsed)))
+                    (folder / "timing.json").write_text(json.dumps({"loading": 1.0, "training": 6.0, "evaluation": 2.0}))
+    return root
+
+
+def _result(family: str, right: np.ndarray, collapsed: str | None) -> dict:
+    metrics = dict.fromkeys(_METRICS[family], float(right.mean()))
+    split = {"score": float(right.mean()), "metrics": metrics, "collapsed": collapsed, "baseline": {"score": 0.5}}
+    return {name: {**split, "scores_i": right.tolist()} for name in ("validation", "test")}
+
+
+def write_runs(root: Path, models: Mapping[str, Setting]) -> Path:
+    """A run folder for every model that is no checkpoint on the way; two-stage models branch off the CLM run of 300 steps."""
+    for name, one in models.items():
+        if not one.decayed:
+            continue
+        branch = one.clm_steps and one.mlm_steps
+        start, begun = {"kind": "new", "run": "", "at": 0}, 0
+        last = one.cpt_mlm_steps or one.clm_steps + one.mlm_steps
+        if branch:
+            begun = one.clm_steps
+            start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300", "at": begun}
+        elif one.cpt_mlm_steps:
+            parent = name_of(Setting(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None))
+            start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": 300}
+        start |= _progress(begun)
+        phases = [("clm", one.clm_steps)] * (one.clm_steps > 0 and not one.cpt_mlm_steps)
+        masked = one.cpt_mlm_steps or one.mlm_steps
+        phases += [(f"mlm(mask={one.mask_ratio})", masked)] * (masked > 0)
+        identity = {
+            "train_iters": last,
+            "global_batch_size": 16,
+            "seq_length": 128,
+            "lr": 2e-3,
+            "objective_schedule": ",".join(f"{objective}:{steps}" for objective, steps in phases),
+        }
+        facts = {"megaenc": "0.1.0", "parameters": 1_400_000, "start": start, "identity": identity}
+        folder = root / name
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text(json.dumps(facts))
+        rows, validations = [], [] if begun else [_validation(0, one)]
+        for step in range(begun + 5, last + 1, 5):
+            objective = "clm" if step <= one.clm_steps and not one.cpt_mlm_steps else f"mlm(mask={one.mask_ratio})"
+            row = {"objective": objective, "phase": 0, "loss": 8.0, "learning_rate": 2e-3, "step_seconds": 0.5}
+            rows.append({"step": step, **_progress(step), **row})
+            if step % 50 == 0 or step == last:
+                validations.append(_validation(step, one))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in validations))
+    return root
+
+
+def _progress(step: int) -> dict:
+    return {"tokens": 2048 * step, "predicted_tokens": 1024 * step, "flops": 1e12 * step}
+
+
+def _validation(step: int, one: Setting) -> dict:
+    loss = 8.3 - 3 * (step / 450) ** 0.4
+    slow = 0.3 * (0.4 if one.mask_ratio is None else one.mask_ratio) + (0.3 if one.mask_ratio else 0)
+    losses = {"clm": loss + 2 * slow, "mlm": loss + 0.3 - slow * (one.clm_share - 0.25)}
+    objectives = {name: {"loss": value, "accuracy": 0.1, "most_frequent": 0.05} for name, value in losses.items()}
+    return {"step": step, **_progress(step), "objectives": objectives}

@@ -1,0 +1,130 @@
+"""`megaenc study report` from end to end: tables alone, published files, and a study of one's own."""
+
+import csv
+import io
+import json
+import re
+
+import published_tree
+import pytest
+from study_folders import settings, write_results, write_runs
+
+from megaenc.finetune.examples import Family
+from megaenc.study import report_command
+from megaenc.study.evidence import AVERAGE
+from megaenc.study.figures.panels import Missing, Picture
+from megaenc.study.published import PRINTED, row_setting, rows
+from megaenc.study.report_command import ReportFlags, report_of
+
+MANIFEST = """
+title: A study of <five> shares
+sizes: {mini: {num_layers: 2, hidden_size: 64, ffn_hidden_size: 128, num_attention_heads: 4, num_query_groups: 2}}
+pretrain: {seq_length: 128, global_batch_size: 16, lr_warmup_iters: 10, lr_wsd_decay_iters: 10}
+corpus: {demo: true, vocab_size: 4096}
+models:
+  - {size: mini, steps: 300, clm_share: [0, 0.25, 0.5, 0.75, 1], mask: 0.4}
+finetune: {datasets: [demo_sc, demo_qa], learning_rates: [2e-4, 1e-3], seeds: 3}
+"""
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Results and runs of the models of the manifest, and what was noted beside them."""
+    root = tmp_path_factory.mktemp("study")
+    models = {name: one for name, one in settings().items() if one.decayed and one.steps == 300 and one.mask_ratio != 0.2}
+    write_results(root / "results", models)
+    write_runs(root / "runs", models)
+    (root / "study.yaml").write_text(MANIFEST)
+    (root / "study.json").write_text(json.dumps({"hardware": "two cores", "commit": "1a2b3c"}))
+    return root
+
+
+def test_every_published_cell_comes_back_from_result_files(tmp_path):
+    published_tree.write(tmp_path / "results", examples=0)
+    report = report_of(ReportFlags(results=str(tmp_path / "results")))
+    made = {}
+    for line in csv.DictReader(io.StringIO(report.scores)):
+        made[tuple(list(line.values())[:8])] = (line["mean"], line["ci95"])
+    cells = 0
+    for row in rows():
+        expected = (row["mean"], row["ci95"])
+        if PRINTED[row["dataset"]] == AVERAGE and not published_tree.reachable(row_setting(row), Family(row["task"])):
+            continue  # no five scores of three sets have this average: what was rounded cannot be undone
+        assert made[tuple(list(row.values())[:8])] == expected, row
+        cells += 1
+    assert cells > 780
+    [base] = [table for table in report.tables if table.key == "base"]
+    pairs = list(zip(base.rows[::2], base.rows[1::2], strict=True))
+    assert len(pairs) == 15 and all(theirs.light and theirs.cells[:3] == ours.cells[:3] for ours, theirs in pairs)
+    assert sum(ours.cells[4:7] == theirs.cells[4:7] for ours, theirs in pairs) == 15
+    drawn = [one.drawn.key for one in report.figures if isinstance(one.drawn, Picture)]
+    assert "learning-rates" in drawn and "efficiency-flops" in drawn
+    assert {one.claim: one.verdict for one in report.published}[4] == "holds"
+
+
+def test_the_printed_tables_alone(capsys):
+    report = report_of(ReportFlags(published=True))
+    assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
+    assert sum(isinstance(one.drawn, Picture) for one in report.figures) == 6
+    assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
+
+
+def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "report"
+    for name in ("tables", "figures"):
+        (output / name).mkdir(parents=True)
+        (output / name / "of-before.csv").touch()
+        (output / name / "notes.txt").touch()
+        (output / name / ".base.csv.1-0a1b2c3d.tmp").touch()
+    (output / "index.html").touch()
+    # One figure stands for all: the others are drawn by the same lines.
+    every = report_command.figures_of
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[8]])
+    flags = [f"{study}/study.yaml", "--results", f"{study}/results", "--runs", f"{study}/runs", "--output", str(output)]
+    report_command.main([*flags, "--about", "date=2026-11-22"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].endswith(f"2 figures in {output}/figures, the page: {output}/index.html")
+    assert said[-10].startswith("1a MLM is above CLM on SC: ")
+    files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
+    assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
+    assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
+    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and "tables/notes.txt" in files
+    text = (output / "index.html").read_text()
+    assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
+    assert facts["Hardware"] == "two cores" and facts["Date"] == "2026-11-22" and facts["Commit"] == "1a2b3c"
+    assert facts["Models"] == "5 evaluated of 5 planned" and facts["Fine-tuning"] == "60 results, 0 failed runs"
+    assert facts["Learning rates"] == "2e-04, 1e-03" and facts["Fine-tuning seeds"] == "0, 1, 2"
+    assert facts["Pretraining"].startswith("5 runs, 1,050 steps") and facts["Software"] == "megaenc 0.1.0"
+    assert facts["Time in fine-tunings"] == "0.1 hours, evaluation included"
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    report_command.main([*flags, "--about", "date=2026-11-22"])
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_intervals_of_student_are_wider(study):
+    given = {"manifest": f"{study}/study.yaml", "results": f"{study}/results"}
+    halves = []
+    for kind in ("normal", "t"):
+        report = report_of(ReportFlags(**given, interval=kind))
+        [line, *_] = csv.DictReader(io.StringIO(report.scores))
+        halves.append(float(line["ci95"]))
+    assert halves[1] == pytest.approx(halves[0] * 4.303 / 1.96, rel=0.02)
+    assert isinstance(next(one.drawn for one in report.figures if one.drawn.key == "losses"), Missing)
+
+
+def test_wrong_input_is_one_line(study, tmp_path, refusal):
+    def said(*flags):
+        return refusal(report_command.main, flags)
+
+    assert "--results: missing, expected a folder of results (or --published" in said("--output", tmp_path / "r")
+    assert "--published: found beside results, expected alone" in said("--published", "--results", study)
+    assert "holds no results" in said("--results", tmp_path, "--output", tmp_path / "r")
+    assert "--about hardware: expected NAME=TEXT" in said("--results", study / "results", "--about", "hardware")
+    (tmp_path / "notes.txt").touch()
+    assert "holds notes.txt and no report" in said("--published", "--output", tmp_path)
+    assert "is a file, expected a folder" in said("--published", "--output", tmp_path / "notes.txt")
+    (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
+    line = said(tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r")
+    assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
+    assert not (tmp_path / "r").exists()

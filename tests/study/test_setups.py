@@ -1,0 +1,47 @@
+"""Which models stand in which table, and in what order."""
+
+from study_folders import settings
+
+from megaenc.study.published import published, row_setting, rows
+from megaenc.study.setting import Setting
+from megaenc.study.setups import SETUPS, dataset_label, datasets_of, grouped, reference_mask, sizes_of
+
+
+def test_published_models_stand_in_the_tables_that_they_were_published_in():
+    expected = {setup: [] for setup in SETUPS}
+    for row in rows():
+        expected[row["setup"]].append(row_setting(row))
+    found = grouped(published().settings())
+    assert found == {setup: list(dict.fromkeys(members)) for setup, members in expected.items() if members}
+
+
+def test_a_study_of_another_scale_has_the_same_groups():
+    found = grouped(settings().values())
+    assert {setup: len(members) for setup, members in found.items()} == {"base": 3, "efficiency": 4, "pfs": 10, "cpt": 6}
+    assert [one.clm_share for one in found["pfs"] if (one.steps, one.mask_ratio) != (300, 0.2)] == [
+        0,
+        0.5,
+        1,
+        0,
+        0.25,
+        0.5,
+        0.75,
+        1,
+    ]
+    assert all(one.steps == 300 for one in found["base"])
+
+
+def test_schedules_and_seeds():
+    alternating = Setting("210M", 100, 100, mask_ratio=0.4, schedule="alternating")
+    seeds = [Setting("210M", 200, seed=seed) for seed in (2, 1)]
+    found = grouped([alternating, *seeds])
+    assert found == {"base": seeds[::-1], "other": [alternating]}
+
+
+def test_order_of_sizes_data_sets_and_masks():
+    assert sizes_of([Setting(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
+    pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
+    assert datasets_of(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
+    assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"
+    assert reference_mask(published().settings()) == 0.4
+    assert reference_mask([Setting("1B", 9)]) is None

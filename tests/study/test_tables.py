@@ -1,0 +1,97 @@
+"""The tables hold what was measured, to the printed digit."""
+
+import csv
+import io
+
+import pytest
+from study_folders import settings, write_results
+
+from megaenc.finetune.results import scan
+from megaenc.study.evidence import Evidence, Score, of_results
+from megaenc.study.published import published, row_setting, rows
+from megaenc.study.setting import Setting
+from megaenc.study.setups import SETUPS
+from megaenc.study.table import as_csv, as_latex, as_markdown
+from megaenc.study.tables import score_tables, standard_tables, tidy
+
+LINES = {"base": 15, "efficiency": 12, "pfs": 15, "cpt": 8}
+
+
+@pytest.fixture(scope="module")
+def tables():
+    return {table.key: table for table in score_tables(published())}
+
+
+def test_every_published_cell_comes_back_in_its_table(tables):
+    assert {key: len(table.rows) for key, table in tables.items()} == LINES
+    expected = {}
+    for row in rows():
+        expected.setdefault(row["setup"], {}).setdefault(row_setting(row), {})[f"{row['task']} {row['dataset']}"] = row
+    found = 0
+    for setup, of_setting in expected.items():
+        lines = list(csv.DictReader(io.StringIO(as_csv(tables[setup]))))
+        for line, cells in zip(lines, of_setting.values(), strict=True):
+            first = next(iter(cells.values()))
+            assert line["Size"] == first["size"]
+            for name in ("clm", "mlm"):
+                assert line.get(f"{name.upper()} steps", first[f"{name}_steps"]) == first[f"{name}_steps"]
+            for name, row in cells.items():
+                assert line[name] == f"{row['mean']} ({row['ci95']})"
+                found += 1
+    assert found == 800
+
+
+def test_the_other_forms_hold_the_same_cells(tables):
+    for table in tables.values():
+        cells = [cell for row in table.rows for cell in row.cells if isinstance(cell, str) and "(" in cell]
+        assert len(cells) == 16 * len(table.rows)
+        for text in (as_markdown(table), as_latex(table)):
+            assert all(cell in text for cell in cells)
+
+
+def test_all_scores_in_one_file_are_the_published_file():
+    made = [line[:10] for line in csv.reader(io.StringIO(tidy([published()])))]
+    printed = [list(rows()[0]), *(list(row.values()) for row in rows())]
+    assert made[0] == printed[0] and sorted(made) == sorted(printed)
+
+
+def test_what_was_not_measured_is_an_empty_cell():
+    one, other = Setting("210M", 100), Setting("210M", 0, 100, mask_ratio=0.4)
+    scores = [Score("a", one, "SC", "sst2", 0.9, 0.01), Score("b", other, "SC", "qqp", 0.8, None)]
+    [table] = score_tables(Evidence(scores))
+    assert [row.cells for row in table.rows] == [
+        ("210M", "MLM", "40 %", None, "80.00"),
+        ("210M", "CLM", "", "90.00 (1.00)", None),
+    ]
+
+
+def test_published_values_stand_below_those_of_the_same_setting():
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    unknown = Setting("610M", 0, 42_000, mask_ratio=0.15)
+    scores = [Score("a", setting, "IR", "msmarco", 0.5, 0.01), Score("b", unknown, "IR", "msmarco", 0.4, 0.01)]
+    [table] = score_tables(Evidence(scores), published())
+    assert [(row.cells[2:], row.light) for row in table.rows] == [
+        (("15 %", "ours", "40.00 (1.00)"), False),
+        (("40 %", "ours", "50.00 (1.00)"), False),
+        (("40 %", "published", "91.65 (0.45)"), True),
+    ]
+
+
+def test_models_without_a_setting_and_several_seeds():
+    scores = [Score("own-model", None, "SC", "own_set", 0.7, 0.02)]
+    scores += [Score(f"s{seed}", Setting("1B", 9, seed=seed), "SC", "own_set", 0.6, 0.01) for seed in (1, 2)]
+    base, other = score_tables(Evidence(scores), published())
+    assert [row.cells for row in base.rows] == [("1B", "CLM", "", 1, "60.00 (1.00)"), ("1B", "CLM", "", 2, "60.00 (1.00)")]
+    assert other.title == SETUPS["other"] and other.rows[0].cells[0] == "own-model" and other.rows[0].cells[-1] == "70.00 (2.00)"
+
+
+def test_standard_metrics_have_tables_of_their_own(tmp_path):
+    models = {name: one for name, one in settings().items() if one.steps == 300 and not one.mlm_steps}
+    results = scan(write_results(tmp_path, models))
+    evidence, *standard = (of_results(results, models.get, metric) for metric in ("score", "accuracy", "exact_match", "f1"))
+    [table] = standard_tables(evidence, standard)
+    assert table.key == "base-standard"
+    groups = [(column.group, column.name) for column in table.columns if column.group]
+    assert groups == [("SC, accuracy", "demo_sc"), ("QA, token F1", "demo_qa"), ("QA, exact match", "demo_qa")]
+    [ours] = score_tables(evidence)
+    assert table.rows[0].cells[3] == ours.rows[0].cells[3] and standard_tables(evidence, []) == []
