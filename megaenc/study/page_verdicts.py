@@ -89,7 +89,7 @@ _HEADS = (
     ("data", False),
     ("difference", True),
     ("95\u00a0% interval", True),
-    ("drawn, zero in the middle", False),
+    ("drawn about 0", False),
     ("verdict", False),
     ("p", True),
     ("p corrected", True),
