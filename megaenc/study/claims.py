@@ -79,15 +79,16 @@ def _reason(draft: Draft, overall: Comparison | None, p: float, claims: int, mix
         counts = Counter(one.verdict for one in draft.comparisons)
         each = ", ".join(f"{counts[outcome]} {word}" for outcome, word in _WORDS.items() if counts[outcome])
         parts = [
-            f"{overall.left} less {overall.right} is {points(overall.difference)} ({interval}{chance})",
-            f"of {len(draft.comparisons)} comparisons by themselves {each}",
+            f"{overall.left} minus {overall.right}: {points(overall.difference)} ({interval}{chance})",
+            f"one by one, of {len(draft.comparisons)}: {each}",
         ]
     if mixed:
         parts.append("some of them clearly go against the whole")
-    return "; ".join([*parts, draft.note] if draft.note else parts) + "."
+    sentence = "; ".join([*parts, draft.note] if draft.note else parts)
+    return (sentence if sentence.startswith("p ") else sentence[:1].upper() + sentence[1:]) + "."
 
 
-_WORDS = {"holds": "holding", "reversed": "reversed", "not resolved": "not resolved"}
+_WORDS = {"holds": "hold", "reversed": "reversed", "not resolved": "not resolved"}
 
 
 def _p(p: float) -> str:
