@@ -31,6 +31,7 @@ COMMANDS = {
         "make four small data sets from what is installed here",
     ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
+    "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }

@@ -5,32 +5,52 @@ import re
 from pathlib import Path
 
 from megaenc.convert.saved_run import SavedRun
+from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
 from megaenc.objectives import Objective, Phase, Schedule
+from megaenc.training.start import Stage
 
 
 def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
     """The name of the export of `step`; one that is not the last has its number at the end: `610m-clm-42k-1000`.
 
-    Steps count on from those of the runs that the first weights come from. A Hugging Face model that came in keeps its name.
+    Steps count on from those of the runs that the first weights come from: `610m-clm-dec42k-mlm40-64k`, where `dec` says that the
+    run before had reached its end, so that its learning rate had decayed. A Hugging Face model that came in keeps its name.
     """
     done, parts = 0, [_model(run)]
     if run.converted:
         return parts[0]
     for stage in run.start.before:
         if not stage.family:
+            parts += _stage(stage, schedule, done)
             done += stage.step
-            parts.append(f"{_slug(stage.schedule)}-{_count(done)}")
-    phases = [(_phase(phase), phase.last_step) for phase in schedule.phases]
-    # A repetition would make a name without end: it is spelled as it was written.
-    if len(phases) > 4:
-        phases = [(_slug(run.settings.objective_schedule), run.settings.total_iters)]
-    for number, (label, last) in enumerate(phases):
-        if number + 1 == len(phases) or phases[number + 1][0] != label:
-            parts.append(f"{label}-{_count(done + last)}")
+    parts += _run(schedule, run.settings.objective_schedule, done)
     if step < run.settings.total_iters:
         parts.append(str(step))
     return "-".join(parts)
+
+
+def _stage(stage: Stage, schedule: Schedule, done: int) -> list[str]:
+    """What a run before has trained up to where it was left; `schedule`: of the run itself, whose vocabulary it shares."""
+    try:
+        vocabulary = schedule.phases[0].choices[0].start.vocabulary
+        parts = _run(Schedule.build(stage.schedule, stage.total or stage.step, vocabulary), stage.schedule, done, stage.step)
+    except InputError:  # an objective that is not installed here
+        parts = [f"{_slug(stage.schedule)}-{_count(done + stage.step)}"]
+    if stage.step == stage.total:
+        parts[-1] = re.sub(r"-([0-9]+k?)$", r"-dec\1", parts[-1])
+    return parts
+
+
+def _run(schedule: Schedule, text: str, done: int, last: int | None = None) -> list[str]:
+    """What a run trains up to which step, `done` steps after the first of all: `clm-10k`, `mlm40-42k`; up to its step `last`."""
+    last = schedule.phases[-1].last_step if last is None else last
+    phases = [(_phase(phase), min(phase.last_step, last)) for phase in schedule.phases if phase.first_step <= last]
+    # A repetition would make a name without end: it is spelled as it was written.
+    if len(phases) > 4:
+        phases = [(_slug(text), last)]
+    following = [*(label for label, _ in phases[1:]), None]
+    return [f"{label}-{_count(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label]
 
 
 def _model(run: SavedRun) -> str:

@@ -24,7 +24,7 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     output = plan.settings.output
     checkpoints = None
     if output.save:
-        checkpoints = OwnCheckpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every)
+        checkpoints = OwnCheckpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every, output.save_steps)
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         check_alike(plan)
         folder = _open_folder(plan)
@@ -65,7 +65,7 @@ def _pretrain(
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
             run.go_on_saving()
-            if last or leave or _due(step, output.save_interval):
+            if last or leave or _due(step, output.save_interval) or step in output.save_steps:
                 run.save(step, block=last or leave or not output.async_save)
             if leave and not last:
                 break

@@ -111,10 +111,12 @@ class OutputSettings:
     """run folder for config, metrics and checkpoints; a run that is there goes on. Without it nothing is written"""
     save_interval: int | None = None
     """steps between checkpoints; the last step is always saved"""
+    save_steps: tuple[int, ...] = ()
+    """further steps whose checkpoints are written, and kept for good: those at which other runs are to branch"""
     async_save: bool = False
     """go on training while a checkpoint is written, from a copy of it in host memory"""
     keep_last: int | None = None
-    """newest checkpoints that are kept; all unless this or --keep-every is given"""
+    """newest checkpoints that are kept, besides --save-steps; all unless this or --keep-every is given"""
     keep_every: int | None = None
     """steps whose multiples keep their checkpoints for good, besides --keep-last (which is then 1 unless given)"""
     exit_interval: int | None = None

@@ -246,8 +246,8 @@ def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
     if given.skip_samples == "parent":
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
         skip = parent.data_end(at)
-    tokens = parent.samples_by(at) * parent.settings.data.seq_length
-    stages = () if parent.converted else (Stage(parent.run, at, parent.settings.objective_schedule, tokens),)
+    tokens, schedule = parent.samples_by(at) * parent.settings.data.seq_length, parent.settings.objective_schedule
+    stages = () if parent.converted else (Stage(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
     return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -34,10 +34,13 @@ from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_b
 class OwnCheckpoints(Checkpoints):
     """Those of the run that is being made: it adds to them, and removes what is not to stay."""
 
-    def __init__(self, folder: Path, keep_last: int | None = None, keep_every: int | None = None):
-        """`keep_last` and `keep_every` say what `retain` leaves."""
+    def __init__(
+        self, folder: Path, keep_last: int | None = None, keep_every: int | None = None, keep_steps: Collection[int] = ()
+    ):
+        """`keep_last`, `keep_every` and `keep_steps` say what `retain` leaves."""
         super().__init__(folder)
         self._keep = (keep_last, keep_every)
+        self._keep_steps = keep_steps
         self._thread = ThreadPoolExecutor(1)  # the end of the process waits for it, or ends it
         self._memory = HostMemory()
         self._work: Future | None = None  # of a save that is under way: what the thread is at
@@ -203,7 +206,7 @@ class OwnCheckpoints(Checkpoints):
                 useful.append(step)
             else:
                 useless.add(step)
-        for step in useless | {*superfluous(useful, *self._keep)}:
+        for step in useless | {*superfluous(useful, *self._keep, self._keep_steps)}:
             with contextlib.suppress(OSError):
                 self._remove(self.path(step))
 

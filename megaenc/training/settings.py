@@ -66,6 +66,8 @@ class PretrainSettings:
                 if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
         self._check_rewinds()
+        if min(self.output.save_steps, default=1) < 1:
+            raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
         chunks = self.layout.chunks(self.shape.num_layers)
         self.layout.check_recompute(self.shape.num_layers)
         if self.train_iters is not None and self.train_tokens is not None:

@@ -24,6 +24,8 @@ class Stage:
     """Of a Hugging Face model: the tokens that it reads at most."""
     generation: dict[str, Any] = field(default_factory=dict, hash=False)
     """Of a Hugging Face model: how it writes text, the tokens at which it stops among it (its generation_config.json)."""
+    total: int = 0
+    """Steps of that run when it was left: `step` where it had reached its end; 0 where that is not known."""
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,17 @@ def test_names_are_the_studys(schedule, steps, name):
 
 
 def test_names_count_on_from_the_runs_before():
-    before = [Stage("runs/clm", 42000, "clm", 1)]
-    assert named("mlm(mask=0.4)", 22000, before=before) == "610m-clm-42k-mlm40-64k"
-    assert named("mlm(mask=0.4)", 22000, 1000, before=before) == "610m-clm-42k-mlm40-64k-1000"
+    finished = [Stage("runs/clm", 42000, "clm", 1, total=42000)]
+    assert named("mlm(mask=0.4)", 22000, before=finished) == "610m-clm-dec42k-mlm40-64k"
+    assert named("mlm(mask=0.4)", 22000, 1000, before=finished) == "610m-clm-dec42k-mlm40-64k-1000"
+    two_phases = [Stage("runs/two", 42000, "clm:10000,mlm(mask=0.4):32000", 1, total=42000)]
+    assert named("mlm(mask=0.4)", 2000, before=two_phases) == "610m-clm-10k-mlm40-dec42k-mlm40-44k"
+    on_the_way = [Stage("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000)]
+    assert named("mlm(mask=0.4)", 22000, before=on_the_way) == "610m-clm-10k-mlm40-32k"
+    not_recorded = [Stage("runs/clm", 42000, "clm", 1)]
+    assert named("mlm(mask=0.4)", 22000, before=not_recorded) == "610m-clm-42k-mlm40-64k"
+    not_installed = [Stage("runs/own", 42000, "own(way=2)", 1, total=42000)]
+    assert named("mlm(mask=0.4)", 22000, before=not_installed) == "610m-own-way-2-dec42k-mlm40-64k"
     hf = Stage("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
     assert named("mlm", 10000, before=[hf]) == "smollm2-135m-mlm40-10k"
     assert named("clm", 200, 0, before=[hf], source={}) == "smollm2-135m"

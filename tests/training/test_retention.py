@@ -28,6 +28,11 @@ def test_rules_beside_a_checkpoint_of_step_50(keep_last, keep_every, gone):
     assert superfluous([30, 10, 20, 40], keep_last, keep_every) == gone
 
 
+def test_named_steps_stay_and_are_not_counted_among_the_last():
+    assert superfluous([30, 10, 20, 40], 1, None, (20, 35)) == [10, 30, 40]
+    assert superfluous([30, 10, 20, 40], None, None, (20,)) == []
+
+
 @pytest.fixture
 def folder(tmp_path):
     for step in (10, 20, 30, 40, 50):

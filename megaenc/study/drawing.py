@@ -1,0 +1,198 @@
+"""The graph of a study to look at: a tree of runs as text, and bars over steps as a picture."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megaenc.study.axes import GREY, LEGEND, plain_counts, styles
+from megaenc.study.entries import Trained
+from megaenc.study.graph import Graph, Pretraining
+
+_SHOWN_PHASES = 3
+_WARM, _COOL = "#0072B2", "#D55E00"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run in its place: below the one that it leaves, to the right of where it leaves it."""
+
+    run: Pretraining
+    depth: int
+    offset: int
+    """Steps that lie behind its step 0: those of the model that it continues."""
+    parent: int | None
+    """The row that it leaves."""
+
+    @property
+    def start(self) -> int:
+        """Its first step less one, on the axis of all."""
+        return self.offset + self.run.at
+
+    @property
+    def end(self) -> int:
+        """Its last."""
+        return self.offset + self.run.model.steps
+
+
+def rows_of(graph: Graph) -> list[Row]:
+    """Every run, trunks in the order of the graph. Under each those that leave it, the latest first: so no line crosses a bar."""
+    children: dict[str, list[Pretraining]] = {}
+    for run in graph.runs.values():
+        children.setdefault(run.parent, []).append(run)
+    rows: list[Row] = []
+
+    def place(run: Pretraining, depth: int, offset: int, parent: int | None) -> None:
+        rows.append(Row(run, depth, offset, parent))
+        here = len(rows) - 1
+        begins = {child.name: _offset(child, offset, run) for child in children.get(run.name, [])}
+        for child in sorted(children.get(run.name, []), key=lambda child: -begins[child.name] - child.at):
+            place(child, depth + 1, begins[child.name], here)
+
+    for trunk in children.get("", []):
+        place(trunk, 0, 0, None)
+    return rows
+
+
+def _offset(child: Pretraining, offset: int, parent: Pretraining) -> int:
+    return offset if child.start == "branch" else offset + parent.model.steps
+
+
+def tree(graph: Graph) -> Iterator[str]:
+    """The runs as lines of text: name, where each begins, what it trains, the steps that it makes, and what is evaluated."""
+    rows = rows_of(graph)
+    on_the_way: dict[str, list[int]] = {}
+    for export in graph.exports.values():
+        if not export.setting.decayed:
+            on_the_way.setdefault(export.run, []).append(export.step)
+    names = [f"{_rails(rows, number)}{row.run.name}" for number, row in enumerate(rows)]
+    width = max(map(len, names))
+    size = ""
+    for number, row in enumerate(rows):
+        run = row.run
+        if run.model.setting.size != size and run.parent == "":
+            size = run.model.setting.size
+            yield f"{size}:"
+        parent = graph.runs.get(run.parent)
+        begins = "" if not parent else f"from step {run.at:,}" if run.start == "branch" else f"after its {parent.model.steps:,}"
+        what = _phases(run) + (", all of it decay" if run.steps <= run.model.decay else "")
+        evaluated = "" if run.model.evaluate else "  (not evaluated)"
+        if steps := on_the_way.get(run.name):
+            evaluated += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
+        made = f"+{run.steps:,}"
+        yield f"  {names[number]:<{width}}  {begins:<16}  {made:>9}  {what}{evaluated}"
+
+
+def _rails(rows: list[Row], number: int) -> str:
+    """The lines of a tree in front of a row's name."""
+    depth = rows[number].depth
+    if not depth:
+        return ""
+    rails = []
+    for level in range(1, depth + 1):
+        following = next((row.depth for row in rows[number + 1 :] if row.depth <= level), 0)
+        more = following == level
+        rails.append(("├─ " if more else "└─ ") if level == depth else "│  " if more else "   ")
+    return "".join(rails)
+
+
+def _phases(run: Pretraining) -> str:
+    """What the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
+    made = [phase for phase in run.model.phases if phase.last_step > run.at]
+    texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
+    more = len(made) - _SHOWN_PHASES
+    return ", ".join(texts) + (f", ... {more} more phases to {made[-1].last_step:,}" if more > 0 else "")
+
+
+def label(phase: Trained) -> str:
+    """What a phase trains, for the eye: `CLM`, `MLM 40 %`, or as a schedule spells it."""
+    (first, *others) = phase.parts
+    text = phase.text if phase.text not in ("mlm", "mntp") else f"{phase.text}(mask=0.4)"
+    if others or phase.changes or "," in text:
+        return text
+    if first.name in ("mlm", "mntp"):
+        return f"{first.name.upper()} {100 * first.predicted:g} %"
+    return first.name.upper() if first.name == "clm" else text
+
+
+def picture(graph: Graph, title: str) -> Any:
+    """matplotlib's Figure: each run is a bar from the step where it begins to its end, its height the learning rate."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    rows = rows_of(graph)
+    last = max(row.end for row in rows)
+    colours = _colours(rows)
+    figure = Figure(figsize=(11, 2.0 + 0.235 * len(rows)), dpi=130, layout="constrained")
+    panel = figure.subplots()
+    for number, row in enumerate(rows):
+        if row.parent is not None:
+            line = ":" if row.run.start == "weights" else "-"
+            panel.plot([row.start] * 2, [row.parent, number], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
+        first = row.run.at
+        for phase in row.run.model.phases:
+            if phase.last_step > first:
+                x, height = _outline(row, first, phase.last_step)
+                colour = colours[label(phase)]
+                panel.fill_between(x, number - height, number + height, color=colour, linewidth=0, zorder=2)
+                first = phase.last_step
+        weight = "normal" if row.run.model.evaluate else "light"
+        panel.annotate(
+            row.run.name, (row.end, number), (5, 0), textcoords="offset points", va="center", fontsize=8, fontweight=weight
+        )
+    _mark_checkpoints(panel, graph, rows)
+    panel.set_ylim(len(rows) - 0.3, -0.9)
+    panel.set_xlim(0, last * 1.3)
+    panel.set_yticks([])
+    plain_counts(panel.xaxis)
+    panel.set_xlabel("steps of pretraining; a bar is as high as the learning rate")
+    panel.set_xticks([tick for tick in panel.get_xticks() if tick <= last])
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.set_title(title, loc="left", fontsize=11, pad=10)
+    handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    if any(not export.setting.decayed for export in graph.exports.values()):
+        dot = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
+        handles.append(Line2D([], [], linestyle="", **dot, label="evaluated on the way"))
+    if any(row.run.start == "branch" for row in rows):
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="branch: optimizer and rate go on"))
+    if any(row.run.start == "weights" for row in rows):
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=":", label="finished weights, new optimizer"))
+    figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), **{**LEGEND, "fontsize": 8})
+    return figure
+
+
+def _mark_checkpoints(panel: Any, graph: Graph, rows: list[Row]) -> None:
+    place = {row.run.name: (row.offset, number) for number, row in enumerate(rows)}
+    ways = [(export.step, *place[export.run]) for export in graph.exports.values() if not export.setting.decayed]
+    if ways:
+        x, y = [step + offset for step, offset, _ in ways], [number for _, _, number in ways]
+        panel.scatter(x, y, s=14, facecolor="white", edgecolor="black", linewidth=0.7, zorder=3)
+
+
+def _outline(row: Row, first: int, last: int) -> tuple[Any, Any]:
+    """(x, half the bar's height there) of the steps first..last of a run: the height follows the learning rate."""
+    import numpy as np
+
+    model = row.run.model
+    corners = {first, last, *(step for step in (model.warmup, model.undecayed) if first < step < last)}
+    x = np.array(sorted(corners), dtype=np.float64)
+    rising = np.minimum(1.0, x / model.warmup) if model.warmup else np.ones_like(x)
+    falling = np.minimum(1.0, (model.steps - x) / model.decay)
+    return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
+
+
+def _colours(rows: list[Row]) -> Mapping[str, Any]:
+    """A colour for each thing that is trained: blue for CLM, an orange for each mask ratio of MLM, others for the rest."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    parts = {label(phase): phase for row in rows for phase in row.run.model.phases}
+    masks = sorted((phase.parts[0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
+    found: dict[str, Any] = {"CLM": _WARM} if "CLM" in parts else {}
+    for number, (_, name) in enumerate(masks):
+        depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)
+        found[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(_COOL)])
+    others = [name for name in parts if name not in found]
+    spare = [colour for colour, _ in styles([*"abcdef"]).values() if colour not in (_WARM, _COOL)]
+    return found | {name: spare[number % len(spare)] for number, name in enumerate(others)}

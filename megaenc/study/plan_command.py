@@ -1,0 +1,189 @@
+"""What a study would be: its runs with every shared beginning trained once, and what they cost. Nothing is trained or written.
+
+megaenc study plan configs/study/mini.yaml
+megaenc study plan configs/study/paper.yaml --picture plan.png
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent, whole_files
+from megaenc.finetune.grid import count
+from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
+from megaenc.study.drawing import picture, tree
+from megaenc.study.graph import Graph, build_graph
+from megaenc.study.manifest import read_manifest
+
+_FORMATS = (".png", ".pdf", ".svg")
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """What `megaenc study plan` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
+    """The study as a YAML file: configs/study/*.yaml."""
+    picture: str = ""
+    """Draw the runs to this file, .png, .pdf or .svg."""
+    data: str = ""
+    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+
+
+def lines(graph: Graph, cost: Cost) -> Iterator[str]:
+    """The plan as text: the runs, then what they take."""
+    manifest = graph.manifest
+    yield f"{manifest.title or manifest.path}: {_counts(cost)}"
+    yield ""
+    yield from tree(graph)
+    yield ""
+    yield from _pretraining(graph, cost)
+    if graph.grids:
+        yield ""
+        yield from _finetuning(graph, cost)
+    yield ""
+    yield f"disk: {_bytes(cost.disk.total)}: " + ", ".join(
+        f"{_bytes(size)} of {what}"
+        for size, what in (
+            (cost.disk.checkpoints, "checkpoints with optimizer"),
+            (cost.disk.exports, "exports"),
+            (cost.disk.results, "results"),
+        )
+        if size
+    )
+    yield from _waits(graph, cost)
+
+
+def _counts(cost: Cost) -> str:
+    on_the_way = cost.checkpoints - cost.evaluated
+    text = count(cost.models, "model") + (f" and {count(on_the_way, 'checkpoint')} on the way" if on_the_way else "")
+    if not cost.evaluated:
+        return f"{text}, none of them evaluated"
+    left = cost.models - cost.evaluated
+    return text + (f", {left} of the models not evaluated" if left else "")
+
+
+def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
+    hardware, reported = graph.manifest.hardware, graph.manifest.reported
+    rows = [(group or "models", *both) for group, both in cost.groups.items()]
+    if len(rows) > 1:
+        rows.append(("together", cost.shared, cost.alone))
+    width = max(len("pretraining"), *(len(row[0]) for row in rows))
+    says = f"  {reported.source or 'reported'} says" if reported.steps else ""
+    columns = f"{'steps':>12} {'tokens':>8} {'FLOP':>9} {'hours':>9}"
+    yield f"{'pretraining':<{width}}  {columns}   {'without sharing':>15} {'hours':>9}{says}"
+    for name, shared, alone in rows:
+        said = [f"{reported.steps[name]:,}"] if name in reported.steps else []
+        said += [f"{reported.gpu_hours[name]:,} h"] if name in reported.gpu_hours else []
+        yield (
+            f"{name:<{width}}  {shared.steps:>12,} {_short(shared.tokens):>8} {shared.flops:>9.2e} {_hours(shared):>9}   "
+            f"{alone.steps:>15,} {_hours(alone):>9}" + (f"  {', '.join(said)}" if said else "")
+        )
+    for group, text in explained(graph).items():
+        yield f"  {group or 'models'}: {text}"
+    if cost.shared.device_hours is not None:
+        rate = f" at {hardware.tokens_per_second:,.0f} tokens/s" if hardware.tokens_per_second else ""
+        yield f"  hours of one {hardware.device}{rate}" + (f"; {hardware.source}" if hardware.source else "")
+    else:
+        yield "  hours: not known; `hardware: {tokens_per_second: ...}` in the manifest says how fast a device is"
+
+
+def _finetuning(graph: Graph, cost: Cost) -> Iterator[str]:
+    grid = next(iter(graph.grids.values()))
+    sets = sum(len(training.datasets) for training in grid.trainings)
+    rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
+    product = f"{cost.checkpoints} checkpoints x {sets} data sets x {rates} rates x {seeds} seeds"
+    yield f"fine-tuning: {cost.results:,} results, {product}"
+    if cost.trainings != cost.results:
+        yield f"  from {cost.trainings:,} runs, where retrieval trains once for all its sets"
+    said, reported = graph.manifest.reported.fine_tunings, graph.manifest.reported
+    if said:
+        each = sets * rates * seeds
+        how = f", {said // each} checkpoints x {each}; which it leaves out it does not say" if said % each == 0 else ""
+        yield f"  {reported.source or 'reported'} says {said:,}{how}"
+    if cost.finetune_hours is not None:
+        hours = reported.gpu_hours.get("finetune")
+        also = f"; {reported.source or 'reported'} says {hours:,}" if hours else ""
+        seconds = graph.manifest.hardware.finetune_seconds
+        yield f"  {cost.finetune_hours:,.1f} hours of one {graph.manifest.hardware.device} at {seconds:,.0f} seconds a run{also}"
+
+
+def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
+    hardware = graph.manifest.hardware
+    if cost.at_the_branch.hours is None:
+        return
+    each = (
+        f"{hardware.devices} x {hardware.device} for each pretraining run"
+        if hardware.devices > 1
+        else (f"one {hardware.device} for each pretraining run")
+    )
+    also = " and one for each fine-tuning run" if graph.grids else ""
+    yield f"longest wait, with {each}{also}, all at once:"
+    yield f"  {_clock(cost.at_the_branch.hours)} where a branch begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
+    yield f"  {_clock(cost.at_the_end.hours)} where it waits for its parent's end: {_chain(cost.at_the_end)}"
+    together = (cost.shared.device_hours or 0.0) + (cost.finetune_hours or 0.0)
+    yield f"  {_clock(together / hardware.devices)} on {hardware.devices} x {hardware.device} in all, one thing after another"
+
+
+def _chain(chain: Chain) -> str:
+    return " > ".join(stage for stage in chain.stages if not stage.startswith("export/"))
+
+
+def _hours(amount: Amount) -> str:
+    return "-" if amount.device_hours is None else f"{amount.device_hours:,.{0 if amount.device_hours >= 100 else 2}f}"
+
+
+def _clock(hours: float) -> str:
+    if hours >= 96:
+        return f"{hours / 24:.1f} days"
+    return f"{hours:.1f} hours" if hours >= 2 else f"{60 * hours:.0f} minutes"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} TB" if count < 1000 else f"{count:,.0f} TB"
+
+
+def _short(count: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g}P"
+
+
+def draw(graph: Graph, cost: Cost, output: Path) -> None:
+    """Write the picture. InputError for an ending or a place that cannot be."""
+    make_parent(output, "--picture")
+    title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(cost)}: {cost.shared.steps:,} steps"
+    if cost.alone.steps != cost.shared.steps:
+        title += f", {cost.alone.steps:,} without sharing"
+    drawn = picture(graph, title)
+    with whole_files(output) as [temporary]:
+        drawn.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study plan`."""
+    quiet()
+    settings = flags.parse(PlanFlags, argv, prog="megaenc study plan", description=__doc__)
+    output = Path(settings.picture)
+    if settings.picture and output.suffix.lower() not in _FORMATS:
+        raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
+    graph = build_graph(read_manifest(settings.manifest, settings.data or None))
+    cost = cost_of(graph)
+    for line in lines(graph, cost):
+        say(line)
+    if settings.picture:
+        draw(graph, cost, output)
+        say(f"{output}: the runs over their steps")
