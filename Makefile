@@ -72,7 +72,7 @@ $(DEMO)/loss.png: $(TRAINED)
 # ---- for those who change it ---------------------------------------------------------------------------------------------
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # 100 kills took 25 minutes on two cores that were busy otherwise too.
 KILLS ?= 100

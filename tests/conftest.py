@@ -6,6 +6,14 @@ from pathlib import Path
 import pytest
 import runs
 
+# A file of these takes minutes: begun last, as `--dist loadfile` begins files of few tests, it would be waited for alone.
+_LONG = ("faults", "convert", "training")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first."""
+    items.sort(key=lambda item: item.path.parent.name not in _LONG)
+
 
 @dataclass(frozen=True)
 class SmallCorpus:

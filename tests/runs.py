@@ -1,12 +1,17 @@
 """Small real corpora and short real runs for the tests: alone or under torchrun on the loopback, always with a time limit."""
 
+import atexit
+import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -77,13 +82,70 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)  # torchrun's workers die with it
         out, err = process.communicate()
         raise AssertionError(f"{command} took more than {timeout} s\n{out[-2000:]}\n{err[-4000:]}") from None
-    if expect is not None and process.returncode != expect:
-        raise AssertionError(f"{command} ended with {process.returncode}, expected {expect}\n{out[-2000:]}\n{err[-6000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return checked(subprocess.CompletedProcess(command, process.returncode, out, err), expect)
 
 
-def script(path: Path, arguments: list[str], *, processes: int = 1, **how) -> subprocess.CompletedProcess:
-    """Run a Python script, under torchrun (which picks a free port) where there are several processes."""
+def checked(ended: subprocess.CompletedProcess, expect: int | None) -> subprocess.CompletedProcess:
+    """`ended`, if it ended as expected."""
+    if expect is not None and ended.returncode != expect:
+        said = f"{ended.stdout[-2000:]}\n{ended.stderr[-6000:]}"
+        raise AssertionError(f"{ended.args} ended with {ended.returncode}, expected {expect}\n{said}")
+    return ended
+
+
+@functools.cache
+def fork_server() -> socket.socket:
+    """The way to the fork server of this process, which ends with it."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(there.fileno())]
+    nowhere = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    server = subprocess.Popen(command, **nowhere, env=surroundings(), pass_fds=[there.fileno()], start_new_session=True)
+    there.close()
+    atexit.register(lambda: (here.close(), server.wait()))
+    return here
+
+
+def forked(
+    command: list[str], processes: int, *, expect: int | None = 0, timeout: float = 240, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
+    """As `run` does, the script and the arguments of `command` in `processes` forks of a process that has imported everything."""
+    server = fork_server()
+
+    def answer(seconds: float | None) -> int:
+        server.settimeout(seconds)
+        if not (said := server.recv(64)):
+            raise AssertionError("the fork server has ended; the lines above on standard error say why")
+        return int(said)
+
+    request = {"command": command, "processes": processes, "environment": surroundings() | (environment or {})}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        socket.send_fds(server, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
+        process = answer(120)  # the first time it imports
+        try:
+            code = answer(timeout)
+        except BaseException as error:
+            os.killpg(process, signal.SIGKILL)  # its ranks die with it
+            code = answer(None)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise AssertionError(f"{command} took more than {timeout} s\n{_text(out)[-2000:]}\n{_text(err)[-4000:]}") from None
+        return checked(subprocess.CompletedProcess(command, code, _text(out), _text(err)), expect)
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
+
+
+def script(path: Path, arguments: list[str], *, processes: int = 1, fresh: bool = False, **how) -> subprocess.CompletedProcess:
+    """Run a Python script, under torchrun (which picks a free port) where there are several processes.
+
+    Unless it is `fresh`, or has `packages` of its own, a process that has imported everything stands for the interpreter and for
+    torchrun, and forks (fork_server.py): that spares most of the time of a short run. `fresh` is for what depends on torchrun's
+    own words, on an import, or on a variable that is read by one.
+    """
+    if not fresh and not how.get("packages"):
+        return forked([str(path), *arguments], processes, **how)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     return run([sys.executable, *launcher, str(path), *arguments], **how)
 

@@ -104,14 +104,19 @@ def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
 
 @functools.cache
 def _measured_gemm(dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product: the best of six of 2 GFLOP each."""
+    """FLOP/s of a square matrix product: the best of six, of 2 GFLOP each or as many as take a twentieth of a second.
+
+    A processor without bfloat16 instructions makes less than a GFLOP/s with them.
+    """
     from time import perf_counter
 
-    size = 1024
-    a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(6):
-        start = perf_counter()
-        a @ b
-        best = min(best, perf_counter() - start)
+    for size in (128, 256, 512, 1024):
+        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
+        best = float("inf")
+        for _ in range(6):
+            start = perf_counter()
+            a @ b
+            best = min(best, perf_counter() - start)
+        if 8 * best > 0.05:  # the next size
+            break
     return 2 * size**3 / best

@@ -25,7 +25,7 @@ def made(small_corpus, tmp_path_factory):
         (source / name).write_text(text)
     for family, flags in (("llama", []), ("qwen3", ["--model", str(source), "--add-mask-token"])):
         flags += ["--input", str(small_corpus.text), "--output", str(folder / family), *SHORT]
-        runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"})
+        runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"}, fresh=True)
     return folder
 
 

@@ -38,8 +38,8 @@ def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
 def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
     """And its config.yaml, given to --config, is the same run again."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "4", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]
-    result = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
-    assert result.stderr == "", "the console is quiet"
+    result = runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")], fresh=True)
+    assert result.stderr == "", "the console is quiet, also while all is imported"
     folder = tmp_path / "run"
     assert (folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
     assert (folder / "checkpoints" / "iter_0000004").is_dir()
@@ -184,7 +184,7 @@ def test_numbers_that_are_none_are_null_in_the_metrics(small_corpus, tmp_path):
 
 def test_under_torchrun_rank_0_prints_the_line_once(small_corpus):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--tensor-model-parallel-size", "2"]
-    result = runs.script(runs.PRETRAIN, flags, processes=3, expect=1)
+    result = runs.script(runs.PRETRAIN, flags, processes=3, expect=1, fresh=True)
     lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert lines == [
         "error: 3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: "

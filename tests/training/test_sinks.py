@@ -134,7 +134,7 @@ def test_neither_is_imported_unless_asked_for(small_corpus, tmp_path):
         "    print([name for name in ('wandb', 'tensorboard', 'torch.utils.tensorboard') if name in sys.modules])\n"
     )
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0"]
-    assert runs.script(worker, flags).stdout.splitlines()[-1] == "[]"
+    assert runs.script(worker, flags, fresh=True).stdout.splitlines()[-1] == "[]"
 
 
 def test_the_environment_decides_over_the_key(tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ in the file beside --save: the kind, and what is wrong with the checkpoints that
 process, which has imported everything and has no other thread: so each takes a second.
 """
 
-import importlib
 import json
 import os
 import re
@@ -18,8 +17,9 @@ from pathlib import Path
 import torch
 from faults.ends import damaged_checkpoints
 from faults.moments import SavedRun
+from fork_server import import_all
 
-from megaenc.backend import detect, prepare_megatron
+from megaenc.backend import detect
 from megaenc.training.command import main
 
 CHANGES = ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -61,8 +61,7 @@ def start(flags: list[str], folder: str, below: str, known: set[str], report: in
 
 def run(below: str, flags: list[str]) -> None:
     """Until a start comes to the end."""
-    prepare_megatron()
-    importlib.import_module("megaenc.training.loop")
+    import_all()
     detect().peak_flops(torch.float32)  # measured once, for all starts
     folder, known = flags[flags.index("--save") + 1], set()
     with open(f"{folder}.kills", "w", encoding="utf-8") as kills:

@@ -1,0 +1,150 @@
+"""Runs Python scripts in forks of a process that has imported torch, megatron-core and megaenc: `fork_server.py SOCKET`.
+
+A fresh interpreter spends seven seconds of processor time on these imports, torchrun as many for each rank: most of a short run.
+This process does nothing but import and fork. It has one thread and has begun nothing that a fork does not survive, so that a
+script finds what it would find in an interpreter of its own, with these modules imported. What differs: the order of sets of
+strings is the same in all forks, and variables that are read when a module is imported are read too late.
+
+A request comes over the socket whose file descriptor is given: JSON of `command`, `processes` and `environment`, with the file
+descriptors of standard output and error. The answers: a process id, and when that process has ended its exit code.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+from megaenc.console import quiet
+
+quiet()  # as a command does, before the first import of torch
+
+from torch.distributed import TCPStore  # noqa: E402
+
+from megaenc.backend import prepare_megatron  # noqa: E402
+from megaenc.processes import die_with_parent  # noqa: E402
+
+# Of what a run imports when it comes to that: what takes time.
+IMPORTED = (
+    "megaenc.training.command",
+    "megaenc.training.planning",
+    "megaenc.training.loop",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
+)
+TO_STOP = 30  # seconds that torchrun gives the other ranks, when one has failed
+
+
+def import_all() -> None:
+    """All that takes time, once and for all forks."""
+    prepare_megatron()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.freeze()  # or each fork would go through it at its end
+
+
+def serve(requests: socket.socket) -> str | None:
+    """Fork for one request after the other; returns, in each fork, the script that it is to run, and None at the end of all."""
+    while True:
+        message, streams, *_ = socket.recv_fds(requests, 1 << 20, 2)
+        if not message:
+            return None
+        assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: it would be missing in a fork"
+        server = os.getpid()
+        if child := os.fork():
+            for stream in streams:
+                os.close(stream)
+            requests.send(str(child).encode())
+            requests.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+            continue
+        requests.close()
+        return prepare(json.loads(message), streams, server)
+
+
+def prepare(request: dict, streams: list[int], server: int) -> str:
+    """Make this fork what a shell makes of a new process: its session, output, environment and arguments. Returns its script."""
+    die_with_parent(server)
+    os.setsid()
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv[:] = request["command"]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    if request["processes"] > 1:
+        launch(request["processes"])
+    return sys.argv[0]
+
+
+def launch(count: int) -> None:
+    """As torchrun does: fork `count` ranks, and return in them. This process waits for them and has torchrun's exit code."""
+    launcher, logs = os.getpid(), Path(tempfile.mkdtemp(prefix="torchelastic_"))
+    listening = socket.create_server(("localhost", 0))
+    port, ranks = listening.getsockname()[1], {}
+    for rank in range(count):
+        if child := os.fork():
+            ranks[child] = rank
+            continue
+        listening.close()
+        die_with_parent(launcher)
+        os.setsid()
+        folder = logs / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "ROLE_RANK": rank}
+        here |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_WORLD_SIZE": count, "ROLE_NAME": "default"}
+        here |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_ERROR_FILE": folder / "error.json"}
+        here |= {"TORCHELASTIC_RUN_ID": logs.name, "TORCHELASTIC_USE_AGENT_STORE": True}
+        here |= {"TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+        os.environ.update({name: str(value) for name, value in here.items()})
+        sys.stdout.reconfigure(write_through=True)  # it starts them with -u
+        return
+    store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    failed = watch(ranks)
+    shutil.rmtree(logs)
+    del store
+    os._exit(1 if failed else 0)  # which spares the time of taking apart all that was imported
+
+
+def watch(ranks: dict[int, int]) -> bool:
+    """Wait for all `ranks` (by process id); when one has failed, end the others. Returns whether one has."""
+
+    def end(number: int) -> None:
+        for process in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, number)
+
+    failed = False
+    signal.signal(signal.SIGALRM, lambda *_: end(signal.SIGKILL))
+    while ranks:
+        process, status = os.wait()
+        rank, code = ranks.pop(process), os.waitstatus_to_exitcode(status)
+        if code and not failed:
+            failed = True
+            print(f"rank {rank} failed (exitcode: {code}), the others are ended", file=sys.stderr, flush=True)
+            end(signal.SIGTERM)
+            signal.alarm(TO_STOP)
+    return failed
+
+
+def become(script: str) -> None:
+    """Run `script` as the interpreter does: it is `__main__`, and its end is that of the process."""
+    main = ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    import_all()
+    script = serve(socket.socket(fileno=int(sys.argv[1])))
+    if script:
+        become(script)
