@@ -32,6 +32,8 @@ COMMANDS = {
     ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
+    "study run": ("megaenc.study.run_command:main", "train, export and fine-tune all of a study, here or on a cluster"),
+    "study status": ("megaenc.study.status:main", "show how far a study is, what failed and why"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }
