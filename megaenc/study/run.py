@@ -147,9 +147,8 @@ class _Work:
             return
         self._tried[node.id] += 1
         how = how_it_ended(code) if code else "ended well, but what it makes is not there"
-        refused = code in (_WRONG_INPUT, _STOPPED) or (
-            node.processes > 1 and last.said.startswith("error: ")
-        )  # torchrun's code is 1
+        refused = code in (_WRONG_INPUT, _STOPPED)
+        refused |= node.processes > 1 and last.said.startswith("error: ")  # torchrun makes a 1 of every code
         if not refused and self._tried[node.id] < self.tries:
             self.waiting[node.id] = node  # behind the others
             yield f"{node.id}: {how}: {last.said}; is tried once more"

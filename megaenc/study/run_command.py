@@ -120,7 +120,7 @@ def study_folder(output: str, command: str) -> Path:
 
 
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
-    """The stages that `only` names, and what they need; all where it names none. Raises InputError for a name that there is not."""
+    """The stages that `only` names, and what they need; all where it is empty. InputError for a name that there is not."""
     wanted: list[str] = list(nodes) if not only else []
     for pattern in only:
         found = [
