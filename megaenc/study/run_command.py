@@ -123,14 +123,11 @@ def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
     """The stages that `only` names, and what they need; all where it is empty. InputError for a name that there is not."""
     wanted: list[str] = list(nodes) if not only else []
     for pattern in only:
-        found = [
-            node.id for node in nodes.values() if any(fnmatch.fnmatchcase(text, pattern) for text in (node.id, name_of(node)))
-        ]
+        found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
         if not found:
-            near = difflib.get_close_matches(pattern, {name_of(node): None for node in nodes.values()} | nodes, n=1)
-            raise InputError(
-                f"--only: found {pattern}, " + (f"did you mean {near[0]}?" if near else "expected a name of the plan")
-            )
+            near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
+            hint = f"did you mean {near[0]}?" if near else "expected a name of the plan"
+            raise InputError(f"--only: found {pattern}, {hint}")
         wanted += found
     return needed(nodes, wanted)
 

@@ -41,8 +41,8 @@ class Cluster:
     slurm_extra: tuple[str, ...] = ()
     """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
     slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """submitit's executor; `local` does the jobs on this machine in the background, `debug` in this very process: to try it without
-    a cluster"""
+    """submitit's executor; to try it without a cluster: `local` does the jobs on this machine in the background, `debug` in this
+    very process"""
 
     def check(self) -> None:
         """InputError for a number that cannot be."""
@@ -70,7 +70,7 @@ class Task:
     machines: int = 1
 
     def __call__(self) -> None:
-        """Do the stage, as a study on one machine would. Raises RuntimeError where it was not done: then what needs it is not begun."""
+        """Do the stage, as on one machine. RuntimeError where it was not done: then Slurm does not begin what needs it."""
         quiet()
         if self.machines > 1:
             self._with_others()
@@ -105,7 +105,7 @@ class Task:
 
 
 def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
-    """Submit what is left of `nodes`, neither done nor queued; returns submitit's jobs by stage. Raises InputError where it cannot be.
+    """Submit what is left of `nodes`, neither done nor queued; returns submitit's jobs by stage. InputError where it cannot be.
 
     submitit's own executors know no dependencies: with these, a stage is submitted when those that it needs have ended.
     """
@@ -159,8 +159,7 @@ def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after:
     if len(tasks) == 1:
         return [executor.submit(tasks[0])]
     with executor.batch():
-        submitted = [executor.submit(task) for task in tasks]
-    return submitted
+        return [executor.submit(task) for task in tasks]
 
 
 def _ended_well(job: Any) -> bool:
