@@ -9,6 +9,7 @@ What is finished is not done again: the same command goes on after a kill, a fai
 import difflib
 import fnmatch
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -160,4 +161,10 @@ def _what_would_be_done(node: Node) -> str:
         return f"{node.id}: done"
     done, total = node.progress()
     begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
-    return f"{node.id}: would run{begun}: {' '.join(node.command())}"
+    return f"{node.id}: would run{begun}: {shlex.join(_shortened(node.command()))}"
+
+
+def _shortened(command: list[str]) -> list[str]:
+    """As a person would type it."""
+    names = {"megaenc": "megaenc", "torch.distributed.run": "torchrun"}
+    return [names[command[2]], *command[3:]] if command[:2] == [sys.executable, "-m"] else command
