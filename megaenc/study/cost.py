@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
 from megaenc.study.graph import Graph, Pretraining
-from megaenc.study.pretrain_flags import RunFlags, run_flags
+from megaenc.study.pretrain_flags import RunFlags
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -118,7 +118,7 @@ def cost_of(graph: Graph) -> Cost:
 
 def amount(graph: Graph, model: Model, after: int, last: int) -> Amount:
     """What the updates after + 1..last of a model's run take."""
-    flags, rate = run_flags(model.flags), graph.manifest.hardware.rate(model.setting.size)
+    flags, rate = model.run, graph.manifest.hardware.rate(model.setting.size)
     per_step = flags.global_batch_size * flags.data.seq_length
     tokens, flops, first = (last - after) * per_step, 0.0, 0
     for phase in model.phases:
@@ -148,7 +148,7 @@ def pack_flops(flags: RunFlags, vocab_size: int, part: Part) -> float:
 
 def checkpoint_bytes(graph: Graph, run: Pretraining) -> int:
     """Of one checkpoint: weights as they compute, master weights where these are bfloat16, and AdamW's two moments."""
-    flags = run_flags(run.model.flags)
+    flags = run.model.run
     return flags.shape.parameters(graph.manifest.vocab_size(run.model)) * (14 if flags.bf16 else 12)
 
 
@@ -157,8 +157,7 @@ def _disk(graph: Graph) -> Disk:
     exports = 0
     for export in graph.exports.values():
         model = graph.runs[export.run].model
-        flags = run_flags(model.flags)
-        exports += flags.shape.parameters(graph.manifest.vocab_size(model)) * (2 if flags.bf16 else 4)
+        exports += model.run.shape.parameters(graph.manifest.vocab_size(model)) * (2 if model.run.bf16 else 4)
     return Disk(checkpoints, exports, RESULT_BYTES * sum(grid.results for grid in graph.grids.values()))
 
 

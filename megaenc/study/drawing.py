@@ -100,7 +100,7 @@ def _phases(run: Pretraining) -> str:
     made = [phase for phase in run.model.phases if phase.last_step > run.at]
     texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
-    return ", ".join(texts) + (f", ... {more} more phases to {made[-1].last_step:,}" if more > 0 else "")
+    return ", ".join(texts) + (f", ... {more} more to {made[-1].last_step:,}" if more > 0 else "")
 
 
 def label(phase: Trained) -> str:
@@ -123,25 +123,23 @@ def picture(graph: Graph, title: str) -> Any:
     rows = rows_of(graph)
     last = max(row.end for row in rows)
     colours = _colours(rows)
-    figure = Figure(figsize=(11, 2.0 + 0.235 * len(rows)), dpi=130, layout="constrained")
+    places = _places(rows)
+    figure = Figure(figsize=(11, 2.0 + 0.235 * places[-1]), dpi=130, layout="constrained")
     panel = figure.subplots()
-    for number, row in enumerate(rows):
+    for row, y in zip(rows, places, strict=True):
         if row.parent is not None:
             line = ":" if row.run.start == "weights" else "-"
-            panel.plot([row.start] * 2, [row.parent, number], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
+            panel.plot([row.start] * 2, [places[row.parent], y], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
         first = row.run.at
         for phase in row.run.model.phases:
             if phase.last_step > first:
                 x, height = _outline(row, first, phase.last_step)
-                colour = colours[label(phase)]
-                panel.fill_between(x, number - height, number + height, color=colour, linewidth=0, zorder=2)
+                panel.fill_between(x, y - height, y + height, color=colours[label(phase)], linewidth=0, zorder=2)
                 first = phase.last_step
-        weight = "normal" if row.run.model.evaluate else "light"
-        panel.annotate(
-            row.run.name, (row.end, number), (5, 0), textcoords="offset points", va="center", fontsize=8, fontweight=weight
-        )
-    _mark_checkpoints(panel, graph, rows)
-    panel.set_ylim(len(rows) - 0.3, -0.9)
+        look = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+        panel.annotate(row.run.name, (row.end, y), (5, 0), color="black" if row.run.model.evaluate else GREY, **look)
+    _mark_checkpoints(panel, graph, rows, places)
+    panel.set_ylim(places[-1] + 0.7, -0.9)
     panel.set_xlim(0, last * 1.3)
     panel.set_yticks([])
     plain_counts(panel.xaxis)
@@ -163,11 +161,21 @@ def picture(graph: Graph, title: str) -> Any:
     return figure
 
 
-def _mark_checkpoints(panel: Any, graph: Graph, rows: list[Row]) -> None:
-    place = {row.run.name: (row.offset, number) for number, row in enumerate(rows)}
-    ways = [(export.step, *place[export.run]) for export in graph.exports.values() if not export.setting.decayed]
+def _places(rows: list[Row]) -> list[float]:
+    """The height of each row, with some room around trunks that have branches and between sizes."""
+    places = [0.0]
+    for before, row, after in zip(rows[:-1], rows[1:], [*rows[2:], None], strict=True):
+        branched = before.depth > 0 or (after is not None and after.depth > 0)
+        other = row.run.model.setting.size != before.run.model.setting.size
+        places.append(places[-1] + (1.7 if not row.depth and (branched or other) else 1.0))
+    return places
+
+
+def _mark_checkpoints(panel: Any, graph: Graph, rows: list[Row], places: list[float]) -> None:
+    at = {row.run.name: (row.offset, y) for row, y in zip(rows, places, strict=True)}
+    ways = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
     if ways:
-        x, y = [step + offset for step, offset, _ in ways], [number for _, _, number in ways]
+        x, y = [step + offset for step, offset, _ in ways], [height for _, _, height in ways]
         panel.scatter(x, y, s=14, facecolor="white", edgecolor="black", linewidth=0.7, zorder=3)
 
 
@@ -195,4 +203,5 @@ def _colours(rows: list[Row]) -> Mapping[str, Any]:
         found[name] = to_hex([1 - depth * (1 - channel) for channel in to_rgb(_COOL)])
     others = [name for name in parts if name not in found]
     spare = [colour for colour, _ in styles([*"abcdef"]).values() if colour not in (_WARM, _COOL)]
+    spare += ["#6A3D9A", "#8C8C8C"]
     return found | {name: spare[number % len(spare)] for number, name in enumerate(others)}

@@ -11,7 +11,7 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.objectives import Attention, Objective, Phase, Schedule
-from megaenc.study.pretrain_flags import rate_steps
+from megaenc.study.pretrain_flags import RunFlags, rate_steps, run_flags
 from megaenc.study.setting import Setting, name_of
 
 # Schedules are read before there is a tokenizer: any with a mask token will do.
@@ -87,6 +87,8 @@ class Model:
     setting: Setting
     flags: Mapping[str, Any] = field(repr=False)
     """Of `megaenc pretrain`, of every run of this model: without schedule, steps, seed, warm-up, decay, start and folder."""
+    run: RunFlags = field(repr=False)
+    """Those over the defaults."""
     schedule: str
     """As --objective-schedule takes it."""
     phases: tuple[Trained, ...]
@@ -242,7 +244,8 @@ def _model(
 ) -> Model:
     """The model that trains `text` for `steps` steps from `parent`, or from new weights; `base`: what it is before."""
     try:
-        warmup, decay = rate_steps(given, steps)
+        run = run_flags(given)
+        warmup, decay = rate_steps(run.optimizer, steps)
         schedule = Schedule.build(text, steps, _ANY_VOCABULARY, base.seed)
     except InputError as error:
         raise InputError(f"{entry.place}: {error}") from None
@@ -267,6 +270,7 @@ def _model(
         name=name,
         setting=setting,
         flags=flags,
+        run=run,
         schedule=text,
         phases=_phases(schedule),
         warmup=warmup,

@@ -106,7 +106,7 @@ class Pretraining:
             "seed": model.setting.seed,
             "lr_warmup_iters": model.warmup,
             "lr_wsd_decay_iters": model.decay,
-            "save_steps": self.keep,
+            "save_steps": list(self.keep),
             "keep_last": 1,
         }
 
@@ -115,7 +115,7 @@ class Pretraining:
         found = {**self.flags, "save": str(folder / "runs" / self.name)}
         if self.corpus:
             home = folder / CORPUS
-            found |= {"data_path": (str(home / "corpus_text_document"),), "tokenizer": str(home / "tokenizer")}
+            found |= {"data_path": [str(home / "corpus_text_document")], "tokenizer": str(home / "tokenizer")}
         parent = str(folder / "runs" / self.parent)
         if self.start == "branch":
             found |= {"branch_from": parent, "branch_at": self.at}

@@ -25,7 +25,7 @@ from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
 from megaenc.study.entries import Entry, Model, models_of
-from megaenc.study.pretrain_flags import check_pretrain_flags, shape_of
+from megaenc.study.pretrain_flags import check_pretrain_flags
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training, located, trainings
 
@@ -113,7 +113,7 @@ class Manifest:
 
     def vocab_size(self, model: Model) -> int:
         """Ids of its tokenizer."""
-        return shape_of(model.flags).vocab_size or self.corpus.vocab_size
+        return model.run.shape.vocab_size or self.corpus.vocab_size
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], model
     given = [name for name in ("data_path", "tokenizer") if name in pretrain]
     if corpus.made and given:
         raise InputError(f"{path}: pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
-    if corpus.vocab_size < 1 and any(shape_of(model.flags).vocab_size is None for model in models):
+    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
         raise InputError(f"{path}: corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
 
 

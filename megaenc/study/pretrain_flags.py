@@ -75,14 +75,8 @@ def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> RunFlags:
     return flags.replace_fields(default, values, source=source)
 
 
-def shape_of(given: Mapping[str, Any]) -> ModelConfig:
-    """The shape of the model that flags make."""
-    return run_flags(given).shape
-
-
-def rate_steps(given: Mapping[str, Any], total: int) -> tuple[int, int]:
+def rate_steps(rate: OptimizerSettings, total: int) -> tuple[int, int]:
     """Steps of warm-up and of decay in a run of `total` steps. Raises InputError where a fraction or a number cannot be."""
-    rate = run_flags(given).optimizer
     return (
         steps_of("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total),
         steps_of("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total),
