@@ -41,8 +41,12 @@ def below(command: Sequence[str]) -> list[str]:
 
 
 def become() -> None:
-    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over."""
+    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over.
+
+    SIGUSR2, with which a cluster says to every process of a job that its time is over, is left to the parent.
+    """
     die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which stays so in what takes over
     os.execvp(sys.argv[2], sys.argv[2:])
 
 

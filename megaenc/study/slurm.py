@@ -2,6 +2,7 @@
 
 import hashlib
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from megaenc.errors import InputError
 from megaenc.finetune.grid import count
 from megaenc.finetune.slurm import of_cluster
 from megaenc.processes import below
+from megaenc.study import journal
 from megaenc.study.run import environment, execute
 from megaenc.study.stages import GridNode, Node, PretrainNode
 
 _TIMEOUTS = 1000  # that a job may run into: each time it has come further
 _TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job
+_TO_BE_ENDED = 300.0  # seconds after which nobody seems to want that any more
 _FIRST_PORT, _PORTS = 20_000, 20_000
 
 
@@ -74,8 +77,15 @@ class Task:
         quiet()
         if self.machines > 1:
             self._with_others()
-        elif failed := execute([self.node], self.study, [""] * self.node.processes):
-            raise RuntimeError(failed[self.node.id])
+        else:
+            self._do(self.node)
+
+    def _do(self, node: Node, **how: int) -> None:
+        """Do it to its end. Told to stop by another than this process (scancel, preemption), it saves and waits to be ended."""
+        while failed := execute([node], self.study, [""] * node.processes, **how):
+            if journal.tries(journal.log_of(self.study, node.id))[-1].how != journal.STOPPED:
+                raise RuntimeError(failed[node.id])
+            time.sleep(_TO_BE_ENDED)  # an end before that would be a failure in the eyes of Slurm
 
     def _with_others(self) -> None:
         """One torchrun on each machine; the first keeps log and lock."""
@@ -85,12 +95,10 @@ class Task:
         port = _FIRST_PORT + int(job.raw_job_id) % _PORTS
         where = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
         node = replace(self.node, processes=each, launcher=("--nnodes", str(self.machines), *where))
-        slots = [""] * each
         if job.node == 0:
-            if failed := execute([node], self.study, slots, tries=1):
-                raise RuntimeError(failed[node.id])
+            self._do(node, tries=1)
             return
-        if not node.done() and (code := subprocess.run(below(node.command()), env=environment(slots, each)).returncode):
+        if not node.done() and (code := subprocess.run(below(node.command()), env=environment([""], each)).returncode):
             raise RuntimeError(f"{node.id}: exit code {code} on {job.hostname}")
 
     def checkpoint(self) -> Any:

@@ -223,8 +223,9 @@ class PretrainNode:
         }
 
 
-# Of bf16 and of the rows of the vocabulary a run has what fits machine and tokenizer, unless it was given.
-_FOUND_OUT = {"bf16", "vocab_size", "lr_warmup_fraction", "lr_wsd_decay_fraction"}
+# Of bf16 and of the rows of the vocabulary a run has what fits machine and tokenizer, unless it was given; the tokenizer is known
+# by its fingerprint.
+_FOUND_OUT = {"bf16", "vocab_size", "tokenizer"}
 
 
 @dataclass(frozen=True)
