@@ -121,7 +121,8 @@ def test_submitits_own_executors_do_a_study(tmp_path, monkeypatch, capsys, kind)
     assert list(submit(nodes[:2], tmp_path, Cluster(slurm_cluster=kind))) == []
 
 
-SAVES = "trap 'touch $MADE.saved; exit 75' TERM; touch $MADE.on; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
+SAVES = "trap 'touch $MADE.saved; exit 75' TERM; kill -USR2 $$; touch $MADE.on; "
+SAVES += "n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done"
 
 
 def test_when_its_time_is_over_a_job_saves_and_is_queued_as_it_is(tmp_path):
