@@ -110,7 +110,8 @@ def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seco
     if missing:
         say("the same command tries again what failed, and goes on")
         sys.exit(1)
-    say(f"read them with `megaenc study report {settings.manifest} --output {study}`")
+    where = f"--results {study / 'results'} --runs {study / 'runs'} --output {study / 'report'}"
+    say(f"read them with `megaenc study report {settings.manifest} {where}`")
 
 
 def study_folder(output: str, command: str) -> Path:
