@@ -255,7 +255,7 @@ def write_smallest(folder: Path) -> Path:
     """A parent, a branch, an export and a fine-tuning run of two steps, on local data."""
     runs.write_text(folder / "text.jsonl", documents=60)
     (folder / "sc").mkdir()
-    for split, count in (("train", 24), ("validation", 6), ("test", 6)):
+    for split, count in (("train", 64), ("validation", 6), ("test", 6)):
         rows = [{"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2} for n in range(count)]
         (folder / "sc" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     path = folder / "study.yaml"

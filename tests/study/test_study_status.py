@@ -56,6 +56,12 @@ def test_the_line_that_says_why():
     assert journal.best_line(ours) == "error: --lr: found 0, expected a number above 0"
     trace = ["Traceback (most recent call last):", '  File "x.py", line 3', "    f()", "torch.OutOfMemoryError: no room", ""]
     assert journal.best_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
+    grid = [
+        "without result: toy sst2 1e-03 sd0: killed by SIGKILL",
+        "done in 0:01",
+        "without result: 1 training; the same command",
+    ]
+    assert journal.best_line(grid) == grid[0]
     assert journal.best_line(["one", "two", ""]) == "two" and journal.best_line([]) == ""
 
 
@@ -80,7 +86,7 @@ def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
         "export/toy-mlm40-400",
         "finetune/toy-mlm40-400",
     ]
-    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 6 results" in lines[3]
+    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 12 results" in lines[3]
     assert not (tmp_path / "study").exists()
 
 
