@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megaenc.study import journal
-from megaenc.study.stages import Node, kind_of
+from megaenc.study.node import Node, kind_of
 
 
 class Remaining:

@@ -15,9 +15,9 @@ from megaenc.console import clock
 from megaenc.errors import InputError
 from megaenc.processes import below, usable_cores
 from megaenc.study import journal
+from megaenc.study.node import Node
 from megaenc.study.remaining import Remaining
 from megaenc.study.screen import Screen
-from megaenc.study.stages import Node
 
 _TRIES = 2
 _WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
@@ -45,8 +45,9 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
     to stop save first.
     """
     widest = max((node.processes for node in nodes), default=1)
-    if widest > len(slots):
-        raise InputError(f"--jobs: found {len(slots)}, expected at least the {widest} processes that one pretraining run has")
+    if len(_different(slots, widest)) < widest:
+        has = f"{len(set(slots))} devices and " if slots[0] else ""
+        raise InputError(f"--jobs: found {has}{len(slots)}, expected as many as one pretraining run has processes: {widest}")
     work = _Work(nodes, study, list(slots), tries)
     with Screen(len(nodes)) as screen:
         try:
@@ -93,7 +94,8 @@ class _Work:
     def begin(self) -> Iterator[str]:
         """Begin what can begin and has room; what there is to say of it."""
         for node in list(self._next()):
-            if node.processes > len(self.free):
+            slots = _different(self.free, node.processes)
+            if len(slots) < node.processes:
                 return  # it is its turn: smaller ones behind it would keep it waiting for ever
             with contextlib.ExitStack() as stack:
                 if not stack.enter_context(journal.lock(self.study, node.id)):
@@ -105,7 +107,8 @@ class _Work:
                 if node.done():  # by that other, meanwhile
                     self.finished.add(node.id)
                     continue
-                slots = [self.free.pop(0) for _ in range(node.processes)]
+                for slot in slots:
+                    self.free.remove(slot)
                 self._launch(node, slots, stack.pop_all())
 
     def _launch(self, node: Node, slots: list[str], lock: contextlib.ExitStack) -> None:
@@ -132,9 +135,11 @@ class _Work:
         node = running.node
         seconds, log = time.monotonic() - running.began, journal.log_of(self.study, node.id)
         done = node.done()
-        journal.end(log, journal.FINISHED if done or not code else journal.STOPPED if code == _STOPPED else how_it_ended(code))
+        more = not done and not code and node.command() != running.command  # this was one of several commands
+        how = journal.FINISHED if done or more else journal.STOPPED if code == _STOPPED else how_it_ended(code)
+        journal.end(log, how)
         last = journal.tries(log)[-1]
-        if not done and not code and node.command() != running.command:  # the first of several commands
+        if more:
             self._launch(node, running.slots, running.lock)
             return
         del self.running[node.id]
@@ -146,7 +151,6 @@ class _Work:
             yield f"{node.id}: done in {clock(seconds)}"
             return
         self._tried[node.id] += 1
-        how = how_it_ended(code) if code else "ended well, but what it makes is not there"
         refused = code in (_WRONG_INPUT, _STOPPED)
         refused |= node.processes > 1 and last.said.startswith("error: ")  # torchrun makes a 1 of every code
         if not refused and self._tried[node.id] < self.tries:
@@ -188,6 +192,11 @@ class _Work:
                 running.lock.close()
 
 
+def _different(slots: Sequence[str], count: int) -> list[str]:
+    """`count` of `slots`, or as many as there are, no two of the same device."""
+    return (list(dict.fromkeys(slots)) if slots and slots[0] else list(slots))[:count]
+
+
 def environment(slots: Sequence[str], places: int) -> dict[str, str]:
     """That of a process in `slots` where `places` are in use on this machine: its devices, its share of the cores, this code."""
     root = str(Path(megaenc.__file__).parents[1])
@@ -199,8 +208,10 @@ def environment(slots: Sequence[str], places: int) -> dict[str, str]:
 
 
 def how_it_ended(code: int) -> str:
-    """`exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
-    if code >= 0:
+    """Of what has not done its work: `exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
+    if not code:
+        return "ended well, but what it makes is not there"
+    if code > 0:
         return f"exit code {code}"
     hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
     return f"killed by {signal.Signals(-code).name}{hint}"

@@ -16,8 +16,10 @@ from megaenc.finetune.grid import count
 from megaenc.finetune.slurm import of_cluster
 from megaenc.processes import below
 from megaenc.study import journal
+from megaenc.study.grid_stage import GridNode
+from megaenc.study.node import Node
+from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.run import environment, execute
-from megaenc.study.stages import GridNode, Node, PretrainNode
 
 _TIMEOUTS = 1000  # that a job may run into: each time it has come further
 _TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job

@@ -20,11 +20,13 @@ from megaenc.console import clock, quiet, say
 from megaenc.errors import one_line_errors
 from megaenc.study import journal
 from megaenc.study.graph import build_graph
+from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
+from megaenc.study.node import Node
 from megaenc.study.remaining import Remaining, spent
 from megaenc.study.run_command import choose, study_folder
 from megaenc.study.screen import amount
-from megaenc.study.stages import GridNode, Node, nodes_of
+from megaenc.study.stages import nodes_of
 
 State = Literal["failed", "running", "waiting", "done"]
 _ORDER: tuple[State, ...] = ("failed", "running", "waiting", "done")

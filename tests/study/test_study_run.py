@@ -107,8 +107,11 @@ def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     narrow = Fake("export/b", tmp_path, script="sleep 0.4; " + show, planned=5.0)
     assert execute([narrow, wide], tmp_path, ["0", "1"]) == {}
     assert wide.made.read_text() in ("1,0\n", "0,1\n") and narrow.made.read_text() == "0\n"
-    with pytest.raises(InputError, match="--jobs: found 1, expected at least the 2 processes"):
-        execute([replace(wide, study=tmp_path / "new")], tmp_path, [""])
+    two_a_device = replace(wide, study=tmp_path / "shared")
+    assert execute([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
+    assert two_a_device.made.read_text() == "0,1\n"
+    with pytest.raises(InputError, match="found 1 devices and 2, expected as many as one pretraining run has processes: 2"):
+        execute([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
 
 
 WORKER = """
