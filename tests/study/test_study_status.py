@@ -93,7 +93,7 @@ def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
 def test_on_a_terminal_it_is_live_until_all_is_done(tmp_path):
     """Two stages, of which the last is done while it is looked at."""
     code = f"""
-import sys, threading
+import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
 from fake_nodes import Fake
@@ -101,8 +101,7 @@ from megaenc.study import status
 study = Path({str(tmp_path)!r})
 nodes = [Fake("pretrain/a", study), Fake("export/a", study, ("pretrain/a",))]
 nodes[0].made.touch()
-threading.Timer(1, nodes[1].made.touch).start()
-status._EVERY = 0.2
+status.time.sleep = lambda seconds: nodes[1].made.touch()
 status._watch(nodes, study)
 """
     ours, theirs = pty.openpty()
