@@ -55,7 +55,9 @@ class GridNode:
     def command(self) -> list[str]:
         """`megaenc finetune grid`, which does what is missing."""
         model, output = self.study / "hf" / self.stage.name, self.study / "results"
-        where = ("--model", str(model), "--output", str(output), "--jobs", str(self.jobs))
+        where = ["--model", str(model), "--output", str(output), "--jobs", str(self.jobs)]
+        if "demo_folder" not in self.stage.flags:
+            where += ["--demo-folder", str(self.study / "demo")]
         return megaenc("finetune", "grid", *where, *arguments(self.stage.flags))
 
     def done(self) -> bool:

@@ -3,6 +3,7 @@
     STUDY/corpus            the study's own tokenizer and text
     STUDY/runs/NAME         pretraining runs
     STUDY/hf/NAME           exports
+    STUDY/demo              demo data sets, where there are some
     STUDY/results           the tree of fine-tuning results
     STUDY/logs/STAGE.log    what a stage has said
 
