@@ -277,8 +277,8 @@ def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     tokenizer = (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
-    said = runs.run(command, timeout=500).stdout
-    assert "6 stages, 1 done, 5 to do, 2 at a time" in said and "6 of 6 stages are done" in said
+    said = runs.run(command, timeout=900).stdout
+    assert "5 stages, 1 done, 4 to do, 2 at a time" in said and "5 of 5 stages are done" in said
     assert (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == tokenizer
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
@@ -287,7 +287,7 @@ def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
     assert result.parts[-5:-1] == ("toy-clm-6", "SC", "toy_sc", "lr1e-03_sd0")
     written = {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")}
     main([str(manifest), "--output", str(study)])
-    assert "6 stages, 6 done, 0 to do" in capsys.readouterr().out
+    assert "5 stages, 5 done, 0 to do" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")} == written
     refuses_what_has_changed(manifest, study, capsys)
 
