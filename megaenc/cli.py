@@ -32,6 +32,8 @@ COMMANDS = {
     ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
+    "study run": ("megaenc.study.run_command:main", "train, export and fine-tune all of a study, here or on a cluster"),
+    "study status": ("megaenc.study.status:main", "show how far a study is, what failed and why"),
     "study report": (
         "megaenc.study.report_command:main",
         "tables, figures and verdicts of a study, in files and as one page",

@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import Queue
@@ -33,6 +33,21 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
+
+
+def below(command: Sequence[str]) -> list[str]:
+    """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends."""
+    return [sys.executable, "-c", "from megaenc.processes import become; become()", str(os.getpid()), *command]
+
+
+def become() -> None:
+    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over.
+
+    SIGUSR2, with which a cluster says to every process of a job that its time is over, is left to the parent.
+    """
+    die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which stays so in what takes over
+    os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def die_with_launcher() -> None:

@@ -58,9 +58,22 @@ class Result:
 
 def folder(job: Job, dataset: str) -> Path:
     """Where the results of `job` on `dataset` are."""
-    run = f"lr{rate_name(job.learning_rate)}_sd{job.seed}"
-    run = f"{job.train_on}_{run}" if job.family == Family.IR else run
-    return Path(job.output, job.model.name, job.family, dataset, run)
+    return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
+
+
+def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
+    """Where the results of one run are in the `tree` of its model."""
+    run = f"lr{rate_name(rate)}_sd{seed}"
+    return tree / family / dataset / (f"{train_on}_{run}" if family == Family.IR else run)
+
+
+def other_protocol(file: Path, asked: Protocol) -> str | None:
+    """The first choice of the protocol that a run's file was made with otherwise, with both; None where all are as asked."""
+    there = (_read(file) or {}).get("protocol")
+    for field, value in dataclasses.asdict(asked).items():
+        if isinstance(there, dict) and field in there and there[field] != value and _WHATEVER_FITS.get(field, there) != value:
+            return f"{field} is {there[field]} there, {value} here"
+    return None
 
 
 def write(

@@ -69,7 +69,7 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
         raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
     size = settings.jobs_per_task
     parts = [Part(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
-    logs, asked = Path(output, ".slurm"), _of_cluster(settings)
+    logs, asked = Path(output, ".slurm"), of_cluster(settings)
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
         executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
@@ -84,7 +84,8 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
     return submitted
 
 
-def _of_cluster(settings: SlurmSettings) -> dict[str, Any]:
+def of_cluster(settings: SlurmSettings) -> dict[str, Any]:
+    """What submitit's executor is told of partition, cores, GPUs and more; for its own executors nothing. Raises InputError."""
     if settings.slurm_cluster != "slurm":
         return {}
     extra = {}

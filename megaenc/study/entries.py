@@ -152,6 +152,11 @@ def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pre
     return tuple(models.values())
 
 
+def schedule_of(model: Model) -> Schedule:
+    """What its run trains at each step."""
+    return Schedule.build(model.schedule, model.steps, _ANY_VOCABULARY, model.setting.seed)
+
+
 def _check_entry(entry: Entry) -> None:
     """InputError for what says nothing, two things, or a number that cannot be."""
     where = entry.place

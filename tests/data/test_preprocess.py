@@ -411,10 +411,12 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 50)
     blocks = list(readers.read_lines(str(corpus)))
+    others = psutil.Process().children()  # of other tests
 
     def read_blocks(found, spans):
         yield blocks[0]
-        psutil.Process().children()[-1].kill()
+        [*_, worker] = [child for child in psutil.Process().children() if child not in others]
+        worker.kill()
         yield from blocks * 50
 
     monkeypatch.setattr(inputs, "read_blocks", read_blocks)

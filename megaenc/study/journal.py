@@ -1,0 +1,123 @@
+"""What a stage has said, and how each try at it went: STUDY/logs/STAGE.log, which tries are appended to.
+
+A try begins with the line `==> TIME $ COMMAND` and ends with `<== TIME HOW`. One without an end was killed with whoever started
+it, or is under way: then its lock is held.
+"""
+
+import contextlib
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from megaenc.errors import InputError
+from megaenc.files import locked
+
+FINISHED, STOPPED = "finished", "stopped"
+
+_BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
+_ERROR = re.compile(r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*")
+_FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  # of a traceback or of torchrun's own summary
+
+
+@dataclass(frozen=True)
+class Try:
+    """One command of a stage, from its log. Times are in seconds since 1970."""
+
+    began: float
+    ended: float | None
+    how: str
+    """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" where there is no end"""
+    said: str
+    """the line that says best why it failed: the last error, otherwise the last line"""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than well or as it was told to."""
+        return bool(self.how) and self.how not in (FINISHED, STOPPED)
+
+
+def log_of(study: Path, stage: str) -> Path:
+    """The log of a stage."""
+    return study / "logs" / f"{stage}.log"
+
+
+def lock(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
+    """Try to have a stage to oneself (see `megaenc.files.locked`)."""
+    return locked(study / ".locks" / stage)
+
+
+def is_locked(study: Path, stage: str) -> bool:
+    """Whether somebody is at a stage."""
+    if not (study / ".locks" / stage).exists():
+        return False
+    with lock(study, stage) as got:
+        return not got
+
+
+def begin(log: Path, command: Sequence[str]) -> None:
+    """Write that a try begins. Raises InputError where no file can be written."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a", encoding="utf-8") as stream:
+            stream.write(f"{_new_line(log)}==> {_now()} $ {' '.join(command)}\n")
+    except OSError as error:
+        raise InputError(f"{log}: cannot be written to: {error.strerror}") from None
+
+
+def end(log: Path, how: str) -> None:
+    """Write how it ended."""
+    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as stream:  # a full disk: then there is no end
+        stream.write(f"{_new_line(log)}<== {_now()} {how}\n")
+
+
+def tries(log: Path) -> list[Try]:
+    """Every try of a stage, in their order; none where there is no log."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found: list[Try] = []
+    began, said = None, []
+    for line in [*lines, "==> end $ "]:
+        if match := _BEGIN.fullmatch(line):
+            if began is not None:
+                found.append(Try(began, None, "", best_line(said)))
+            began, said = _seconds(match[1]), []
+        elif (match := _END.fullmatch(line)) and began is not None:
+            found.append(Try(began, _seconds(match[1]), match[2], best_line(said)))
+            began = None
+        else:
+            said.append(line)
+    return found
+
+
+def best_line(said: Sequence[str]) -> str:
+    """Of what a command has said, the line that tells most of why it ended."""
+    errors = [line.strip() for line in said if _ERROR.fullmatch(line.strip())]
+    plain = [line.strip() for line in said if line.strip() and not _FRAME.match(line)]
+    wrong = [line for line in errors if line.startswith("error: ")]
+    chosen = (wrong or errors or plain or [""])[-1]
+    return chosen if len(chosen) <= 400 else chosen[:397] + "..."
+
+
+def _new_line(log: Path) -> str:
+    """An end for a line that was cut off."""
+    with contextlib.suppress(OSError), open(log, "rb") as stream:
+        if stream.seek(0, 2):
+            stream.seek(-1, 2)
+            return "" if stream.read() == b"\n" else "\n"
+    return ""
+
+
+def _now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _seconds(text: str) -> float:
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return time.time()

@@ -1,0 +1,73 @@
+"""How long a study still takes: by the plan, corrected by what its stages took here."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from megaenc.study import journal
+from megaenc.study.node import Node, kind_of
+
+
+class Remaining:
+    """Seconds of what is left of some stages."""
+
+    def __init__(self, nodes: Iterable[Node], study: Path) -> None:
+        """Reads the logs of what is done."""
+        self._nodes = {node.id: node for node in nodes}
+        self._share = {}
+        self._measured: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # by kind: seconds, work
+        self._needed_by: dict[str, list[str]] = defaultdict(list)
+        for node in self._nodes.values():
+            for need in node.needs:
+                self._needed_by[need].append(node.id)
+            done = node.done()
+            self._share[node.id] = float(done)
+            if done and (seconds := spent(journal.tries(journal.log_of(study, node.id)))):
+                self.measured(node, seconds)
+
+    def measured(self, node: Node, seconds: float) -> None:
+        """A stage is done, and took so long."""
+        self._share[node.id] = 1.0
+        sums = self._measured[kind_of(node)]
+        sums[0] += seconds
+        sums[1] += node.work
+
+    def under_way(self, node: Node, share: float) -> None:
+        """So much of a stage is done, from 0 to 1."""
+        self._share[node.id] = share
+
+    def of(self, node: Node) -> float | None:
+        """Of one stage from its beginning: what others of its kind took, otherwise the plan's; None where neither is known."""
+        seconds, work = self._measured[kind_of(node)]
+        return seconds * node.work / work if work else node.planned
+
+    def seconds(self, places: int) -> float | None:
+        """Of all, `places` at a time: the sum of them, or the longest chain, whichever is more; None where one is not known."""
+        left = {}
+        for id, node in self._nodes.items():
+            if self._share[id] < 1:
+                whole = self.of(node)
+                if whole is None:
+                    return None
+                left[id] = whole * (1 - self._share[id])
+        if not left:
+            return 0.0
+        each = sum(seconds * self._nodes[id].processes for id, seconds in left.items()) / places
+        return max(each, max(self.after(self._nodes[id]) for id in left))
+
+    def after(self, node: Node) -> float:
+        """From the beginning of a stage to the end of the longest chain of stages that need it; 0 for what is not known."""
+        longest: dict[str, float] = {}
+
+        def chain(id: str) -> float:
+            if id not in longest:
+                left = (self.of(self._nodes[id]) or 0.0) * (1 - self._share[id])
+                longest[id] = left + max(map(chain, self._needed_by[id]), default=0.0)
+            return longest[id]
+
+        return chain(node.id)
+
+
+def spent(tries: Iterable[journal.Try]) -> float:
+    """Seconds of those that have ended."""
+    return sum(one.ended - one.began for one in tries if one.ended is not None)

@@ -1,0 +1,227 @@
+"""A study's stages done on this machine, some at a time, each in a process of its own that does not outlive this one."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import megaenc
+from megaenc.console import clock
+from megaenc.errors import InputError
+from megaenc.processes import below, usable_cores
+from megaenc.study import journal
+from megaenc.study.node import Node
+from megaenc.study.remaining import Remaining
+from megaenc.study.screen import Screen
+
+_TRIES = 2
+_WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
+_LOOK = 0.2  # seconds between looks at what is running
+_TO_SAVE = 300.0  # seconds that a run is given when it is told to stop
+
+
+@dataclass
+class _Running:
+    """A stage under way."""
+
+    node: Node
+    command: list[str]
+    process: subprocess.Popen
+    slots: list[str]
+    lock: contextlib.ExitStack
+    began: float = field(default_factory=time.monotonic)
+
+
+def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: int = _TRIES) -> dict[str, str]:
+    """Do `nodes`, each when what it needs is done; returns why some were not done, by id.
+
+    A slot is a place for one process: the device that it sees, or "". Of those that can begin, the one goes first after which
+    most is still to come. What crashes is tried `tries` times in all. However this ends, no process is left; those that are told
+    to stop save first.
+    """
+    widest = max((node.processes for node in nodes), default=1)
+    if len(_different(slots, widest)) < widest:
+        has = f"{len(set(slots))} devices and " if slots[0] else ""
+        raise InputError(f"--jobs: found {has}{len(slots)}, expected as many as one pretraining run has processes: {widest}")
+    work = _Work(nodes, study, list(slots), tries)
+    with Screen(len(nodes)) as screen:
+        try:
+            while work.running or work.can_go_on():
+                for said in work.begin():
+                    screen.say(said)
+                if screen.due():
+                    left = work.remaining.seconds(len(slots))
+                    screen.show(work.progress(), len(work.finished), len(work.failed), left)
+                time.sleep(_LOOK)
+                for said in work.look():
+                    screen.say(said)
+        finally:
+            work.stop(screen.say)
+    return work.failed
+
+
+class _Work:
+    """What is waiting, running and done."""
+
+    def __init__(self, nodes: Sequence[Node], study: Path, slots: list[str], tries: int) -> None:
+        self.study, self.free, self.places, self.tries = study, slots, len(slots), tries
+        self.finished = {node.id for node in nodes if node.done()}
+        self.remaining = Remaining(nodes, study)
+        order = sorted((node for node in nodes if node.id not in self.finished), key=self.remaining.after, reverse=True)
+        self.waiting = {node.id: node for node in order}
+        self.known = {node.id for node in nodes}
+        self.running: dict[str, _Running] = {}
+        self.failed: dict[str, str] = {}
+        self.elsewhere: set[str] = set()
+        """Stages that another process was seen at."""
+        self._tried: dict[str, int] = defaultdict(int)
+
+    def can_go_on(self) -> bool:
+        """Whether anything that waits is not waiting for what has failed."""
+        return any(True for _ in self._next())
+
+    def _next(self) -> Iterator[Node]:
+        """Those for which all that they need is done. What is not among the nodes is taken for done."""
+        for node in list(self.waiting.values()):
+            if all(need in self.finished or need not in self.known for need in node.needs):
+                yield node
+
+    def begin(self) -> Iterator[str]:
+        """Begin what can begin and has room; what there is to say of it."""
+        for node in list(self._next()):
+            slots = _different(self.free, node.processes)
+            if len(slots) < node.processes:
+                return  # it is its turn: smaller ones behind it would keep it waiting for ever
+            with contextlib.ExitStack() as stack:
+                if not stack.enter_context(journal.lock(self.study, node.id)):
+                    if node.id not in self.elsewhere:
+                        yield f"{node.id}: another process is at it; waiting for that"
+                    self.elsewhere.add(node.id)
+                    continue
+                del self.waiting[node.id]
+                if node.done():  # by that other, meanwhile
+                    self.finished.add(node.id)
+                    continue
+                for slot in slots:
+                    self.free.remove(slot)
+                self._launch(node, slots, stack.pop_all())
+
+    def _launch(self, node: Node, slots: list[str], lock: contextlib.ExitStack) -> None:
+        command, log = node.command(), journal.log_of(self.study, node.id)
+        journal.begin(log, command)
+        with open(log, "ab") as stream:
+            process = subprocess.Popen(
+                below(command),
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=environment(slots, self.places),
+                start_new_session=True,  # Ctrl-C comes to this process alone
+            )
+        self.running[node.id] = _Running(node, command, process, slots, lock)
+
+    def look(self) -> Iterator[str]:
+        """See to those that have ended; what there is to say of them."""
+        for running in list(self.running.values()):
+            if (code := running.process.poll()) is not None:
+                yield from self._ended(running, code)
+
+    def _ended(self, running: _Running, code: int) -> Iterator[str]:
+        node = running.node
+        seconds, log = time.monotonic() - running.began, journal.log_of(self.study, node.id)
+        done = node.done()
+        more = not done and not code and node.command() != running.command  # this was one of several commands
+        how = journal.FINISHED if done or more else journal.STOPPED if code == _STOPPED else how_it_ended(code)
+        journal.end(log, how)
+        last = journal.tries(log)[-1]
+        if more:
+            self._launch(node, running.slots, running.lock)
+            return
+        del self.running[node.id]
+        running.lock.close()
+        self.free += running.slots
+        if done:
+            self.finished.add(node.id)
+            self.remaining.measured(node, seconds)
+            yield f"{node.id}: done in {clock(seconds)}"
+            return
+        self._tried[node.id] += 1
+        refused = code in (_WRONG_INPUT, _STOPPED)
+        refused |= node.processes > 1 and last.said.startswith("error: ")  # torchrun makes a 1 of every code
+        if not refused and self._tried[node.id] < self.tries:
+            self.waiting[node.id] = node  # behind the others
+            yield f"{node.id}: {how}: {last.said}; is tried once more"
+            return
+        why = last.said if refused else f"{how}: {last.said}"
+        self.failed[node.id] = f"{why} ({log})"
+        yield f"{node.id}: failed: {self.failed[node.id]}"
+
+    def progress(self) -> Mapping[str, tuple[float, float, str, float]]:
+        """Of those under way: done, of how much, the unit, and seconds."""
+        now = time.monotonic()
+        found = {}
+        for id, running in self.running.items():
+            done, total = running.node.progress()
+            self.remaining.under_way(running.node, done / total if total else 0)
+            found[id] = (done, total, running.node.unit, now - running.began)
+        return found
+
+    def stop(self, say: Callable[[str], None]) -> None:
+        """Tell what is running to stop, wait until it has saved, and kill what has not ended then."""
+        if not self.running:
+            return
+        say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
+        for running in self.running.values():
+            running.process.terminate()
+        deadline = time.monotonic() + _TO_SAVE
+        try:
+            for running in self.running.values():
+                running.process.wait(max(0.0, deadline - time.monotonic()))
+        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
+            pass
+        finally:
+            for id, running in self.running.items():
+                running.process.kill()
+                running.process.wait()
+                journal.end(journal.log_of(self.study, id), journal.STOPPED)
+                running.lock.close()
+
+
+def _different(slots: Sequence[str], count: int) -> list[str]:
+    """`count` of `slots`, or as many as there are, no two of the same device."""
+    return (list(dict.fromkeys(slots)) if slots and slots[0] else list(slots))[:count]
+
+
+def environment(slots: Sequence[str], places: int) -> dict[str, str]:
+    """That of a process in `slots` where `places` are in use on this machine: its devices, its share of the cores, this code."""
+    root = str(Path(megaenc.__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    threads = str(max(1, usable_cores() // places))
+    variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    devices = {variable: ",".join(dict.fromkeys(slots))} if slots[0] else {}
+    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **devices}
+
+
+def how_it_ended(code: int) -> str:
+    """Of what has not done its work: `exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
+    if not code:
+        return "ended well, but what it makes is not there"
+    if code > 0:
+        return f"exit code {code}"
+    hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"killed by {signal.Signals(-code).name}{hint}"
+
+
+def needed(nodes: Mapping[str, Node], wanted: Iterable[str]) -> list[Node]:
+    """Those that are wanted and all that they need, in the order of `nodes`."""
+    found, left = set(), list(wanted)
+    while left:
+        if (id := left.pop()) not in found:
+            found.add(id)
+            left += nodes[id].needs
+    return [node for id, node in nodes.items() if id in found]

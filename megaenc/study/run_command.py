@@ -1,0 +1,173 @@
+"""Do a study: pretraining, exports with certificate, fine-tuning, each stage when what it needs is done.
+
+megaenc study run configs/study/mini.yaml --output study
+megaenc study status configs/study/mini.yaml --output study
+
+What is finished is not done again: the same command goes on after a kill, a failure, or with more models in the manifest.
+"""
+
+import difflib
+import fnmatch
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import clock, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import locked, make_parent, stopped_by_sigterm
+from megaenc.processes import usable_cores
+from megaenc.study.graph import build_graph
+from megaenc.study.grid_stage import GridNode
+from megaenc.study.manifest import read_manifest
+from megaenc.study.node import Node, name_of
+from megaenc.study.run import execute, needed
+from megaenc.study.slurm import Cluster, submit
+from megaenc.study.stages import nodes_of
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What `megaenc study run` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
+    """The study as a YAML file: configs/study/*.yaml."""
+    output: str = ""
+    """Folder of the study: runs, exports, results and logs."""
+    data: str = ""
+    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    jobs: int = 0
+    """Stages at a time; 0: one for each GPU, without one a stage on every core."""
+    processes: int = 0
+    """Processes of one pretraining run, each on a GPU of its own; 0: the manifest's `hardware: devices`."""
+    only: tuple[str, ...] = ()
+    """Names of models or checkpoints, or stages as pretrain/NAME; * and ? stand for others. What they need is done too."""
+    dry_run: bool = False
+    """Say what would be done, and do nothing."""
+    slurm: Cluster = field(default_factory=Cluster)
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
+    quiet()
+    settings = flags.parse(RunFlags, argv, prog="megaenc study run", description=__doc__)
+    study = study_folder(settings.output, "run")
+    for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
+        if value < 0:
+            raise InputError(f"{flag}: found {value}, expected 0 or more")
+    settings.slurm.check()
+    graph = build_graph(read_manifest(settings.manifest, settings.data or None))
+    on_cluster = settings.slurm.slurm
+    nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1)
+    chosen = choose(nodes, settings.only)
+    for node in chosen:
+        node.check()
+    if settings.dry_run:
+        for node in chosen:
+            say(_what_would_be_done(node))
+        return
+    make_parent(study / "study", "--output")
+    with stopped_by_sigterm(), locked(study / ".locks" / "study") as mine:
+        if not mine:
+            raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
+        if on_cluster:
+            submit(chosen, study, settings.slurm)
+            return
+        run_here(chosen, study, settings)
+
+
+def run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
+    """Do `nodes` on this machine and say how it went."""
+    slots, began = places(settings.jobs), time.monotonic()
+    left = sum(not node.done() for node in nodes)
+    say(f"{study}: {len(nodes):,} stages, {len(nodes) - left:,} done, {left:,} to do, {len(slots)} at a time")
+    try:
+        failed = execute(nodes, study, slots)
+    except (KeyboardInterrupt, SystemExit):
+        say("what is finished is kept; the same command goes on with the rest")
+        raise
+    conclude(nodes, study, failed, time.monotonic() - began, settings)
+
+
+def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seconds: float, settings: RunFlags) -> None:
+    """Say what is missing and what to do next. Ends with exit code 1 if something is."""
+    missing = [node.id for node in nodes if not node.done()]
+    worthless = {node.id: node.failed() for node in nodes if isinstance(node, GridNode) and node.done() and node.failed()}
+    for id, count in worthless.items():
+        say(f"{id}: {count} runs without a score: their rate made the loss no number")
+    for id, why in failed.items():
+        say(f"failed: {id}: {why}")
+    if waiting := [id for id in missing if id not in failed]:
+        say(f"not done, as they need what failed: {', '.join(waiting)}")
+    say(f"{len(nodes) - len(missing):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
+    if missing:
+        say("the same command tries again what failed, and goes on")
+        sys.exit(1)
+    where = f"--results {study / 'results'} --runs {study / 'runs'} --output {study / 'report'}"
+    say(f"read them with `megaenc study report {settings.manifest} {where}`")
+
+
+def study_folder(output: str, command: str) -> Path:
+    """Where the study is, as an absolute path: jobs elsewhere go by it."""
+    if not output:
+        raise InputError(f"--output: missing, expected the folder of the study; see megaenc study {command} --help")
+    return Path(output).absolute()
+
+
+def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
+    """The stages that `only` names, and what they need; all where it is empty. InputError for a name that there is not."""
+    wanted: list[str] = list(nodes) if not only else []
+    for pattern in only:
+        found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
+        if not found:
+            near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
+            hint = f"did you mean {near[0]}?" if near else "expected a name of the plan"
+            raise InputError(f"--only: found {pattern}, {hint}")
+        wanted += found
+    return needed(nodes, wanted)
+
+
+def places(jobs: int) -> list[str]:
+    """A slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as there are devices or cores."""
+    devices = _devices()
+    count = jobs or len(devices) or usable_cores()
+    return [devices[number % len(devices)] if devices else "" for number in range(count)]
+
+
+def _devices() -> list[str]:
+    """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return []  # known without loading torch
+    ask = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    try:
+        count = int(asked.stdout)
+    except ValueError:
+        said = asked.stderr.strip().splitlines()
+        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}") from None
+    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = given.split(",") if given else []
+    return (chosen or [str(number) for number in range(count)])[:count]
+
+
+def _what_would_be_done(node: Node) -> str:
+    if node.done():
+        return f"{node.id}: done"
+    done, total = node.progress()
+    begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
+    return f"{node.id}: would run{begun}: {shlex.join(_shortened(node.command()))}"
+
+
+def _shortened(command: list[str]) -> list[str]:
+    """As a person would type it."""
+    names = {"megaenc": "megaenc", "torch.distributed.run": "torchrun"}
+    return [names[command[2]], *command[3:]] if command[:2] == [sys.executable, "-m"] else command

@@ -1,0 +1,207 @@
+"""A study on a cluster: a Slurm job for each stage that is left, each after those it needs, through submitit."""
+
+import hashlib
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+from megaenc.console import quiet, say
+from megaenc.errors import InputError
+from megaenc.finetune.grid import count
+from megaenc.finetune.slurm import of_cluster
+from megaenc.processes import below
+from megaenc.study import journal
+from megaenc.study.grid_stage import GridNode
+from megaenc.study.node import Node
+from megaenc.study.pretrain_stage import PretrainNode
+from megaenc.study.run import environment, execute
+
+_TIMEOUTS = 1000  # that a job may run into: each time it has come further
+_TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job
+_TO_BE_ENDED = 300.0  # seconds after which nobody seems to want that any more
+_FIRST_PORT, _PORTS = 20_000, 20_000
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How a study is given to a cluster."""
+
+    slurm: bool = False
+    """submit what is left as Slurm jobs, each after those it needs, instead of doing it here"""
+    slurm_partition: str = ""
+    """partition; the cluster's own unless given"""
+    slurm_minutes: int = 240
+    """longest time of a job; one that runs into it, or is preempted, saves, is requeued and goes on"""
+    slurm_gpus: int = 1
+    """GPUs of a machine; a pretraining run has as many machines as its processes take"""
+    slurm_cpus: int = 8
+    """cores of a job on each machine"""
+    slurm_parallel: int = 256
+    """data sets of one model that are fine-tuned on at a time at most"""
+    slurm_extra: tuple[str, ...] = ()
+    """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
+    slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
+    """submitit's executor; to try it without a cluster: `local` does the jobs on this machine in the background, `debug` in this
+    very process"""
+
+    def check(self) -> None:
+        """InputError for a number that cannot be."""
+        for name, least in (("slurm_minutes", 1), ("slurm_gpus", 0), ("slurm_cpus", 1), ("slurm_parallel", 1)):
+            if (value := getattr(self, name)) < least:
+                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {least}")
+
+    def machines(self, node: Node) -> int:
+        """Machines of a stage's job."""
+        if node.processes <= max(1, self.slurm_gpus):
+            return 1
+        if node.processes % self.slurm_gpus:
+            raise InputError(
+                f"--slurm-gpus {self.slurm_gpus}: {node.id} has {node.processes} processes, expected a number that divides it"
+            )
+        return node.processes // self.slurm_gpus
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a job does. It is pickled; this class goes by its name."""
+
+    node: Node
+    study: Path
+    machines: int = 1
+
+    def __call__(self) -> None:
+        """Do the stage, as on one machine. RuntimeError where it was not done: then Slurm does not begin what needs it."""
+        quiet()
+        if self.machines > 1:
+            self._with_others()
+        else:
+            self._do(self.node)
+
+    def _do(self, node: Node, **how: int) -> None:
+        """Do it to its end. Told to stop by another than this process (scancel, preemption), it saves and waits to be ended."""
+        while failed := execute([node], self.study, [""] * node.processes, **how):
+            if journal.tries(journal.log_of(self.study, node.id))[-1].how != journal.STOPPED:
+                raise RuntimeError(failed[node.id])
+            time.sleep(_TO_BE_ENDED)  # an end before that would be a failure in the eyes of Slurm
+
+    def _with_others(self) -> None:
+        """One torchrun on each machine; the first keeps log and lock."""
+        import submitit
+
+        job, each = submitit.JobEnvironment(), self.node.processes // self.machines
+        port = _FIRST_PORT + int(job.raw_job_id) % _PORTS
+        where = ("--node-rank", str(job.node), "--master-addr", job.hostnames[0], "--master-port", str(port))
+        node = replace(self.node, processes=each, launcher=("--nnodes", str(self.machines), *where))
+        if job.node == 0:
+            self._do(node, tries=1)
+            return
+        if not node.done() and (code := subprocess.run(below(node.command()), env=environment([""], each)).returncode):
+            raise RuntimeError(f"{node.id}: exit code {code} on {job.hostname}")
+
+    def checkpoint(self) -> Any:
+        """What submitit queues when the job's time is over or it is preempted: the same, which goes on from what is saved now."""
+        from submitit.helpers import DelayedSubmission
+
+        children = psutil.Process().children()
+        for child in children:
+            child.terminate()
+        psutil.wait_procs(children, timeout=_TO_SAVE)
+        return DelayedSubmission(self)
+
+
+def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
+    """Submit what is left of `nodes`, neither done nor queued; returns submitit's jobs by stage. InputError where it cannot be.
+
+    submitit's own executors know no dependencies: with these, a stage is submitted when those that it needs have ended.
+    """
+    try:
+        import submitit
+    except ImportError:
+        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
+    on_slurm = cluster.slurm_cluster == "slurm"
+    ids = queued(study) if on_slurm else {}
+    jobs: dict[str, list[Any]] = {}
+    left = [node for node in nodes if not node.done()]
+    before = [node.id for node in left if node.id in ids]
+    for node in left:
+        if node.id in before:
+            continue
+        needs = [need for need in node.needs if need in ids or need in jobs]
+        if not on_slurm and not all(_ended_well(job) for need in needs for job in jobs[need]):
+            say(f"{node.id}: not submitted, as what it needs has failed")
+            continue
+        try:
+            jobs[node.id] = _submit_one(submitit, node, study, cluster, [ids[need] for need in needs] if on_slurm else [])
+        except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
+            raise InputError(f"--slurm: {node.id} could not be submitted: {error}") from None
+        ids[node.id] = jobs[node.id][0].job_id.partition("_")[0]
+        after = f" after {', '.join(ids[need] for need in needs)}" if needs else ""
+        say(f"{node.id}: job {ids[node.id]}{after}")
+    if cluster.slurm_cluster == "debug":
+        for job in (job for several in jobs.values() for job in several):
+            _ended_well(job)
+    _conclude(nodes, left, before, jobs, study)
+    return jobs
+
+
+def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
+    """The job of a stage, or the array of a grid's parts."""
+    machines = cluster.machines(node)
+    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else [node]
+    executor = submitit.AutoExecutor(
+        folder=study / ".slurm" / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_TIMEOUTS
+    )
+    asked = of_cluster(cluster)
+    if cluster.slurm_cluster == "slurm":
+        extra = asked.pop("slurm_additional_parameters", {})
+        if after:
+            extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
+        per_machine = min(cluster.slurm_gpus, node.processes) if isinstance(node, PretrainNode) else cluster.slurm_gpus
+        asked |= {"gpus_per_node": per_machine} if per_machine else {}
+        asked |= {"nodes": machines, "tasks_per_node": 1, "slurm_additional_parameters": extra}
+    executor.update_parameters(name=job_name(study, node.id), timeout_min=cluster.slurm_minutes, **asked)
+    tasks = [Task(part, study, machines) for part in parts]
+    if len(tasks) == 1:
+        return [executor.submit(tasks[0])]
+    with executor.batch():
+        return [executor.submit(task) for task in tasks]
+
+
+def _ended_well(job: Any) -> bool:
+    """Wait for a job of submitit's own executors."""
+    try:
+        job.result()
+    except Exception as error:
+        say(f"job {job.job_id}: {str(error).strip().splitlines()[-1]}")
+        return False
+    return True
+
+
+def _conclude(nodes: Sequence[Node], left: Sequence[Node], before: Sequence[str], jobs: Mapping[str, Any], study: Path) -> None:
+    waiting = f", {len(before):,} in the queue already" if before else ""
+    done = len(nodes) - len(left)
+    say(f"{count(len(nodes), 'stage')}: {done:,} done before{waiting}, {len(jobs):,} submitted; what they say: {study / 'logs'}")
+    say("`megaenc study status` shows how far they are; the same command again submits what is missing then")
+
+
+def job_name(study: Path, stage: str) -> str:
+    """What a stage's job is called in the queue, unlike those of other studies."""
+    return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
+
+
+def queued(study: Path) -> dict[str, str]:
+    """The jobs of a study that wait or run: job ids by stage. Raises InputError where the queue cannot be asked."""
+    try:
+        asked = subprocess.run(["squeue", "--me", "--noheader", "--format=%F %j"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"--slurm: squeue cannot be asked: {error}; expected to be on a cluster") from None
+    if asked.returncode:
+        raise InputError(f"--slurm: squeue cannot be asked: {asked.stderr.strip()}")
+    mark = job_name(study, "")
+    jobs = (line.strip().partition(" ") for line in asked.stdout.splitlines())
+    return {name.removesuffix(mark): id for id, _, name in jobs if name.endswith(mark)}

@@ -1,0 +1,160 @@
+"""How far a study is: each stage, whether it waits, runs, is done or has failed, and why. Asks the folders and nothing else.
+
+megaenc study status configs/study/mini.yaml --output study
+
+On a terminal the table is live until all is done (Ctrl-C ends it); to a file or a pipe it is written once.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import clock, quiet, say
+from megaenc.errors import one_line_errors
+from megaenc.study import journal
+from megaenc.study.graph import build_graph
+from megaenc.study.grid_stage import GridNode
+from megaenc.study.manifest import read_manifest
+from megaenc.study.node import Node
+from megaenc.study.remaining import Remaining, spent
+from megaenc.study.run_command import choose, study_folder
+from megaenc.study.screen import amount
+from megaenc.study.stages import nodes_of
+
+State = Literal["failed", "running", "waiting", "done"]
+_ORDER: tuple[State, ...] = ("failed", "running", "waiting", "done")
+_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}
+_EVERY = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class StatusFlags:
+    """What `megaenc study status` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
+    """The study as a YAML file: configs/study/*.yaml."""
+    output: str = ""
+    """Folder of the study, as `megaenc study run` got it."""
+    data: str = ""
+    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    only: tuple[str, ...] = ()
+    """Stages to show with what they need, as `megaenc study run` takes them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage, as its folder and its log say."""
+
+    stage: str
+    state: State
+    progress: str
+    share: float
+    """from 0 to 1"""
+    seconds: float
+    """of all tries"""
+    why: str
+    """of a failure, or what is waited for"""
+
+
+def rows(nodes: Iterable[Node], study: Path) -> list[Row]:
+    """Every stage, in the given order."""
+    found: dict[str, Row] = {}
+    for node in nodes:
+        found[node.id] = _row(node, study, found)
+    return list(found.values())
+
+
+def _row(node: Node, study: Path, before: Mapping[str, Row]) -> Row:
+    names = [node.id, *(part.id for part in node.parts())] if isinstance(node, GridNode) else [node.id]
+    tries = {name: journal.tries(journal.log_of(study, name)) for name in names}
+    done, total = node.progress()
+    seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
+    progress = amount(done, total, node.unit)
+    if node.done():
+        lost = node.failed() if isinstance(node, GridNode) else 0
+        why = f"{lost} runs have no score: their rate made the loss no number" if lost else ""
+        return Row(node.id, "done", progress, 1.0, seconds, why)
+    if running := [name for name in names if journal.is_locked(study, name)]:
+        began = [tries[name][-1].began for name in running if tries[name] and tries[name][-1].ended is None]
+        return Row(node.id, "running", progress, share, seconds + sum(time.time() - one for one in began), "")
+    if failed := [(name, tries[name][-1]) for name in names if tries[name] and tries[name][-1].failed]:
+        name, last = failed[-1]
+        return Row(node.id, "failed", progress, share, seconds, f"{last.how}: {last.said} ({journal.log_of(study, name)})")
+    needs = [need for need in node.needs if need in before and before[need].state != "done"]
+    why = f"needs {', '.join(needs)}" if needs else ""
+    if any(before[need].state == "failed" for need in needs):
+        why += ", which failed"
+    return Row(node.id, "waiting", progress, share, seconds, why)
+
+
+def headline(table: Sequence[Row], left: float | None) -> str:
+    """The whole in one line."""
+    counts = Counter(row.state for row in table)
+    words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
+    share = sum(row.share for row in table) / len(table)
+    rest = f", about {clock(left)} left" if left else ""
+    return f"{len(table):,} stages: {words}; {100 * share:.0f} %{rest}"
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study status`."""
+    quiet()
+    settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
+    study = study_folder(settings.output, "status")
+    nodes = choose(nodes_of(build_graph(read_manifest(settings.manifest, settings.data or None)), study), settings.only)
+    if sys.stdout.isatty():
+        _watch(nodes, study)
+        return
+    table = rows(nodes, study)
+    say(headline(table, _left(nodes, study, table)))
+    widths = [max(map(len, column)) for column in zip(*(_cells(row)[:4] for row in table), strict=True)]
+    for row in table:
+        *cells, why = _cells(row)
+        say("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), why]).rstrip())
+
+
+def _left(nodes: Sequence[Node], study: Path, table: Sequence[Row]) -> float | None:
+    """Seconds that are left at the present pace: with as many at a time as run now."""
+    running = sum(row.state == "running" for row in table)
+    remaining = Remaining(nodes, study)
+    for node, row in zip(nodes, table, strict=True):
+        remaining.under_way(node, row.share)
+    return remaining.seconds(running) if running else None
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    return row.stage, row.state, row.progress, clock(row.seconds) if row.seconds else "", row.why
+
+
+def _watch(nodes: Sequence[Node], study: Path) -> None:
+    """Show the table until all is done; what needs attention stands first."""
+    from rich.live import Live
+
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            table = rows(nodes, study)
+            live.update(_table(table, headline(table, _left(nodes, study, table))), refresh=True)
+            if all(row.state == "done" for row in table):
+                return
+            time.sleep(_EVERY)
+
+
+def _table(table: Sequence[Row], title: str):
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
+    for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
+        drawn.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
+    for row in sorted(table, key=lambda row: _ORDER.index(row.state)):
+        drawn.add_row(*(Text(cell, style=_STYLES[row.state] if at == 1 else "") for at, cell in enumerate(_cells(row))))
+    return drawn

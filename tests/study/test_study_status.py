@@ -1,0 +1,119 @@
+"""The table says of each stage what its folder and its log say, and of a failure why."""
+
+import os
+import pty
+import subprocess
+import sys
+
+import manifests
+import runs
+from fake_nodes import WELL, Fake
+
+from megaenc.study import journal
+from megaenc.study.run import execute
+from megaenc.study.status import headline, main, rows
+
+
+def test_a_table_of_every_state(tmp_path):
+    done = Fake("pretrain/a", tmp_path, script="sleep 1.2; " + WELL)
+    nodes = [
+        done,
+        Fake("pretrain/b", tmp_path, script="echo loading; echo 'ValueError: too small'; exit 1"),
+        Fake("export/a", tmp_path, ("pretrain/a",)),
+        Fake("export/b", tmp_path, ("pretrain/b",)),
+        Fake("finetune/a", tmp_path, ("export/a",)),
+    ]
+    execute(nodes[:2], tmp_path, ["", ""])
+    journal.begin(journal.log_of(tmp_path, "export/a"), ["convert"])
+    with journal.lock(tmp_path, "export/a"):
+        table = {row.stage: row for row in rows(nodes, tmp_path)}
+    assert {name: row.state for name, row in table.items()} == {
+        "pretrain/a": "done",
+        "pretrain/b": "failed",
+        "export/a": "running",
+        "export/b": "waiting",
+        "finetune/a": "waiting",
+    }
+    log = tmp_path / "logs" / "pretrain" / "b.log"
+    assert table["pretrain/b"].why == f"exit code 1: ValueError: too small ({log})"
+    assert table["export/b"].why == "needs pretrain/b, which failed" and table["finetune/a"].why == "needs export/a"
+    assert table["pretrain/a"].seconds >= 1 and table["pretrain/a"].progress == "1 of 1 parts"
+    assert headline(list(table.values()), 75.0) == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
+
+
+def test_what_was_killed_or_stopped_waits(tmp_path):
+    node = Fake("pretrain/a", tmp_path)
+    log = journal.log_of(tmp_path, node.id)
+    journal.begin(log, node.command())
+    assert rows([node], tmp_path)[0].state == "waiting"
+    journal.begin(log, node.command())
+    journal.end(log, journal.STOPPED)
+    assert rows([node], tmp_path)[0].state == "waiting"
+
+
+def test_the_line_that_says_why():
+    ours = ["step 1", "error: --lr: found 0, expected a number above 0", "E1122 torch: exitcode: 1", "=====", "Root Cause"]
+    assert journal.best_line(ours) == "error: --lr: found 0, expected a number above 0"
+    trace = ["Traceback (most recent call last):", '  File "x.py", line 3', "    f()", "torch.OutOfMemoryError: no room", ""]
+    assert journal.best_line([*trace, "bye"]) == "torch.OutOfMemoryError: no room"
+    grid = [
+        "without result: toy sst2 1e-03 sd0: killed by SIGKILL",
+        "done in 0:01",
+        "without result: 1 training; the same command",
+    ]
+    assert journal.best_line(grid) == grid[0]
+    assert journal.best_line(["one", "two", ""]) == "two" and journal.best_line([]) == ""
+
+
+def test_tries_of_a_log_cut_in_a_line(tmp_path):
+    log = tmp_path / "x.log"
+    journal.begin(log, ["a"])
+    with open(log, "a") as stream:
+        stream.write("half a li")
+    journal.begin(log, ["a"])
+    journal.end(log, "exit code 3")
+    first, second = journal.tries(log)
+    assert (first.ended, first.how, first.said) == (None, "", "half a li") and second.how == "exit code 3"
+
+
+def test_to_a_pipe_it_is_written_once(tmp_path, capsys):
+    main([str(manifests.write(tmp_path)), "--output", str(tmp_path / "study"), "--only", "toy-mlm40-400"])
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "4 stages: 4 waiting; 0 %"
+    assert [line.split()[0] for line in lines] == [
+        "corpus",
+        "pretrain/toy-mlm40-400",
+        "export/toy-mlm40-400",
+        "finetune/toy-mlm40-400",
+    ]
+    assert lines[1].split()[2:] == ["0", "of", "400", "steps", "needs", "corpus"] and "0 of 12 results" in lines[3]
+    assert not (tmp_path / "study").exists()
+
+
+def test_on_a_terminal_it_is_live_until_all_is_done(tmp_path):
+    """Two stages, of which the last is done while it is looked at."""
+    code = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from fake_nodes import Fake
+from megaenc.study import status
+study = Path({str(tmp_path)!r})
+nodes = [Fake("pretrain/a", study), Fake("export/a", study, ("pretrain/a",))]
+nodes[0].made.touch()
+status.time.sleep = lambda seconds: nodes[1].made.touch()
+status._watch(nodes, study)
+"""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=theirs, env=runs.surroundings() | {"COLUMNS": "120", "TERM": "xterm"}
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # the terminal's end
+        pass
+    assert process.wait(60) == 0
+    assert b"2 stages: 1 done, 1 waiting; 50 %" in shown and b"2 stages: 2 done; 100 %" in shown
