@@ -177,4 +177,4 @@ def test_seeds_that_have_nothing_in_common():
         for score in mini(5).scores
     ]
     found = by_claim(Evidence(scores))["1a"]
-    assert found.verdict == "not resolved" and "no seed that all of the models were fine-tuned with" in found.reason
+    assert found.verdict == "not resolved" and "No seed that all of the models were fine-tuned with" in found.reason

@@ -16,7 +16,7 @@ def reports(folder) -> list[dict]:
 @pytest.mark.parametrize(
     ("slow", "layout", "processes", "place"),
     [
-        ("1:data:0.1", ["--pipeline-model-parallel-size", "2"], 2, "(tensor 0, pipeline 1, data 0)"),
+        ("1:data:0.2", ["--pipeline-model-parallel-size", "2"], 2, "(tensor 0, pipeline 1, data 0)"),
         (
             "2:compute:0.08",  # far above what four ranks on two busy cores differ by
             ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
