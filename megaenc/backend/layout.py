@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from megaenc.backend.device import detect
 from megaenc.errors import InputError
 
 
@@ -54,6 +53,8 @@ class Layout:
         self._check_overlap()
 
     def _check_overlap(self) -> None:
+        from megaenc.backend.device import detect  # imports torch
+
         for flag, given in (
             ("--overlap-grad-reduce", self.overlap_grad_reduce),
             ("--overlap-param-gather", self.overlap_param_gather),

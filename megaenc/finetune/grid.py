@@ -74,6 +74,7 @@ def plan(settings: GridSettings, find: Find) -> Plan:
 
 def _check(settings: GridSettings) -> None:
     settings.protocol.check()
+    settings.slurm.check()
     for flag, values in (("--model", settings.model), ("--datasets", settings.datasets)):
         if not values:
             raise InputError(f"{flag}: found none, expected at least one")
@@ -82,11 +83,6 @@ def _check(settings: GridSettings) -> None:
         ("--jobs", settings.local.jobs, 0),
         ("--jobs-per-gpu", settings.local.jobs_per_gpu, 1),
         ("--hang-minutes", settings.local.hang_minutes, 0),
-        ("--jobs-per-task", settings.slurm.jobs_per_task, 1),
-        ("--slurm-minutes", settings.slurm.slurm_minutes, 1),
-        ("--slurm-gpus", settings.slurm.slurm_gpus, 0),
-        ("--slurm-cpus", settings.slurm.slurm_cpus, 1),
-        ("--slurm-parallel", settings.slurm.slurm_parallel, 1),
     ):
         if not value >= least:
             raise InputError(f"{flag}: found {value}, expected at least {least}")

@@ -12,28 +12,73 @@ from megaenc.finetune.jobs import Job
 
 
 @dataclass(frozen=True)
-class SlurmSettings:
-    """How the grid is given to a cluster."""
+class Cluster:
+    """How work is given to a cluster."""
 
     slurm: bool = False
-    """submit the runs as a Slurm array instead of doing them here"""
+    """submit what is left as Slurm jobs instead of doing it here"""
     slurm_partition: str = ""
     """partition; the cluster's own unless given"""
     slurm_minutes: int = 240
-    """longest time of a task; one that runs into it is requeued and goes on, three times at most"""
+    """longest time of a job; one that runs into it is requeued and goes on"""
     slurm_gpus: int = 1
-    """GPUs of a task"""
+    """GPUs of a job on each machine"""
     slurm_cpus: int = 8
-    """cores of a task"""
+    """cores of a job on each machine"""
     slurm_parallel: int = 256
-    """tasks at a time at most"""
+    """tasks of an array at a time at most"""
     slurm_extra: tuple[str, ...] = ()
     """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
     slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """submitit's executor; `local` does the tasks on this machine in the background, all at once: to try it without a cluster;
+    """submitit's executor; to try it without a cluster: `local` does the jobs on this machine in the background, all at once,
     `debug` in this very process"""
+
+    def check(self) -> None:
+        """InputError for a number that cannot be."""
+        for name, least in (("slurm_minutes", 1), ("slurm_gpus", 0), ("slurm_cpus", 1), ("slurm_parallel", 1)):
+            if (value := getattr(self, name)) < least:
+                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {least}")
+
+    def asked(self) -> dict[str, Any]:
+        """What submitit's executor is told of partition, cores, GPUs and more; its own executors nothing. Raises InputError."""
+        if self.slurm_cluster != "slurm":
+            return {}
+        extra = {}
+        for text in self.slurm_extra:
+            key, equals, value = text.partition("=")
+            if not key or not equals:
+                raise InputError(f"--slurm-extra: found {text!r}, expected key=value")
+            extra[key] = value
+        return {
+            "cpus_per_task": self.slurm_cpus,
+            "gpus_per_node": self.slurm_gpus,
+            "slurm_array_parallelism": self.slurm_parallel,
+            **({"slurm_partition": self.slurm_partition} if self.slurm_partition else {}),
+            **({"slurm_additional_parameters": extra} if extra else {}),
+        }
+
+
+def import_submitit() -> Any:
+    """The library that hands jobs in. InputError where it is not installed."""
+    try:
+        import submitit
+    except ImportError:
+        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
+    return submitit
+
+
+@dataclass(frozen=True)
+class SlurmSettings(Cluster):
+    """How the grid is given to a cluster: as one array."""
+
     jobs_per_task: int = 30
     """runs of a task, one after another or as many at a time as --jobs and --jobs-per-gpu say"""
+
+    def check(self) -> None:
+        """InputError for a number that cannot be."""
+        super().check()
+        if self.jobs_per_task < 1:
+            raise InputError(f"--jobs-per-task: found {self.jobs_per_task}, expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -63,13 +108,9 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
     if not jobs:
         say("nothing to submit")
         return []
-    try:
-        import submitit
-    except ImportError:
-        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
-    size = settings.jobs_per_task
+    submitit, size = import_submitit(), settings.jobs_per_task
     parts = [Part(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
-    logs, asked = Path(output, ".slurm"), of_cluster(settings)
+    logs, asked = Path(output, ".slurm"), settings.asked()
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
         executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
@@ -82,22 +123,3 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
     say(f"submitted {len(jobs):,} runs as {len(parts):,} tasks of up to {size}: {shown}; what they say: {logs}")
     say(f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing")
     return submitted
-
-
-def of_cluster(settings: SlurmSettings) -> dict[str, Any]:
-    """What submitit's executor is told of partition, cores, GPUs and more; for its own executors nothing. Raises InputError."""
-    if settings.slurm_cluster != "slurm":
-        return {}
-    extra = {}
-    for text in settings.slurm_extra:
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise InputError(f"--slurm-extra: found {text!r}, expected key=value")
-        extra[key] = value
-    return {
-        "cpus_per_task": settings.slurm_cpus,
-        "gpus_per_node": settings.slurm_gpus,
-        "slurm_array_parallelism": settings.slurm_parallel,
-        **({"slurm_partition": settings.slurm_partition} if settings.slurm_partition else {}),
-        **({"slurm_additional_parameters": extra} if extra else {}),
-    }

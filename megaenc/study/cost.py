@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
 from megaenc.study.graph import Graph, Pretraining
-from megaenc.study.pretrain_flags import RunFlags
+from megaenc.training.settings import PretrainSettings
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -129,7 +129,7 @@ def amount(graph: Graph, model: Model, after: int, last: int) -> Amount:
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
 
 
-def pack_flops(flags: RunFlags, vocab_size: int, part: Part) -> float:
+def pack_flops(flags: PretrainSettings, vocab_size: int, part: Part) -> float:
     """Expected operations of one pack, forward and backward, under one objective.
 
     Packs that are cut at a random point have two documents; of others the edges are not known before there is a corpus, so

@@ -11,8 +11,9 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.objectives import Attention, Objective, Phase, Schedule
-from megaenc.study.pretrain_flags import RunFlags, rate_steps, run_flags
+from megaenc.study.pretrain_flags import rate_steps, run_flags
 from megaenc.study.setting import Setting, name_of
+from megaenc.training.settings import PretrainSettings
 
 # Schedules are read before there is a tokenizer: any with a mask token will do.
 _ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
@@ -87,7 +88,7 @@ class Model:
     setting: Setting
     flags: Mapping[str, Any] = field(repr=False)
     """Of `megaenc pretrain`, of every run of this model: without schedule, steps, seed, warm-up, decay, start and folder."""
-    run: RunFlags = field(repr=False)
+    run: PretrainSettings = field(repr=False)
     """Those over the defaults."""
     schedule: str
     """As --objective-schedule takes it."""

@@ -8,16 +8,15 @@ from megaenc.finetune import results
 from megaenc.finetune.examples import Family
 from megaenc.finetune.options import Protocol
 from megaenc.study.graph import FineTuning, arguments
-from megaenc.study.node import changed, megaenc
+from megaenc.study.node import OfStage, changed, megaenc
 from megaenc.study.tasks import Training
 
 
 @dataclass(frozen=True)
-class GridNode:
+class GridNode(OfStage):
     """One model's fine-tuning."""
 
     stage: FineTuning
-    study: Path
     protocol: Protocol
     jobs: int
     """runs at a time; 0: as many as the machine has room for"""
@@ -31,11 +30,6 @@ class GridNode:
     def id(self) -> str:
         """That of the stage, or of its part."""
         return f"{self.stage.id}@{self.part}" if self.part else self.stage.id
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Those of the stage."""
-        return self.stage.needs
 
     @property
     def work(self) -> float:

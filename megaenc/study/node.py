@@ -3,10 +3,12 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from megaenc.errors import InputError
+from megaenc.study.graph import Stage
 
 
 class Node(Protocol):
@@ -34,6 +36,24 @@ class Node(Protocol):
 
     def check(self) -> None:
         """InputError where its folder holds something else than the manifest says now."""
+
+
+@dataclass(frozen=True)
+class OfStage:
+    """What the nodes of all kinds have in common."""
+
+    stage: Stage
+    study: Path
+
+    @property
+    def id(self) -> str:
+        """That of the stage."""
+        return self.stage.id
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Those of the stage."""
+        return self.stage.needs
 
 
 def kind_of(node: Node) -> str:

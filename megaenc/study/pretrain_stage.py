@@ -10,7 +10,7 @@ from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.study.entries import schedule_of
 from megaenc.study.graph import Pretraining, arguments
-from megaenc.study.node import changed, megaenc, read_json
+from megaenc.study.node import OfStage, changed, megaenc, read_json
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
 
@@ -18,11 +18,10 @@ _LAST_ROW = 8192  # bytes at the end of metrics.jsonl in which the last row is
 
 
 @dataclass(frozen=True)
-class PretrainNode:
+class PretrainNode(OfStage):
     """One pretraining run."""
 
     stage: Pretraining
-    study: Path
     processes: int
     work: float
     """FLOP"""
@@ -30,16 +29,6 @@ class PretrainNode:
     launcher: tuple[str, ...] = ("--standalone",)
     """how torchrun finds the others"""
     unit: str = "steps"
-
-    @property
-    def id(self) -> str:
-        """That of the stage."""
-        return self.stage.id
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Those of the stage."""
-        return self.stage.needs
 
     @property
     def folder(self) -> Path:

@@ -24,13 +24,14 @@ from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, make_parent, stopped_by_sigterm
+from megaenc.finetune.slurm import Cluster
 from megaenc.processes import usable_cores
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node, name_of
 from megaenc.study.run import execute, needed
-from megaenc.study.slurm import Cluster, submit
+from megaenc.study.slurm import submit
 from megaenc.study.stages import nodes_of
 
 

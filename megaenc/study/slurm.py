@@ -6,14 +6,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 from megaenc.console import quiet, say
 from megaenc.errors import InputError
 from megaenc.finetune.grid import count
-from megaenc.finetune.slurm import of_cluster
+from megaenc.finetune.slurm import Cluster, import_submitit
 from megaenc.processes import below
 from megaenc.study import journal
 from megaenc.study.grid_stage import GridNode
@@ -25,45 +25,6 @@ _TIMEOUTS = 1000  # that a job may run into: each time it has come further
 _TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job
 _TO_BE_ENDED = 300.0  # seconds after which nobody seems to want that any more
 _FIRST_PORT, _PORTS = 20_000, 20_000
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """How a study is given to a cluster."""
-
-    slurm: bool = False
-    """submit what is left as Slurm jobs, each after those it needs, instead of doing it here"""
-    slurm_partition: str = ""
-    """partition; the cluster's own unless given"""
-    slurm_minutes: int = 240
-    """longest time of a job; one that runs into it, or is preempted, saves, is requeued and goes on"""
-    slurm_gpus: int = 1
-    """GPUs of a machine; a pretraining run has as many machines as its processes take"""
-    slurm_cpus: int = 8
-    """cores of a job on each machine"""
-    slurm_parallel: int = 256
-    """data sets of one model that are fine-tuned on at a time at most"""
-    slurm_extra: tuple[str, ...] = ()
-    """more for sbatch, as key=value: account=abc qos=long constraint=MI250"""
-    slurm_cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """submitit's executor; to try it without a cluster: `local` does the jobs on this machine in the background, `debug` in this
-    very process"""
-
-    def check(self) -> None:
-        """InputError for a number that cannot be."""
-        for name, least in (("slurm_minutes", 1), ("slurm_gpus", 0), ("slurm_cpus", 1), ("slurm_parallel", 1)):
-            if (value := getattr(self, name)) < least:
-                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {least}")
-
-    def machines(self, node: Node) -> int:
-        """Machines of a stage's job."""
-        if node.processes <= max(1, self.slurm_gpus):
-            return 1
-        if node.processes % self.slurm_gpus:
-            raise InputError(
-                f"--slurm-gpus {self.slurm_gpus}: {node.id} has {node.processes} processes, expected a number that divides it"
-            )
-        return node.processes // self.slurm_gpus
 
 
 @dataclass(frozen=True)
@@ -114,15 +75,23 @@ class Task:
         return DelayedSubmission(self)
 
 
+def machines(cluster: Cluster, node: Node) -> int:
+    """Of a stage's job: as many as its processes take."""
+    if node.processes <= max(1, cluster.slurm_gpus):
+        return 1
+    if node.processes % cluster.slurm_gpus:
+        raise InputError(
+            f"--slurm-gpus {cluster.slurm_gpus}: {node.id} has {node.processes} processes, expected a number that divides it"
+        )
+    return node.processes // cluster.slurm_gpus
+
+
 def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
     """Submit what is left of `nodes`, neither done nor queued; returns submitit's jobs by stage. InputError where it cannot be.
 
     submitit's own executors know no dependencies: with these, a stage is submitted when those that it needs have ended.
     """
-    try:
-        import submitit
-    except ImportError:
-        raise InputError("--slurm: submitit is not installed; install it with `pip install submitit`") from None
+    submitit = import_submitit()
     on_slurm = cluster.slurm_cluster == "slurm"
     ids = queued(study) if on_slurm else {}
     jobs: dict[str, list[Any]] = {}
@@ -151,21 +120,21 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
 
 def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
     """The job of a stage, or the array of a grid's parts."""
-    machines = cluster.machines(node)
+    together = machines(cluster, node)
     parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else [node]
     executor = submitit.AutoExecutor(
         folder=study / ".slurm" / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_TIMEOUTS
     )
-    asked = of_cluster(cluster)
+    asked = cluster.asked()
     if cluster.slurm_cluster == "slurm":
         extra = asked.pop("slurm_additional_parameters", {})
         if after:
             extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
         per_machine = min(cluster.slurm_gpus, node.processes) if isinstance(node, PretrainNode) else cluster.slurm_gpus
         asked |= {"gpus_per_node": per_machine} if per_machine else {}
-        asked |= {"nodes": machines, "tasks_per_node": 1, "slurm_additional_parameters": extra}
+        asked |= {"nodes": together, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     executor.update_parameters(name=job_name(study, node.id), timeout_min=cluster.slurm_minutes, **asked)
-    tasks = [Task(part, study, machines) for part in parts]
+    tasks = [Task(part, study, together) for part in parts]
     if len(tasks) == 1:
         return [executor.submit(tasks[0])]
     with executor.batch():

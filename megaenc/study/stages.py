@@ -16,7 +16,7 @@ from pathlib import Path
 from megaenc.study.cost import amount
 from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
 from megaenc.study.grid_stage import GridNode
-from megaenc.study.node import Node, changed, megaenc, read_json
+from megaenc.study.node import Node, OfStage, changed, megaenc, read_json
 from megaenc.study.pretrain_stage import PretrainNode, check_kept
 
 _SECONDS = 30.0  # of a conversion, or of making a corpus, until one is measured
@@ -47,21 +47,14 @@ def nodes_of(graph: Graph, study: Path, *, processes: int = 0, grid_jobs: int = 
 
 
 @dataclass(frozen=True)
-class CorpusNode:
+class CorpusNode(OfStage):
     """The study's own tokenizer and tokenised text."""
 
     stage: CorpusStage
-    study: Path
-    needs: tuple[str, ...] = ()
     processes: int = 1
     unit: str = "parts"
     work: float = 1.0
     planned: float | None = _SECONDS
-
-    @property
-    def id(self) -> str:
-        """That of the stage."""
-        return self.stage.id
 
     def command(self) -> list[str]:
         """The first whose file or folder is not there; the last where all are."""
@@ -94,25 +87,14 @@ class CorpusNode:
 
 
 @dataclass(frozen=True)
-class ExportNode:
+class ExportNode(OfStage):
     """One conversion, with its certificate."""
 
     stage: Export
-    study: Path
     processes: int = 1
     unit: str = "models"
     work: float = 1.0
     planned: float | None = _SECONDS
-
-    @property
-    def id(self) -> str:
-        """That of the stage."""
-        return self.stage.id
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Those of the stage."""
-        return self.stage.needs
 
     def command(self) -> list[str]:
         """`megaenc convert to-hf`."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.device import detect
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
@@ -19,6 +18,12 @@ from megaenc.training.options import (
     OutputSettings,
     StartSettings,
 )
+
+
+def _has_bf16() -> bool:
+    from megaenc.backend.device import detect  # imports torch
+
+    return detect().has_bf16
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class PretrainSettings:
     --global-batch-size"""
     seed: int = 1
     """initial weights, order of the data and masks follow from it"""
-    bf16: bool = field(default_factory=lambda: detect().has_bf16)
+    bf16: bool = field(default_factory=_has_bf16)
     """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
     model: str = "tiny"
     """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
@@ -192,7 +197,7 @@ def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
     default = settings_from(config) if config else PretrainSettings()
     if model:
-        default = _with_preset(default, model)
+        default = with_preset(default, model)
     for pair in _PAIRS:
         if sum(flags.value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
             default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
@@ -201,8 +206,9 @@ def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
 
 def settings_from(path: str) -> PretrainSettings:
     """The settings that the YAML file at `path` gives over the preset that it names. Raises InputError."""
-    return flags.from_yaml(PretrainSettings(), path, first=("model", _with_preset))
+    return flags.from_yaml(PretrainSettings(), path, first=("model", with_preset))
 
 
-def _with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
+def with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
+    """The same with another shape. InputError where there is no preset `name`."""
     return dataclasses.replace(settings, model=name, shape=preset(name))

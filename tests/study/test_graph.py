@@ -1,14 +1,17 @@
 """The graph: what is trained once, what branches where, and that real runs would accept it."""
 
+import sys
 from pathlib import Path
 
 import manifests
 import pytest
+import runs
 
 from megaenc import flags
 from megaenc.model.config import preset
 from megaenc.study.graph import arguments, build_graph, shared_steps
 from megaenc.study.manifest import read_manifest
+from megaenc.study.pretrain_flags import OF_THE_STUDY
 from megaenc.training.settings import PretrainSettings, read_settings
 
 
@@ -146,13 +149,13 @@ def test_the_real_settings_take_every_run(file, processes):
     assert settings == flags.replace_fields(read_settings(arguments(given), "pretrain"), {"model": settings.model}, source="x")
 
 
-def test_flags_that_a_manifest_may_give_are_those_of_pretrain():
-    from megaenc.study.pretrain_flags import OF_THE_STUDY, RunFlags
+def test_flags_that_the_study_decides_are_flags_of_pretrain():
+    assert set(flags.flatten(PretrainSettings())) > OF_THE_STUDY
 
-    known, real = flags.flatten(RunFlags()), flags.flatten(PretrainSettings())
-    given_or_decided = OF_THE_STUDY | set(known)
-    assert given_or_decided == set(real)
-    assert {name: known[name] for name in set(known) - {"bf16"}} == {name: real[name] for name in set(known) - {"bf16"}}
+
+def test_a_plan_needs_no_torch():
+    code = "import sys; from megaenc.study.plan_command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    runs.run([sys.executable, "-c", code, str(manifests.STUDY / "paper.yaml")])
 
 
 def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):

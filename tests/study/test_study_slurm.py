@@ -15,10 +15,11 @@ import submitit
 from fake_nodes import WELL, Fake, calls
 
 from megaenc.errors import InputError
+from megaenc.finetune.slurm import Cluster
 from megaenc.study import journal, slurm
 from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
-from megaenc.study.slurm import Cluster, Task, job_name, queued, submit
+from megaenc.study.slurm import Task, job_name, machines, queued, submit
 from megaenc.study.stages import nodes_of
 
 HERE = Path(__file__).parent
@@ -98,7 +99,7 @@ def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="--slurm: squeue cannot be asked"):
         submit([Fake("pretrain/a", tmp_path)], tmp_path, Cluster())
     with pytest.raises(InputError, match="has 6 processes, expected a number that divides it"):
-        Cluster(slurm_gpus=4).machines(Fake("pretrain/a", tmp_path, processes=6))
+        machines(Cluster(slurm_gpus=4), Fake("pretrain/a", tmp_path, processes=6))
     with pytest.raises(InputError, match="--slurm-cpus: found 0, expected at least 1"):
         Cluster(slurm_cpus=0).check()
 
