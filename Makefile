@@ -18,7 +18,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test faults lint clean force
+.PHONY: help install quickstart test test-failed faults lint clean force
 # A checkpoint must outlive a Ctrl-C: the next call goes on from it.
 .PRECIOUS: $(TRAINED)
 
@@ -26,6 +26,7 @@ help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         the whole test suite"
+	@echo "make test-failed  of it, what the last call found failing, one test at a time"
 	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
 	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
@@ -73,6 +74,10 @@ $(DEMO)/loss.png: $(TRAINED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# What the last `make test` found failing, one test at a time.
+test-failed: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest --last-failed --last-failed-no-failures none
 
 # 100 kills took 25 minutes on two cores that were busy otherwise too.
 KILLS ?= 100

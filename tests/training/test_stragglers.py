@@ -36,9 +36,9 @@ def test_the_slow_rank_is_named(slow, layout, processes, place, small_corpus, tm
     assert {report["slowest_rank"] for report in found} == {int(rank)}
     assert {report["ranks"][0]["slow_in"] for report in found} == {where}
     assert all(report["slowest_ratio"] > 1.5 for report in found)
-    [line] = [line for line in result.stdout.splitlines() if line.startswith("straggler: ")]
-    assert line.startswith(f"straggler: rank {rank} on ") and line.endswith(f"most of it in {where}")
-    assert place in line
+    # A busy machine may make another rank 1.2 times as slow as its like; here is said what was done to this one, once.
+    [line] = [line for line in result.stdout.splitlines() if line.startswith(f"straggler: rank {rank} on ")]
+    assert place in line and line.endswith(f"most of it in {where}")
 
 
 def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
