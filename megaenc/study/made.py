@@ -8,12 +8,10 @@ from megaenc.console import number
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import TIMING, Result
+from megaenc.study import record
 from megaenc.study.evidence import Evidence
 from megaenc.study.published import SOURCE
 from megaenc.study.run_tree import TrainedRun
-
-NOTES = "study.json"
-"""Beside the folder of results: an object of texts such as hardware, date and commit, as whoever ran the study wrote it."""
 
 Fact = tuple[str, str]
 
@@ -100,16 +98,7 @@ def _several(texts) -> str:
 
 def noted(results: Path, said: Sequence[str]) -> list[Fact]:
     """What was written down beside the results, then the NAME=TEXT that the command line says. InputError for neither form."""
-    facts: dict[str, str] = {}
-    path = results.parent / NOTES
-    if path.is_file():
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: {error}; expected an object of texts") from None
-        if not isinstance(values, dict):
-            raise InputError(f"{path}: found a {type(values).__name__}, expected an object of texts")
-        facts |= {str(name): str(value) for name, value in values.items() if isinstance(value, str | int | float)}
+    facts = record.noted(results.parent / record.NOTES)
     for text in said:
         name, equals, value = text.partition("=")
         if not equals or not name.strip() or not value.strip():

@@ -16,6 +16,7 @@ from megaenc.errors import InputError
 from megaenc.processes import below, usable_cores
 from megaenc.study import journal
 from megaenc.study.node import Node
+from megaenc.study.record import record
 from megaenc.study.remaining import Remaining
 from megaenc.study.screen import Screen
 
@@ -38,7 +39,7 @@ class _Running:
 
 
 def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: int = _TRIES) -> dict[str, str]:
-    """Do `nodes`, each when what it needs is done; returns why some were not done, by id.
+    """Do `nodes`, each when what it needs is done; returns why some were not done, by id. study.json says where and when.
 
     A slot is a place for one process: the device that it sees, or "". Of those that can begin, the one goes first after which
     most is still to come. What crashes is tried `tries` times in all. However this ends, no process is left; those that are told
@@ -49,6 +50,8 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
         has = f"{len(set(slots))} devices and " if slots[0] else ""
         raise InputError(f"--jobs: found {has}{len(slots)}, expected as many as one pretraining run has processes: {widest}")
     work = _Work(nodes, study, list(slots), tries)
+    if work.waiting:
+        record(study)
     with Screen(len(nodes)) as screen:
         try:
             while work.running or work.can_go_on():

@@ -10,7 +10,6 @@ import difflib
 import fnmatch
 import os
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node, name_of
+from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
 from megaenc.study.stages import nodes_of
@@ -146,15 +146,7 @@ def places(jobs: int) -> list[str]:
 
 def _devices() -> list[str]:
     """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return []  # known without loading torch
-    ask = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
-    try:
-        count = int(asked.stdout)
-    except ValueError:
-        said = asked.stderr.strip().splitlines()
-        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}") from None
+    count = len(accelerators())
     given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = given.split(",") if given else []
     return (chosen or [str(number) for number in range(count)])[:count]

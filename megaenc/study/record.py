@@ -1,0 +1,141 @@
+"""Where, when and with what a study was done, written beside its results by whoever does a part of it; the report says it."""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+import megaenc
+from megaenc.errors import InputError
+from megaenc.files import locked, write_whole
+from megaenc.processes import usable_cores
+from megaenc.study.node import read_json
+
+NOTES = "study.json"
+"""In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
+
+_LIBRARIES = ("torch", "megatron-core", "transformers")
+_PATIENCE = 10.0  # seconds that another may take to write
+
+
+def record(study: Path) -> None:
+    """Add to study.json what is not in it yet: this machine, today, this code. What else stands there is kept.
+
+    A file that somebody has made unreadable is left alone, and said by the report.
+    """
+    file, deadline = study / NOTES, time.monotonic() + _PATIENCE
+    while _with(_read(file), here()) is not None and time.monotonic() < deadline:
+        with locked(study / ".locks" / "record") as mine:  # jobs of a cluster begin at the same time
+            if mine and (values := _with(_read(file), here())) is not None:
+                write_whole(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+                return
+        time.sleep(0.05)
+
+
+def _read(file: Path) -> Mapping | None:
+    return read_json(file) or ({} if not file.exists() else None)
+
+
+def _with(values: Mapping | None, facts: Mapping[str, str]) -> dict | None:
+    """`values` with `facts` behind what they hold; None where nothing is missing or nothing can be added."""
+    if values is None:
+        return None
+    found = dict(values)
+    for name, text in facts.items():
+        before = found.get(name, [])
+        before = before if isinstance(before, list) else [before]
+        if text and text not in before:
+            found[name] = [*before, text]
+    return found if found != values else None
+
+
+def noted(file: Path) -> dict[str, str]:
+    """What stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: {error}; expected an object of texts") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{file}: found a {type(values).__name__}, expected an object of texts")
+    texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return {name: ", then ".join(map(str, several)) for name, several in texts.items() if several}
+
+
+def here() -> dict[str, str]:
+    """hardware, date (UTC), commit and libraries, as they are now."""
+    versions = (f"{name} {_version(name)}" for name in _LIBRARIES)
+    return {
+        "hardware": _hardware(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "libraries": ", ".join([f"Python {platform.python_version()}", *versions]),
+    }
+
+
+def _version(package: str) -> str:
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "missing"
+
+
+@cache
+def _hardware() -> str:
+    """Processor, cores and memory; accelerators by name."""
+    cores, memory = usable_cores(), psutil.virtual_memory().total / 2**30
+    names: list[str] = []
+    with contextlib.suppress(InputError):  # whoever needs them says so
+        names = accelerators()
+    several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {_processor()}", f"{memory:.0f} GiB of memory"])
+
+
+def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
+    with contextlib.suppress(OSError):
+        for line in Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+@cache
+def accelerators() -> list[str]:
+    """The name of each that this process may use; without a device file known to be none without loading torch.
+
+    Raises InputError where they cannot be asked.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return []
+    ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
+    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()
+        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
+    return asked.stdout.splitlines()
+
+
+@cache
+def _commit() -> str:
+    """Of the checkout that this package is run from, and whether files differ from it; "" for an installed package."""
+    root = Path(megaenc.__file__).parents[1]
+
+    def git(*words: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, env=environment).stdout.strip()
+
+    with contextlib.suppress(OSError):
+        if git("rev-parse", "--show-toplevel") == str(root.resolve()):
+            changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+            return git("rev-parse", "--short=12", "HEAD") + changed
+    return f"megaenc {megaenc.__version__}"
