@@ -70,10 +70,10 @@ def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float
 def other_protocol(file: Path, asked: Protocol) -> str | None:
     """The first choice of the protocol that a run's file was made with otherwise, with both; None where all are as asked."""
     there = (_read(file) or {}).get("protocol")
-    for field, value in dataclasses.asdict(asked).items():
-        if isinstance(there, dict) and field in there and there[field] != value and _WHATEVER_FITS.get(field, there) != value:
-            return f"{field} is {there[field]} there, {value} here"
-    return None
+    if not isinstance(there, dict):
+        return None
+    other = (each for each in _different(there, dataclasses.asdict(asked)) if each[0] in there)
+    return next((f"{field} is {was} there, {value} here" for field, was, value in other), None)
 
 
 def write(
@@ -215,17 +215,24 @@ def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
     }
 
 
+_MISSING = object()
+
+
+def _different(there: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The fields of `asked` that are otherwise `there`, or missing: name, value there, value asked for."""
+    for field, value in asked.items():
+        was = there.get(field, _MISSING)
+        if was != value and _WHATEVER_FITS.get(field, _MISSING) != value:
+            yield field, was, value
+
+
 def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-    missing = object()
     for section in ("protocol", "fingerprints"):
         there = found.get(section)
         if not isinstance(there, dict):
             raise InputError(f"{path}: field `{section}`: not there, so it cannot go on here; choose another --output")
-        for field, value in asked[section].items():
-            was = there.get(field, missing)
-            if was == value or _WHATEVER_FITS.get(field, missing) == value:
-                continue
-            said = "none" if was is missing else repr(was)
+        for field, was, value in _different(there, asked[section]):
+            said = "none" if was is _MISSING else repr(was)
             raise InputError(
                 f"{path}: field `{section}.{field}`: found {said[:24]}, expected {repr(value)[:24]}; "
                 "give what it was made with, choose another --output or remove it"
