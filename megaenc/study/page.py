@@ -32,6 +32,10 @@ class Report:
     facts: Sequence[Fact]
 
 
+MARK = '<meta name="generator" content="megaenc study report">'
+"""In the head of every page: by this a report is known, and only such may be replaced."""
+
+
 def page(report: Report) -> str:
     """The whole file. Whatever comes from results, runs or manifests is escaped."""
     style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
@@ -50,6 +54,7 @@ def page(report: Report) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{MARK}
 <title>{text(report.title)}</title>
 <link rel="icon" href="data:,">
 <style>

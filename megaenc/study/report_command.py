@@ -4,7 +4,8 @@ From a folder of results, with the manifest that they were made by where there i
 --published, from its printed tables alone. Published values stand beside and behind those of the same models.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
-from megaenc.study.page import Report, page
+from megaenc.study.page import MARK, Report, page
 from megaenc.study.published import published
 from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
 from megaenc.study.setting import Setting
@@ -32,6 +33,8 @@ from megaenc.study.table import WRITERS, Table
 from megaenc.study.tables import score_tables, standard_tables, tidy
 
 TABLES, FIGURES, PAGE, SCORES = "tables", "figures", "index.html", "scores.csv"
+FILES = "files.txt"
+"""Lists, a line each, what a report has written beside its page: nothing else is ever removed."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,9 @@ def _assemble(
 
 
 def write(report: Report, output: Path) -> None:
-    """Write tables and figures, then the page, each file whole; what an earlier report has left is removed.
+    """Write tables and figures, then the page, each file whole; what an earlier report has written and this one has not is removed.
 
+    FILES lists what is about to be there before anything is, so that an attempt that was killed leaves nothing that nobody knows.
     Raises InputError for a folder that cannot be written, or that holds something that is no report.
     """
     earlier = _check_output(output)
@@ -157,53 +161,75 @@ def write(report: Report, output: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made: {error.strerror}") from None
-    written = {*_tables(report.tables, folders[0]), *_figures(report.figures, folders[1]), folders[0] / SCORES}
+    drawn = [(name, picture) for one in report.figures for name, picture in _pictures(one)]
+    names = [f"{TABLES}/{table.key}.{suffix}" for table in report.tables for suffix in WRITERS] + [f"{TABLES}/{SCORES}"]
+    names += [f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg")]
+    for name in names:
+        if name not in earlier and (output / name).exists():
+            raise InputError(f"--output {output}: holds {name}, which no report wrote; expected another folder, or that file moved")
+    _list(output, {*earlier, *names})
+    _tables(report.tables, folders[0])
+    _figures(drawn, folders[1])
     write_whole(folders[0] / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
-    for path in (path for folder in (output, *folders) for path in folder.iterdir()):
-        stale = earlier and path.parent != output and path.suffix in _SUFFIXES and path not in written
-        if stale or (path.name.startswith(".") and path.suffix == ".tmp"):  # the latter of an attempt that was killed
+    for path in [output / name for name in earlier - {*names}]:
+        remove(path)
+    for path in [path for folder in (output, *folders) for path in folder.iterdir()]:
+        if path.name.startswith(".") and path.suffix == ".tmp":  # of an attempt that was killed
             remove(path)
+    _list(output, names)
 
 
-_SUFFIXES = {".csv", ".md", ".tex", ".png", ".svg"}
+def _list(output: Path, names: Iterable[str]) -> None:
+    write_whole(output / FILES, "".join(f"{name}\n" for name in sorted(names)))
 
 
-def _check_output(output: Path) -> bool:
-    """Whether an earlier report is there, which may be replaced; InputError for a folder of other things, which is not ours."""
-    if output.is_dir():
-        report = (output / PAGE).is_file()
-        others = sorted(path.name for path in output.iterdir() if path.name not in (TABLES, FIGURES) and path.suffix != ".tmp")
-        if others and not report:
-            raise InputError(
-                f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
-            )
-        return report
-    if output.exists():
-        raise InputError(f"--output {output}: is a file, expected a folder")
-    return False
+def _check_output(output: Path) -> set[str]:
+    """What an earlier report wrote there, as names below `output`; nothing for a new or an empty folder.
+
+    Raises InputError for a folder of other things: a page, tables or figures that no report is known to have written.
+    """
+    if not output.is_dir():
+        if output.exists():
+            raise InputError(f"--output {output}: is a file, expected a folder")
+        return set()
+    page_there, listed = output / PAGE, output / FILES
+    ours = page_there.is_file() and MARK in page_there.read_text(encoding="utf-8", errors="replace")
+    own = {FILES, PAGE, TABLES, FIGURES} if ours else {FILES, TABLES, FIGURES} if listed.is_file() else set()
+    if not own:
+        own = {name for name in (TABLES, FIGURES) if _empty(output / name)}  # of an attempt that was killed at once
+    others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
+    if others and not ours:
+        raise InputError(f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report")
+    names = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
+    return {name for name in names if _WRITTEN.fullmatch(name) and (output / name).is_file()}
 
 
-def _tables(tables: Sequence[Table], folder: Path) -> list[Path]:
-    paths = []
+_WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # whatever else a list may say is not removed
+
+
+def _empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.suffix == ".tmp" for path in folder.iterdir())
+
+
+def _pictures(one: Shown) -> list[tuple[str, Picture]]:
+    """What is drawn of a figure, each under the name of its files."""
+    both = ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published))
+    return [(name, picture) for name, picture in both if isinstance(picture, Picture)]
+
+
+def _tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
         for suffix, as_text in WRITERS.items():
-            paths.append(folder / f"{table.key}.{suffix}")
-            write_whole(paths[-1], as_text(table))
-    return paths
+            write_whole(folder / f"{table.key}.{suffix}", as_text(table))
 
 
-def _figures(figures: Sequence[Shown], folder: Path) -> list[Path]:
-    paths = []
-    with ProgressLine("drawing", total=len(figures), closing=False) as progress:
-        for at, one in enumerate(figures):
+def _figures(drawn: Sequence[tuple[str, Picture]], folder: Path) -> None:
+    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
+        for at, (name, picture) in enumerate(drawn):
             progress.update(at)
-            for key, picture in ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published)):
-                if isinstance(picture, Picture):
-                    paths += [folder / f"{key}.png", folder / f"{key}.svg"]
-                    _save(picture.wide, paths[-2])
-                    write_whole(paths[-1], picture.svg)
-    return paths
+            _save(picture.wide, folder / f"{name}.png")
+            write_whole(folder / f"{name}.svg", picture.svg)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import published_tree
 import pytest
@@ -13,6 +14,7 @@ from megaenc.finetune.examples import Family
 from megaenc.study import report_command
 from megaenc.study.evidence import AVERAGE
 from megaenc.study.figures.panels import Missing, Picture
+from megaenc.study.page import MARK
 from megaenc.study.published import PRINTED, row_setting, rows
 from megaenc.study.report_command import ReportFlags, report_of
 
@@ -73,10 +75,11 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     output = tmp_path / "report"
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
-        (output / name / "of-before.csv").touch()
-        (output / name / "notes.txt").touch()
-        (output / name / ".base.csv.1-0a1b2c3d.tmp").touch()
-    (output / "index.html").touch()
+        for file in ("of-before.csv", "own.csv", "notes.txt", ".base.csv.1-0a1b2c3d.tmp"):
+            (output / name / file).touch()
+    (output / "index.html").write_text(f"<head>{MARK}</head>")
+    (output / "files.txt").write_text("tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n")
+    (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.figures_of
     monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[8]])
@@ -88,7 +91,10 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
     assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
-    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and "tables/notes.txt" in files
+    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and (tmp_path / "outside.csv").exists()
+    kept = {f"{name}/{file}" for name in ("tables", "figures") for file in ("own.csv", "notes.txt")}
+    assert kept <= files  # what somebody else put there
+    assert set((output / "files.txt").read_text().split()) == files - kept - {"index.html", "files.txt"}
     text = (output / "index.html").read_text()
     assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
@@ -100,6 +106,28 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     report_command.main([*flags, "--about", "date=2026-11-22"])
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
+    site = tmp_path / "site"
+    for name in ("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv", "tables/base.csv"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("my own")
+
+    def refused(*names):
+        (tmp_path / "copy").mkdir()
+        for name in names:
+            (tmp_path / "copy" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "copy" / name).write_text((site / name).read_text())
+        said = refusal(report_command.main, ["--published", "--output", tmp_path / "copy"])
+        assert all((tmp_path / "copy" / name).read_text() == (site / name).read_text() for name in names)
+        shutil.rmtree(tmp_path / "copy")
+        return said
+
+    assert "holds figures and no report" in refused("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv")
+    assert "holds tables and no report" in refused("tables/raw.csv")
+    (site / "index.html").write_text(MARK)
+    assert "holds tables/base.csv, which no report wrote" in refused("index.html", "tables/base.csv")
 
 
 def test_intervals_of_student_are_wider(study):
