@@ -1,16 +1,15 @@
 """The claims of the study one by one: what each compares, and the p and the direction that its verdict will rest on."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaenc.finetune.examples import Family
 from megaenc.study import statistics
 from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, alike, lines_of, of_family, pooled, test
-from megaenc.study.evidence import AVERAGE
-from megaenc.study.models import Models, Pair, only_clm, percent
+from megaenc.study.models import Models, Pair, only_clm
 from megaenc.study.setting import Setting
+from megaenc.study.setups import is_average, percent
 from megaenc.study.statistics import LEVEL
 
 MARGIN = 0.01
@@ -105,6 +104,8 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     )
     if len(lines := _gaps(models, Family.IR)) < 2:
         return draft
+    if not models.ordered:
+        return replace(draft, missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
     comparisons, gap = adjusted([test(line) for line in lines]), test(pooled(lines))
     middle = (len(lines) - 1) / 2
     ranks = [at - middle for at in range(len(lines))]
@@ -133,10 +134,7 @@ def early(models: Models, draws: int) -> Draft:
         lambda one: not one.decayed and models.only_mlm(one),
         lambda one: (one.size, one.steps),
     )
-    ends: dict[str, int] = defaultdict(int)
-    for one in models.settings:
-        if one.steps and not one.cpt_mlm_steps:
-            ends[one.size] = max(ends[one.size], one.steps)
+    ends = models.ends()
     lines = alike(
         [
             line
@@ -186,7 +184,7 @@ def sensitivity(models: Models) -> Draft:
         mlm, clm = by_seed[min(by_seed)]
         for family, dataset in models.evidence.datasets():
             sides = [models.evidence.find(setting, dataset, family) for setting in (mlm, clm)]
-            if dataset.startswith(AVERAGE) or None in sides:
+            if is_average(dataset) or None in sides:
                 continue
             if len(rates := sorted(set(sides[0].rates) & set(sides[1].rates))) < 2:
                 continue

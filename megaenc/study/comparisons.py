@@ -19,6 +19,7 @@ from megaenc.finetune.intervals import STUDY
 from megaenc.study import statistics
 from megaenc.study.evidence import AVERAGE, Evidence, Score
 from megaenc.study.setting import Setting
+from megaenc.study.setups import is_average
 from megaenc.study.statistics import LEVEL, Test
 
 Outcome = Literal["holds", "reversed", "not resolved", "no data"]
@@ -87,7 +88,7 @@ def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> t
     averages = [evidence.find(setting, AVERAGE, family) for setting in settings]
     if None not in averages and len({tuple(member.dataset for member in average.members) for average in averages}) == 1:
         return AVERAGE, [[(1.0, average)] for average in averages]
-    names = [name for of, name in evidence.datasets() if of == family and not name.startswith(AVERAGE)]
+    names = [name for of, name in evidence.datasets() if of == family and not is_average(name)]
     common = [name for name in names if all(evidence.find(setting, name, family) is not None for setting in settings)]
     of_study = [name for name in STUDY[Family(family)] if name in common]
     if len(of_study) == 3:

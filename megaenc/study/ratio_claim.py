@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from megaenc.study.claim_tests import FAMILIES, Draft, greatest, points
 from megaenc.study.comparisons import Comparison, Line, adjusted, alike, better_first, lines_of, pooled, test
-from megaenc.study.models import Models, percent
+from megaenc.study.models import Models
+from megaenc.study.setups import percent
 from megaenc.study.statistics import LEVEL
 
 
@@ -23,7 +24,7 @@ def no_best_ratio(models: Models) -> Draft:
     found: dict[tuple[str, int], set[float]] = defaultdict(set)
     alone = {
         one: one.mask_ratio
-        for one in models.settings
+        for one in models.planned
         if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio
     }
     for one in alone:

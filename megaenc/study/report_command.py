@@ -23,9 +23,11 @@ from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
+from megaenc.study.lacking import without_score
 from megaenc.study.page import MARK, Report, page
 from megaenc.study.published import published
 from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
+from megaenc.study.scope import Scope, scope_of
 from megaenc.study.setting import Setting
 from megaenc.study.setups import STANDARD
 from megaenc.study.spread_tables import spread_tables
@@ -52,7 +54,7 @@ class ReportFlags:
     published: bool = False
     """report the study's printed tables, without any results"""
     interval: Kind = "normal"
-    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is right for few seeds too"""
     about: tuple[str, ...] = ()
     """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
 
@@ -69,22 +71,25 @@ def report_of(settings: ReportFlags) -> Report:
         )
     if not settings.results:
         raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-    names, title = _manifest(settings.manifest)
+    scope, title = _manifest(settings.manifest)
     results = scan(settings.results)
-    known = named_settings(sorted({one.model for one in results}), names)
-    _check_known(settings, results, names)
+    known = named_settings(sorted({one.model for one in results}), scope.names)
+    _check_known(settings, results, scope.names)
     runs = read_runs(Path(settings.runs)) if settings.runs else {}
-    evidence = of_results(results, known.get, PAPER, settings.interval)
+    evidence = of_results(results, known.get, PAPER, settings.interval, scope)
     if not evidence.scores:
-        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one")
+        lacking = f": {without_score(evidence)}" if evidence.grids else ""
+        raise InputError(
+            f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one{lacking}"
+        )
     facts = [
         *made.noted(Path(settings.results), settings.about),
-        *made.of_results(results, evidence, len(names)),
+        *made.of_results(results, evidence),
         *made.of_runs(runs),
-        ("Intervals", made.INTERVALS[settings.interval]),
+        made.intervals_of(evidence, published()),
     ]
-    flops = flops_of(runs, known) if runs else {} if names else flops_by_shape(evidence)
-    standard = _standard(results, known, settings.interval)
+    flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+    standard = _standard(results, known, settings.interval, scope)
     return _assemble(evidence, standard, runs, flops, published(), title or "Results of a study", _OURS, facts)
 
 
@@ -97,14 +102,14 @@ _OURS = (
 )
 
 
-def _manifest(path: str) -> tuple[dict[str, Setting], str]:
-    """What its models are by name, and its title."""
+def _manifest(path: str) -> tuple[Scope, str]:
+    """What it set out to measure, and its title."""
     if not path:
-        return {}, ""
+        return Scope(), ""
     from megaenc.study.manifest import read_manifest
 
     manifest = read_manifest(path)
-    return manifest.settings(), manifest.title
+    return scope_of(manifest), manifest.title
 
 
 def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mapping[str, Setting]) -> None:
@@ -116,10 +121,10 @@ def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mappin
         )
 
 
-def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind) -> list[Evidence]:
+def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind, scope: Scope) -> list[Evidence]:
     there = {name for one in results if one.test is not None for name in one.test.metrics}
     wanted = [name for names in STANDARD.values() for name in names if name in there]
-    return [of_results(results, known.get, name, kind) for name in wanted]
+    return [of_results(results, known.get, name, kind, scope) for name in wanted]
 
 
 def _assemble(
@@ -145,11 +150,12 @@ def _assemble(
         tables=tables,
         scores=tidy([evidence, *standard]),
         facts=facts,
+        lacking=without_score(evidence),
     )
 
 
 def write(report: Report, output: Path) -> None:
-    """Write tables and figures, then the page, each file whole; what an earlier report has written and this one has not is removed.
+    """Write tables and figures, then the page, each file whole; what only an earlier report has written is removed.
 
     FILES lists what is about to be there before anything is, so that an attempt that was killed leaves nothing that nobody knows.
     Raises InputError for a folder that cannot be written, or that holds something that is no report.
@@ -166,7 +172,9 @@ def write(report: Report, output: Path) -> None:
     names += [f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg")]
     for name in names:
         if name not in earlier and (output / name).exists():
-            raise InputError(f"--output {output}: holds {name}, which no report wrote; expected another folder, or that file moved")
+            raise InputError(
+                f"--output {output}: holds {name}, which no report wrote; expected another folder, or that file moved"
+            )
     _list(output, {*earlier, *names})
     _tables(report.tables, folders[0])
     _figures(drawn, folders[1])
@@ -248,5 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(report, output)
     for one in report.verdicts:
         say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+    if report.lacking:
+        say(report.lacking)
     drawn = sum(isinstance(one.drawn, Picture) for one in report.figures)
     say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")
