@@ -1,6 +1,7 @@
 """Verdicts of the page: what each claim came to, with its comparisons folded behind it and their intervals drawn."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -42,10 +43,10 @@ def _verdict(one: Verdict, published: Verdict | None) -> str:
     parts = [
         f"<h3>{one.claim}{text(one.part)}. {text(one.title)} {_badge(one.verdict)}</h3>",
         f'<p class="muted">{text(one.question)}</p>',
-        f"<p>{text(one.reason)}</p>",
+        f"<p>{text(_minus(one.reason))}</p>",
     ]
     if published is not None and published.verdict != "no data":
-        said = f"The published tables, judged the same way: {_badge(published.verdict)}. {text(published.reason)}"
+        said = f"The published tables, judged the same way: {_badge(published.verdict)}. {text(_minus(published.reason))}"
         parts.append(f'<p class="muted">{said}</p>')
     if one.comparisons:
         listed = [one.overall, *one.comparisons] if one.overall is not None else one.comparisons
@@ -112,8 +113,13 @@ def _interval(one: Comparison, reach: float) -> str:
     return f'<svg viewBox="0 0 150 16" class="{_SIGNS[one.verdict][0]}" aria-hidden="true">{zero}{bar}{dot}</svg>'
 
 
+def _minus(said: str) -> str:
+    """With the sign that is as wide as a plus before numbers; hyphens in names stay."""
+    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
+
+
 def _signed(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
+    return "" if math.isnan(value) else _minus(f"{value:+.2f}")
 
 
 def _p(value: float) -> str:

@@ -31,7 +31,8 @@ def rate_table(evidence: Evidence) -> Table | None:
             return f"({len(found.failed)} failed)" if found.failed else None
         rates = made.means.keys() | found.failed.keys()
         failed = f", {len(found.failed)} failed" if found.failed else ""
-        return f"{100 * made.spread:.2f} ({made.near_best()}/{len(rates)}{failed}){unfinished(found)}"
+        collapsed = f" †{found.collapsed}/{found.runs}" if found.collapsed else ""
+        return f"{100 * made.spread:.2f} ({made.near_best()}/{len(rates)}{failed}){collapsed}{unfinished(found)}"
 
     note = (
         "Best less worst mean score over the learning rates, in points (how many of the rates are within one point of the best). "
@@ -41,6 +42,11 @@ def rate_table(evidence: Evidence) -> Table | None:
         note += (
             " `failed`: at so many of the rates the loss of a run became no number; such a run counts as the score that needs no "
             "model (majority class, never an answer) where results say that, else its rate is in no spread."
+        )
+    if any(one.collapsed for one in evidence.scores):
+        note += (
+            " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks as "
+            "if no rate mattered."
         )
     blocks = blocks_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}

@@ -82,7 +82,7 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.figures_of
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[8]])
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[-1]])
     flags = [f"{study}/study.yaml", "--results", f"{study}/results", "--runs", f"{study}/runs", "--output", str(output)]
     report_command.main([*flags, "--about", "date=2026-11-22"])
     said = capsys.readouterr().out.splitlines()

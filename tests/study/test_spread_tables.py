@@ -50,6 +50,12 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     assert [row.cells for row in rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
 
 
+def test_a_model_that_always_collapses_is_not_called_steady():
+    rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
+    table = rate_table(Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, worthless=2)]))
+    assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "looks as if no rate mattered" in table.note
+
+
 def test_the_rates_of_a_grid_that_is_not_done_are_marked():
     rates = {1e-5: {0: 0.80, 1: 0.82}, 1e-4: {0: 0.90, 1: 0.90}}
     table = rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, rates=rates, runs=4, planned=12)]))

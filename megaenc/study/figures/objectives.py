@@ -8,12 +8,12 @@ from megaenc.study.figures.panels import (
     Missing,
     Panel,
     Picture,
-    Point,
     Series,
     bars,
     behind,
     panel_title,
     panels_of,
+    point_of,
 )
 from megaenc.study.setting import Setting
 from megaenc.study.setups import FAMILIES, dataset_label, datasets_of, objective, percent
@@ -52,7 +52,7 @@ def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str
             for at, (name, found) in enumerate(models.items()):
                 for setting in found:
                     points = tuple(
-                        Point(place + 0.14 * (at - 0.5), 100 * score.mean, None if score.half is None else 100 * score.half)
+                        point_of(place + 0.14 * (at - 0.5), score)
                         for place, dataset in enumerate(names)
                         if source is not None and (score := source.find(setting, dataset, family)) is not None
                     )

@@ -30,6 +30,8 @@ class Point:
     x: float
     mean: float
     half: float | None = None
+    collapsed: bool = False
+    """Whether worthless predictions are in the mean; such a point is hollow."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,10 @@ def laid_over(panels: Sequence[Panel]) -> bool:
 
 
 def bars(evidence: Evidence, published: Evidence | None, panels: Sequence[Panel]) -> str:
-    """A sentence for a caption: what the bars of these panels are."""
-    return f"Bars: {words(evidence, published if laid_over(panels) else None)}."
+    """For a caption: what the bars of these panels are, and what hollow points."""
+    hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
+    said = " Hollow points: runs behind them have collapsed to worthless predictions." if hollow else ""
+    return f"Bars: {words(evidence, published if laid_over(panels) else None)}.{said}"
 
 
 _PUBLISHED = ", published"
@@ -179,10 +183,12 @@ def _lines(one: Series, shift: float, find: Callable[[Setting], Score | None]) -
 def _points(places: Iterable[tuple[float, Setting]], shift: float, find: Callable[[Setting], Score | None]) -> tuple[Point, ...]:
     found = [(x, find(setting)) for x, setting in places]
     known = [(x, one) for x, one in found if one is not None]
-    return tuple(
-        Point(x + shift, 100 * one.mean, None if one.half is None else 100 * one.half)
-        for x, one in sorted(known, key=lambda of: of[0])
-    )
+    return tuple(point_of(x + shift, one) for x, one in sorted(known, key=lambda of: of[0]))
+
+
+def point_of(x: float, score: Score) -> Point:
+    """A score at a place of the axis."""
+    return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.worthless > 0)
 
 
 def _draw(picture: Picture, columns: int) -> Any:
@@ -266,6 +272,9 @@ def _line(axis: Any, line: Line) -> Any:
         strong = {"elinewidth": 1.2, "capsize": 2.5, "zorder": 2.5}
         axis.errorbar(*ends, fmt="none", ecolor=line.colour, **(thin if line.light else strong))
     [handle] = axis.plot(x, mean, **style)
+    if hollow := [point for point in line.points if point.collapsed]:
+        inside = {"marker": line.marker, "markersize": 2.8, "linestyle": "none", "color": PAPER, "zorder": 3.5}
+        axis.plot([point.x for point in hollow], [point.mean for point in hollow], **inside)
     return handle
 
 
