@@ -45,8 +45,8 @@ def rate_table(evidence: Evidence) -> Table | None:
         )
     if any(one.collapsed for one in evidence.scores):
         note += (
-            " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks as "
-            "if no rate mattered."
+            " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks "
+            "as if no rate mattered."
         )
     blocks = blocks_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
