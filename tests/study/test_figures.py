@@ -38,6 +38,8 @@ def test_objectives_by_size():
     assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
     assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
     assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
+    looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
+    assert len(set(looks)) == len(looks) == 6
     assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
 
 

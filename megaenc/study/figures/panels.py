@@ -200,7 +200,7 @@ def _draw(picture: Picture, columns: int) -> Any:
     width = columns * (_PANEL[0] if columns > NARROW else _PHONE)
     longest = max(map(len, names), default=0)
     across = max(1, min(len(names), 4 if columns > NARROW else 2, int(width // (_HANDLE + _LETTER * longest))))
-    legend = 0.22 * -(-len(names) // across) + 0.1 if names else 0.0
+    legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
     size = width, rows * _PANEL[1] + legend
     figure = Figure(figsize=size, dpi=150, facecolor=PAPER)
     axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
