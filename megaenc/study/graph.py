@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megaenc.flags import flatten
 from megaenc.study.entries import Model, Trained
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
@@ -266,7 +267,9 @@ def _starts(models: Iterable[Model]) -> dict[str, _Start]:
     """
     families: dict[tuple, list[Model]] = {}
     for model in models:
-        same = (model.after, model.warmup, model.setting.seed, model.setting.size, repr(sorted(model.flags.items())))
+        # Not as they are spelled: a default that is written down changes nothing. The schedule has its own comparison.
+        flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
+        same = (model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags))
         families.setdefault(same, []).append(model)
     found: dict[str, _Start] = {}
     placed: list[Model] = []

@@ -9,7 +9,7 @@ from megaenc.finetune.examples import Family
 from megaenc.finetune.options import Protocol
 from megaenc.study.graph import FineTuning, arguments
 from megaenc.study.node import OfStage, changed, megaenc
-from megaenc.study.tasks import Training
+from megaenc.study.tasks import Training, name_in_results
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GridNode(OfStage):
         return [self._part(training) for training in self.stage.trainings]
 
     def _part(self, training: Training) -> "GridNode":
-        datasets = tuple(text for text in self.stage.flags["datasets"] if _named(text) in training.datasets)
+        datasets = tuple(text for text in self.stage.flags["datasets"] if name_in_results(text) in training.datasets)
         stage = replace(self.stage, trainings=(training,), flags={**self.stage.flags, "datasets": datasets})
         seconds = self.planned and self.planned / len(self.stage.trainings)
         return replace(self, stage=stage, planned=seconds, part=training.train_on)
@@ -92,9 +92,3 @@ class GridNode(OfStage):
         for file in self._files()[:1]:
             if other := results.other_protocol(file, self.protocol):
                 raise changed(self._tree, f"finetune: {other}")
-
-
-def _named(dataset: str) -> str:
-    """The name of a data set as `megaenc finetune grid` is told it."""
-    name, equals, _ = dataset.partition("=")
-    return name if equals and "/" not in name else Path(dataset).name
