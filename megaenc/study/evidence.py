@@ -67,9 +67,9 @@ class Score:
     """trainings that have ended, failed ones among them; of an average, those of several sets that share one count once"""
     planned: int = 0
     """trainings that were asked for; 0 where nobody knows, as of published tables"""
-    worthless: int = 0
+    at_rate_collapsed: int = 0
     """those at the chosen rate whose predictions are worthless, so that `mean` says little; of an average, of all its sets"""
-    failed: dict[float, tuple[int, ...]] = field(default_factory=dict)
+    rates_failed: dict[float, frozenset[int]] = field(default_factory=dict)
     """by rate, the seeds whose loss became no number; `rates` has nothing of them"""
     floor: float | None = None
     """the score that needs no model: majority class, never an answer, ...; None where the results do not say"""
@@ -86,7 +86,7 @@ class Score:
         if self.floor is None:
             return self.rates
         found = {rate: dict(of_seeds) for rate, of_seeds in self.rates.items()}
-        for rate, seeds in self.failed.items():
+        for rate, seeds in self.rates_failed.items():
             found.setdefault(rate, {}).update(dict.fromkeys(seeds, self.floor))
         return dict(sorted(found.items()))
 
@@ -169,6 +169,14 @@ class Evidence:
     def datasets(self) -> list[tuple[str, str]]:
         """(family, data set): the study's families and sets in its order, then others as they come up; averages last in each."""
         return list(self._datasets)
+
+
+def examples_of(score: Score, seeds: Sequence[int]) -> np.ndarray | None:
+    """float32[S, N] of one data set; None where some seed has no examples, or other ones."""
+    of_seed = score.examples()
+    if any(seed not in of_seed for seed in seeds) or len({len(of_seed[seed]) for seed in seeds}) != 1:
+        return None
+    return np.stack([of_seed[seed] for seed in seeds])
 
 
 def read_evidence(results: Path, settings: Mapping[str, Setting], metric: str = PAPER, kind: Kind = "normal") -> Evidence:
@@ -254,10 +262,10 @@ def _score(cell: Cell, setting: Setting | None, metric: str, read: Read, kind: K
         return None
     mean, half = _summary(by_seed, kind)
     chosen = cell.at(cell.chosen)
-    failed: dict[float, list[int]] = defaultdict(list)
+    failed: dict[float, set[int]] = defaultdict(set)
     for run in cell.runs:
         if run.failure is not None:
-            failed[run.learning_rate].append(run.seed)
+            failed[run.learning_rate].add(run.seed)
     return Score(
         model=cell.model,
         setting=setting,
@@ -271,8 +279,8 @@ def _score(cell: Cell, setting: Setting | None, metric: str, read: Read, kind: K
         collapsed=sum(_ended(cell).values()),
         runs=len(cell.runs),
         planned=cell.planned,
-        worthless=sum(bool(run.test.collapsed) for run in chosen),
-        failed={rate: tuple(sorted(seeds)) for rate, seeds in failed.items()},
+        at_rate_collapsed=sum(bool(run.test.collapsed) for run in chosen),
+        rates_failed={rate: frozenset(seeds) for rate, seeds in failed.items()},
         floor=chosen[0].test.baseline.get(metric),
         rate=cell.chosen,
     )
@@ -283,7 +291,7 @@ def _average(name: str, over: Sequence[Cell], parts: Sequence[Score], by_seed: d
     ended = trainings((cell.train_on, _ended(cell)) for cell in over)
     failed: dict[float, set[int]] = defaultdict(set)
     for part in parts:
-        for rate, seeds in part.failed.items():
+        for rate, seeds in part.rates_failed.items():
             failed[rate].update(seeds)
     return Score(
         model=parts[0].model,
@@ -297,8 +305,8 @@ def _average(name: str, over: Sequence[Cell], parts: Sequence[Score], by_seed: d
         collapsed=sum(ended.values()),
         runs=len(ended),
         planned=sum({cell.train_on: cell.planned for cell in over}.values()),
-        worthless=sum(part.worthless for part in parts),
-        failed={rate: tuple(sorted(seeds)) for rate, seeds in failed.items()},
+        at_rate_collapsed=sum(part.at_rate_collapsed for part in parts),
+        rates_failed={rate: frozenset(seeds) for rate, seeds in failed.items()},
         members=tuple(parts),
     )
 

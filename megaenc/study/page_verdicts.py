@@ -56,6 +56,11 @@ def _verdict(one: Verdict, published: Verdict | None) -> str:
     return f'<article class="card verdict is-{_SIGNS[one.verdict][0]}">\n{inside}</article>'
 
 
+def _minus(said: str) -> str:
+    """With the sign that is as wide as a plus before numbers; hyphens in names stay."""
+    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
+
+
 def _comparisons(listed: Sequence[Comparison], overall: Comparison | None) -> str:
     """The comparisons of a verdict with their intervals drawn on one axis."""
     ends = [end for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
@@ -113,13 +118,8 @@ def _interval(one: Comparison, reach: float) -> str:
     return f'<svg viewBox="0 0 150 16" class="{_SIGNS[one.verdict][0]}" aria-hidden="true">{zero}{bar}{dot}</svg>'
 
 
-def _minus(said: str) -> str:
-    """With the sign that is as wide as a plus before numbers; hyphens in names stay."""
-    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
-
-
 def _signed(value: float) -> str:
-    return "" if math.isnan(value) else _minus(f"{value:+.2f}")
+    return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _p(value: float) -> str:

@@ -9,10 +9,9 @@ import numpy as np
 from megaenc.finetune import intervals
 from megaenc.finetune.intervals import Sensitivity
 from megaenc.finetune.jobs import rate_name
-from megaenc.study.comparisons import Line, Terms, test
-from megaenc.study.evidence import Evidence, Grid, Score, trainings
+from megaenc.study.evidence import Evidence, Grid, Score, examples_of, trainings
 from megaenc.study.setups import dataset_label, datasets_of
-from megaenc.study.statistics import Components, collapse_rate, seeds_needed
+from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
 from megaenc.study.table import Column, Row, Table, Value, score
 from megaenc.study.tables import blocks_of, columns_of, models_of, places_of, unfinished, unfinished_said
 
@@ -28,9 +27,9 @@ def rate_table(evidence: Evidence) -> Table | None:
 
     def cell(found: Score) -> Value:
         if (made := sensitivity(found)) is None:
-            return f"({len(found.failed)} failed)" if found.failed else None
-        rates = made.means.keys() | found.failed.keys()
-        failed = f", {len(found.failed)} failed" if found.failed else ""
+            return f"({len(found.rates_failed)} failed)" if found.rates_failed else None
+        rates = made.means.keys() | found.rates_failed.keys()
+        failed = f", {len(found.rates_failed)} failed" if found.rates_failed else ""
         collapsed = f" †{found.collapsed}/{found.runs}" if found.collapsed else ""
         return f"{100 * made.spread:.2f} ({made.near_best()}/{len(rates)}{failed}){collapsed}{unfinished(found)}"
 
@@ -38,7 +37,7 @@ def rate_table(evidence: Evidence) -> Table | None:
         "Best less worst mean score over the learning rates, in points (how many of the rates are within one point of the best). "
         "An average takes one rate for all its sets."
     )
-    if any(one.failed for one in evidence.scores):
+    if any(one.rates_failed for one in evidence.scores):
         note += (
             " `failed`: at so many of the rates the loss of a run became no number; such a run counts as the score that needs no "
             "model (majority class, never an answer) where results say that, else its rate is in no spread."
@@ -134,7 +133,7 @@ def variance_table(evidence: Evidence) -> Table | None:
             )
             if not members:
                 continue
-            single = [_components([(1.0, one)])[0] for one in members]
+            single = [_components(one) for one in members]
             runs = math.sqrt(np.mean([len(one.seeds) * parts.seeds for one, parts in zip(members, single, strict=True)]))
             from_examples = [parts.examples for parts in single if not math.isnan(parts.examples)]
             head = (family, dataset_label(family, name), len(members), max(len(one.seeds) for one in members))
@@ -154,16 +153,29 @@ def _root(variances: Iterable[float]) -> float | None:
     return math.sqrt(float(np.mean(known))) if known else None
 
 
-def _components(terms: Terms) -> tuple[Components, int]:
-    """Of the sum of scores times weights, by the seeds that all have, and how many these are."""
-    tested = test(Line(names=("", ""), where="", family="", dataset="", terms={1: terms})).test
-    return tested.components, tested.seeds
+def _blocks(found: Score, seeds: Sequence[int]) -> list[np.ndarray]:
+    """float32[S, N] of each data set behind a score, as it counts in it; none at all where some has no examples."""
+    members = found.members or (found,)
+    blocks = [examples_of(member, seeds) for member in members]
+    return [] if any(block is None for block in blocks) else [block / len(members) for block in blocks]
+
+
+def _components(found: Score) -> Components:
+    seeds = sorted(found.seeds)
+    return components(np.array([found.seeds[seed] for seed in seeds]), _blocks(found, seeds))
 
 
 def _needed(members: Sequence[Score]) -> list[Value]:
     """Cells of WANTED from the mean components of the differences of neighbours that have seeds in common."""
-    pairs = [_components([(1.0, one), (-1.0, other)]) for one, other in itertools.pairwise(members)]
-    found = [(parts, seeds) for parts, seeds in pairs if seeds > 1]
+    found: list[tuple[Components, int]] = []
+    for one, other in itertools.pairwise(members):
+        seeds = sorted(one.seeds.keys() & other.seeds.keys())
+        if len(seeds) < 2:
+            continue
+        blocks, others = _blocks(one, seeds), _blocks(other, seeds)
+        alike = [block.shape for block in blocks] == [block.shape for block in others]
+        paired = [a - b for a, b in zip(blocks, others, strict=True)] if alike else ()
+        found.append((components(np.array([one.seeds[seed] - other.seeds[seed] for seed in seeds]), paired), len(seeds)))
     if not found:
         return [None] * len(WANTED)
     counts = {count for _, count in found}

@@ -140,7 +140,7 @@ def _score(found: Score | None) -> Value:
 def _collapsed(found: Score) -> str:
     """Behind a mean that worthless predictions are in: how many of the runs that it is of."""
     behind = sum(len(one.seeds) for one in found.members or (found,))
-    return f" †{found.worthless}/{behind}" if found.worthless else ""
+    return f" †{found.at_rate_collapsed}/{behind}" if found.at_rate_collapsed else ""
 
 
 def unfinished(found: Score) -> str:
@@ -150,7 +150,7 @@ def unfinished(found: Score) -> str:
 
 def collapsed_said(shown: Iterable[Score]) -> str:
     """What that mark means, to go on a note; "" where none is there."""
-    if not any(one.worthless for one in shown):
+    if not any(one.at_rate_collapsed for one in shown):
         return ""
     return (
         " †k/n: of the n runs behind a cell, k have collapsed to worthless predictions (the same for every example, never an "
@@ -211,7 +211,7 @@ def tidy(evidence: Sequence[Evidence]) -> str:
                 for name in names:
                     found = [one for one in by_setting[setting] if (one.family, one.dataset) == (family, name)]
                     for one in found:
-                        counts = (one.worthless, one.runs, one.planned) if one.planned else ("", "", "")
+                        counts = (one.at_rate_collapsed, one.runs, one.planned) if one.planned else ("", "", "")
                         writer.writerow([*_identity(setup, setting), *_numbers(one), each.metric, *counts])
     return stream.getvalue()
 

@@ -137,7 +137,7 @@ def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
             result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
             result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
     found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
-    assert {name: (score.worthless, score.collapsed) for name, score in found.items()} == {
+    assert {name: (score.at_rate_collapsed, score.collapsed) for name, score in found.items()} == {
         "sst2": (0, 2),
         "qqp": (1, 3),
         AVERAGE: (1, 5),

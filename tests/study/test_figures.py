@@ -169,7 +169,7 @@ def test_captions_say_what_a_bar_is_worth(ours):
 def test_points_of_collapsed_models_are_hollow(ours):
     picture = objectives.picture(ours)
     assert not any(point.collapsed for panel in picture.panels for line in panel.lines for point in line.points)
-    scores = [dataclasses.replace(one, worthless=one.setting.clm_steps // 300) for one in ours.scores]
+    scores = [dataclasses.replace(one, at_rate_collapsed=one.setting.clm_steps // 300) for one in ours.scores]
     picture = objectives.picture(Evidence(scores))
     assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
     [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == PAPER]

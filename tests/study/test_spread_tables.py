@@ -37,8 +37,8 @@ def test_rates_with_every_seed_make_the_spread():
 def test_a_rate_that_broke_runs_counts_at_the_floor():
     """A model that two of six rates break is no steadier than one that they cost four points."""
     rates = {rate: {0: 0.9 - loss, 1: 0.9 - loss} for rate, loss in ((1e-5, 0.005), (2e-5, 0.0), (5e-5, 0.02))}
-    failed = {1e-4: (0, 1), 2e-4: (1,)}
-    given = {"rates": {**rates, 2e-4: {0: 0.9}}, "failed": failed, "runs": 10, "planned": 10}
+    failed = {1e-4: frozenset({0, 1}), 2e-4: frozenset({1})}
+    given = {"rates": {**rates, 2e-4: {0: 0.9}}, "rates_failed": failed, "runs": 10, "planned": 10}
     known = score(ONE, {0: 0.9, 1: 0.9}, floor=0.5, **given)
     assert sensitivity(known).means == pytest.approx({1e-5: 0.895, 2e-5: 0.9, 5e-5: 0.88, 1e-4: 0.5, 2e-4: 0.7})
     table = rate_table(Evidence([known]))
@@ -46,13 +46,13 @@ def test_a_rate_that_broke_runs_counts_at_the_floor():
     assert [row.cells for row in rate_table(Evidence([score(ONE, {0: 0.9, 1: 0.9}, **given)])).rows] == [
         ("clm", "2.00 (2/5, 2 failed)")
     ]
-    alone = score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}}, failed={1e-4: (0,)})
+    alone = score(ONE, {0: 0.9}, rates={1e-5: {0: 0.9}}, rates_failed={1e-4: frozenset({0})})
     assert [row.cells for row in rate_table(Evidence([alone])).rows] == [("clm", "(1 failed)")]
 
 
 def test_a_model_that_always_collapses_is_not_called_steady():
     rates = {1e-5: {0: 0.5, 1: 0.5}, 1e-4: {0: 0.5, 1: 0.5}}
-    table = rate_table(Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, worthless=2)]))
+    table = rate_table(Evidence([score(ONE, {0: 0.5, 1: 0.5}, rates=rates, collapsed=4, runs=4, planned=4, at_rate_collapsed=2)]))
     assert table.rows[0].cells == ("clm", "0.00 (2/2) †4/4") and "looks as if no rate mattered" in table.note
 
 
@@ -104,10 +104,10 @@ def test_failed_runs_are_known_to_a_score_and_its_average(tmp_path):
             run(tmp_path / "clm/SC" / dataset, "5e-05", seed, score=None if (dataset, seed) == ("b", 1) else 0.7, baseline=floor)
     evidence = read_evidence(tmp_path, {"clm": ONE})
     score = evidence.find(ONE, "b")
-    assert (score.failed, score.floor, score.rates[5e-5]) == ({5e-5: (1,)}, 0.3, {0: 0.7})
+    assert (score.rates_failed, score.floor, score.rates[5e-5]) == ({5e-5: {1}}, 0.3, {0: 0.7})
     assert score.counted == {1e-5: {0: 0.9, 1: 0.9}, 5e-5: {0: 0.7, 1: 0.3}}
     average = evidence.find(ONE, "average", "SC")
-    assert average.failed == {5e-5: (1,)} and average.counted[5e-5] == pytest.approx({0: 0.7, 1: 0.5})
+    assert average.rates_failed == {5e-5: {1}} and average.counted[5e-5] == pytest.approx({0: 0.7, 1: 0.5})
 
 
 def test_seeds_and_examples_part_the_variance():

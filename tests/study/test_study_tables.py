@@ -71,9 +71,9 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
     one, other = Setting("mini", 100), Setting("mini", 0, 100, mask_ratio=0.4)
     seeds = {seed: 0.55 for seed in range(3)}
-    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, worthless=3, runs=6, planned=6)
-    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, worthless=1, runs=4, planned=6)
-    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, worthless=1, runs=4, planned=6, members=(begun, begun))
+    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, at_rate_collapsed=3, runs=6, planned=6)
+    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, at_rate_collapsed=1, runs=4, planned=6)
+    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, at_rate_collapsed=1, runs=4, planned=6, members=(begun, begun))
     [table] = score_tables(Evidence([collapsed, begun, average]))
     assert [row.cells[3:] for row in table.rows] == [
         ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),

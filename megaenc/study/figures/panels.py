@@ -188,7 +188,7 @@ def _points(places: Iterable[tuple[float, Setting]], shift: float, find: Callabl
 
 def point_of(x: float, score: Score) -> Point:
     """A score at a place of the axis."""
-    return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.worthless > 0)
+    return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.at_rate_collapsed > 0)
 
 
 def _draw(picture: Picture, columns: int) -> Any:

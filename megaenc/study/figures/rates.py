@@ -49,7 +49,7 @@ def picture(evidence: Evidence) -> Drawn:
     )
     if any(one.collapsed for one in evidence.scores):
         caption += " What collapses to worthless predictions at every rate is flat too: the table of collapsed runs names it."
-    if any(one.failed for one in evidence.scores):
+    if any(one.rates_failed for one in evidence.scores):
         caption += (
             " Runs whose loss became no number count as the score that needs no model, where results say that; else their rate "
             "is left out of their model's line."
