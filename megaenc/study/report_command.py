@@ -16,7 +16,8 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import remove, whole_files, write_whole
-from megaenc.finetune.intervals import Kind
+from megaenc.finetune.intervals import Asked, Kind
+from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
 from megaenc.study import made
 from megaenc.study.claims import judge
@@ -77,8 +78,12 @@ def report_of(settings: ReportFlags) -> Report:
     _check_known(settings, results, scope.names)
     runs = read_runs(Path(settings.runs)) if settings.runs else {}
     evidence = of_results(results, known.get, PAPER, settings.interval, scope)
+    if scope.asked is not None and not evidence.grids:
+        found = Asked(tuple(sorted({one.learning_rate for one in results})), tuple(sorted({one.seed for one in results})))
+        wanted = f"some of what {settings.manifest} asks for: {_grid(scope.asked)}"
+        raise InputError(f"--results {settings.results}: found {_grid(found)}, expected {wanted}")
     if not evidence.scores:
-        lacking = f": {without_score(evidence)}" if evidence.grids else ""
+        lacking = f": {without_score(evidence)}"
         raise InputError(
             f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one{lacking}"
         )
@@ -100,6 +105,10 @@ _OURS = (
     "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and "
     "claims, with the numbers of this study."
 )
+
+
+def _grid(asked: Asked) -> str:
+    return f"rates {', '.join(map(rate_name, asked.rates))} with seeds {', '.join(map(str, asked.seeds))}"
 
 
 def _manifest(path: str) -> tuple[Scope, str]:

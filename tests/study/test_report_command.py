@@ -182,4 +182,7 @@ def test_wrong_input_is_one_line(study, tmp_path, refusal):
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
     line = said(tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r")
     assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
+    (tmp_path / "rates.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
+    line = said(tmp_path / "rates.yaml", "--results", study / "results", "--output", tmp_path / "r")
+    assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of what" in line and "asks for: rates 3e-04 with" in line
     assert not (tmp_path / "r").exists()
