@@ -51,9 +51,10 @@ def grouped(
 ) -> dict[Setup, list[Setting]]:
     """The settings of each setup, in the order of their tables; a setting may be in several, setups without any are left out.
 
-    Base models are those of one objective and the longest budget of their size. Beside two-stage models stand the MLM models of
-    their mask ratios and budget and the CLM model; beside continued models those that they went on from. All this is asked of the
-    `planned` models where there are any, so that a model stands in the same tables whatever else is done yet. `order`: of sizes.
+    Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
+    stand the MLM models of their mask ratios and budget and the CLM model; beside continued models those that they went on from.
+    All this is asked of the `planned` models where there are any, so that a model stands in the same tables whatever else is done
+    yet. `order`: of sizes.
     """
     every, planned = list(dict.fromkeys(settings)), list(planned)
     whole = list(dict.fromkeys([*planned, *every]))
@@ -113,12 +114,12 @@ def parent_of(setting: Setting) -> Setting:
 
 
 def longest_of(settings: Iterable[Setting]) -> dict[str, int]:
-    """By size, the longest budget of a model of one objective."""
-    longest: dict[str, int] = {}
+    """By size, the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
+    budgets: dict[str, dict[str, set[int]]] = {}
     for one in settings:
         if pure(one):
-            longest[one.size] = max(one.steps, longest.get(one.size, 0))
-    return longest
+            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective(one)].add(one.steps)
+    return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
 
 
 def sizes_of(settings: Iterable[Setting], order: Sequence[str] = ()) -> list[str]:

@@ -38,8 +38,6 @@ def test_objectives_by_size():
     assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
     assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
     assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
-    looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
-    assert len(set(looks)) == len(looks) == 6
     assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
 
 
@@ -202,6 +200,8 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     picture = schedules.picture(Evidence(scores))
     found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
     assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
+    looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
+    assert len(set(looks)) == len(looks) == 6
     assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
     assert points(picture, 0, names[turns]).popitem()[1] == 52.1
     assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone

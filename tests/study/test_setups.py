@@ -52,6 +52,13 @@ def test_what_is_planned_says_what_is_the_base():
     assert grouped([Setting("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [Setting("mini", 0, 150, mask_ratio=0.4)]}
 
 
+def test_the_base_is_what_both_objectives_have():
+    """CLM that got further than MLM is not the base alone: the claims compare what both have."""
+    mlm, clm, longer = Setting("1B", 0, 20, mask_ratio=0.4), Setting("1B", 20), Setting("1B", 40)
+    assert grouped([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
+    assert grouped([longer, mlm])["base"] == [longer]
+
+
 def test_sizes_with_words_for_names_need_a_manifest():
     words = [Setting(size) for size in ("large", "medium", "small")]
     assert sizes_of(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
