@@ -150,7 +150,7 @@ def laid_over(panels: Sequence[Panel]) -> bool:
 def bars(evidence: Evidence, published: Evidence | None, panels: Sequence[Panel]) -> str:
     """For a caption: what the bars of these panels are, and what hollow points."""
     hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
-    said = " Hollow points: runs behind them have collapsed to worthless predictions." if hollow else ""
+    said = " Hollow points in strong colours: runs behind them have collapsed to worthless predictions." if hollow else ""
     return f"Bars: {words(evidence, published if laid_over(panels) else None)}.{said}"
 
 
