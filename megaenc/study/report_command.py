@@ -15,7 +15,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import remove, whole_files, write_whole
+from megaenc.files import left_behind, remove, whole_files, write_whole
 from megaenc.finetune.intervals import Asked, Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
@@ -189,16 +189,17 @@ def write(report: Report, output: Path) -> None:
     _figures(drawn, folders[1])
     write_whole(folders[0] / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
-    for path in [output / name for name in earlier - {*names}]:
-        remove(path)
-    for path in [path for folder in (output, *folders) for path in folder.iterdir()]:
-        if path.name.startswith(".") and path.suffix == ".tmp":  # of an attempt that was killed
+    ours = [output / name for name in (*earlier, *names, PAGE, FILES)]
+    for folder in (output, *folders):  # of an attempt that was killed
+        for path in left_behind(*(path for path in ours if path.parent == folder)):
             remove(path)
+    for name in earlier - {*names}:
+        remove(output / name)
     _list(output, names)
 
 
 def _list(output: Path, names: Iterable[str]) -> None:
-    write_whole(output / FILES, "".join(f"{name}\n" for name in sorted(names)))
+    write_whole(output / FILES, "".join(f"{line}\n" for line in (_LISTED, *sorted(names))))
 
 
 def _check_output(output: Path) -> set[str]:
@@ -210,18 +211,23 @@ def _check_output(output: Path) -> set[str]:
         if output.exists():
             raise InputError(f"--output {output}: is a file, expected a folder")
         return set()
-    page_there, listed = output / PAGE, output / FILES
-    ours = page_there.is_file() and MARK in page_there.read_text(encoding="utf-8", errors="replace")
-    own = {FILES, PAGE, TABLES, FIGURES} if ours else {FILES, TABLES, FIGURES} if listed.is_file() else set()
-    if not own:
-        own = {name for name in (TABLES, FIGURES) if _empty(output / name)}  # of an attempt that was killed at once
+    ours = MARK in _text(output / PAGE)
+    mark, *names = _text(output / FILES).splitlines() or [""]
+    if mark == _LISTED:
+        own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
+    else:  # nothing, but for what an attempt left that was killed at once
+        own, names = {name for name in (TABLES, FIGURES) if _empty(output / name)}, []
     others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
-    if others and not ours:
+    if others and not (ours and mark == _LISTED):
         raise InputError(f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report")
-    names = listed.read_text(encoding="utf-8", errors="replace").splitlines() if listed.is_file() else []
     return {name for name in names if _WRITTEN.fullmatch(name) and (output / name).is_file()}
 
 
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+_LISTED = "# written by megaenc study report"
 _WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # whatever else a list may say is not removed
 
 

@@ -75,10 +75,12 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     output = tmp_path / "report"
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
-        for file in ("of-before.csv", "own.csv", "notes.txt", ".base.csv.1-0a1b2c3d.tmp"):
+        for file in ("of-before.csv", "own.csv", "notes.txt", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
             (output / name / file).touch()
     (output / "index.html").write_text(f"<head>{MARK}</head>")
-    (output / "files.txt").write_text("tables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n")
+    (output / "files.txt").write_text(
+        "# written by megaenc study report\ntables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n"
+    )
     (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.figures_of
@@ -91,10 +93,11 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
     assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
-    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and (tmp_path / "outside.csv").exists()
-    kept = {f"{name}/{file}" for name in ("tables", "figures") for file in ("own.csv", "notes.txt")}
+    assert not [name for name in files if "of-before" in name] and (tmp_path / "outside.csv").exists()
+    own = ("own.csv", "notes.txt", ".own.csv.1-0a1b2c3d.tmp")
+    kept = {f"{name}/{file}" for name in ("tables", "figures") for file in own}
     assert kept <= files  # what somebody else put there
-    assert set((output / "files.txt").read_text().split()) == files - kept - {"index.html", "files.txt"}
+    assert set((output / "files.txt").read_text().splitlines()[1:]) == files - kept - {"index.html", "files.txt"}
     text = (output / "index.html").read_text()
     assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
@@ -153,8 +156,12 @@ def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
 
     assert "holds figures and no report" in refused("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv")
     assert "holds tables and no report" in refused("tables/raw.csv")
+    (site / "files.txt").write_text("my own list\n")
+    assert "holds files.txt and no report" in refused("files.txt")
     (site / "index.html").write_text(MARK)
-    assert "holds tables/base.csv, which no report wrote" in refused("index.html", "tables/base.csv")
+    assert "holds files.txt and no report" in refused("index.html", "files.txt")
+    (site / "files.txt").write_text("# written by megaenc study report\ntables/raw.csv\n")
+    assert "holds tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
 
 
 def test_intervals_of_student_are_wider(study):
