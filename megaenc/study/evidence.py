@@ -51,6 +51,12 @@ class Score:
     collapsed: int = 0
     """runs at any rate whose predictions are worthless, or whose loss became no number"""
     runs: int = 0
+    at_rate_collapsed: int = 0
+    """of `seeds`, those whose predictions are worthless; of an average over all its sets"""
+    rates_failed: dict[float, frozenset[int]] = field(default_factory=dict)
+    """by rate, the seeds whose run could not be finished there; empty for averages"""
+    floor: float | None = None
+    """what the family's trivial baseline gets; None for averages and where results do not say"""
     rate: float | None = None
     """the chosen one; None for averages and published tables"""
     members: tuple["Score", ...] = field(default=(), repr=False)
@@ -143,6 +149,11 @@ def _score(cell: Cell, setting: Setting | None, metric: str, read: Read, kind: K
         of_rate = {run.seed: read(run) for run in cell.at(rate)}
         if of_rate and None not in of_rate.values():
             rates[rate] = of_rate
+    failed: dict[float, set[int]] = defaultdict(set)
+    for run in cell.runs:
+        if run.failure is not None:
+            failed[run.learning_rate].add(run.seed)
+    chosen = cell.at(cell.chosen)
     mean, half = _summary(by_seed, kind)
     return Score(
         model=cell.model,
@@ -153,9 +164,12 @@ def _score(cell: Cell, setting: Setting | None, metric: str, read: Read, kind: K
         half=half,
         seeds=by_seed,
         rates=rates,
-        examples=functools.cache(functools.partial(_examples, {run.seed: run.path for run in cell.at(cell.chosen)}, metric)),
+        examples=functools.cache(functools.partial(_examples, {run.seed: run.path for run in chosen}, metric)),
         collapsed=sum(run.failure is not None or bool(run.test.collapsed) for run in cell.runs),
         runs=len(cell.runs),
+        at_rate_collapsed=sum(bool(run.test.collapsed) for run in chosen),
+        rates_failed={rate: frozenset(seeds) for rate, seeds in failed.items()},
+        floor=chosen[0].test.baseline.get("score" if metric == PAPER else metric),
         rate=cell.chosen,
     )
 
@@ -178,6 +192,7 @@ def _average(name: str, parts: Sequence[Score], by_seed: dict[int, float], kind:
         rates=rates,
         collapsed=sum(part.collapsed for part in parts),
         runs=sum(part.runs for part in parts),
+        at_rate_collapsed=sum(part.at_rate_collapsed for part in parts),
         members=tuple(parts),
     )
 
