@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from megaenc.study.evidence import Evidence
 from megaenc.study.setting import Setting
+from megaenc.study.setups import percent
 
 Pair = dict[int, tuple[Setting, Setting]]
 """By seed of the pretraining, a setting of each side."""
@@ -62,8 +63,3 @@ class Models:
 def only_clm(one: Setting) -> bool:
     """Nothing but CLM."""
     return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0
-
-
-def percent(ratio: float) -> str:
-    """A share as the tables call it."""
-    return f"{100 * ratio:g} %"
