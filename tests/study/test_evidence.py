@@ -128,6 +128,18 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     score = read_evidence(tmp_path, {}).scores[0]
     assert (score.collapsed, score.runs, score.rate) == (2, 3, 2e-5) and set(score.rates) == {2e-5, 5e-5}
+    assert score.at_rate_collapsed == 0 and score.rates_failed == {1e-4: {0}} and score.floor is None
+
+
+def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
+    for dataset in ("sst2", "toy"):
+        for seed in range(3):
+            said = {"collapsed": "constant prediction" if seed else None, "metrics": {"accuracy": 0.5}}
+            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.5, baseline={"score": 0.4, "accuracy": 0.3}, **said)
+    one, other, average = read_evidence(tmp_path, {}).scores
+    assert (one.at_rate_collapsed, one.floor, one.rates_failed) == (2, 0.4, {})
+    assert average.at_rate_collapsed == one.at_rate_collapsed + other.at_rate_collapsed
+    assert read_evidence(tmp_path, {}, "accuracy").scores[0].floor == 0.3
 
 
 def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):

@@ -12,6 +12,7 @@ from megaenc.study.comparisons import Comparison
 from megaenc.study.figures.every import Shown
 from megaenc.study.figures.panels import Line, Missing, Panel, Picture, Point
 from megaenc.study.page import MARK, Report, page
+from megaenc.study.page_verdicts import verdict_cards
 from megaenc.study.table import Column, Row, Table
 
 EVIL = '<b onclick="x">&'
@@ -115,6 +116,28 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
     assert "The published tables, judged the same way" in text and "5\u00a0% less" in text
     assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
     assert "+1.00 to +3.00" in text and "&lt; 0.0001" in text and "nan" not in re.sub(r"base64,\S+", "", text)
+
+
+def test_the_bootstrap_stands_beside_the_deciding_test_alone():
+    drawn = ((0.5, 3.5), (0.7, 3.3))
+    whole, single = comparison(bootstrap=drawn), comparison(bootstrap=((0.1, 0.2), (0.1, 0.2)))
+    text = "".join(verdict_cards([Verdict(1, "title", "question?", [single], "holds", "because.", "a", whole)], []))
+    assert "bootstrap +0.50 to +3.50, studentised +0.70 to +3.30" in text and text.count("bootstrap +") == 1
+    few = comparison(bootstrap=((math.nan, math.nan), (math.nan, math.nan)))  # below three seeds
+    none = "".join(verdict_cards([Verdict(1, "title", "question?", [few], "holds", "because.", "a", few)], []))
+    assert "bootstrap +" not in none and "nan" not in none
+
+
+def test_seeds_that_are_never_enough_have_a_word():
+    parts = statistics.Components(1e-6, 4e-5)
+    never = comparison(test=statistics.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 5))
+    unknown = comparison(test=statistics.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 0))
+    text = "".join(verdict_cards([Verdict(1, "title", "question?", [never, unknown], "not resolved", "because.")], []))
+    assert text.count('<td class="number">never</td>') == 1 and text.count('<td class="number"></td></tr>') == 1
+
+
+def test_the_page_says_what_verdicts_are_about(text):
+    assert "about these trained models, and another pretraining run may differ by more" in text
 
 
 def test_figures_are_drawn_twice_with_a_text_for_who_cannot_see(text):
