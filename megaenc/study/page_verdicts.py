@@ -79,7 +79,7 @@ def _comparisons(listed: Sequence[Comparison], overall: Comparison | None) -> st
             _badge(one.verdict),
             _p(one.p),
             _p(one.p_adjusted),
-            "" if math.isnan(one.effect) else f"{one.effect:.2f}",
+            "" if math.isnan(one.effect) else _minus(f"{one.effect:.2f}"),
             "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
         ]
         numbers = (number for _, number in _HEADS[1:])

@@ -50,7 +50,7 @@ def comparison(**changes) -> Comparison:
     made = statistics.Test(0.02, 0.01, 0.03, 0.001, statistics.Components(1e-5, math.nan), 4.0, 5)
     given = {
         "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "difference": 2.0, "low": 1.0,
-        "high": 3.0, "p": 0.00001, "p_adjusted": 0.004, "effect": 1.5, "verdict": "holds", "test": made,
+        "high": 3.0, "p": 0.00001, "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds", "test": made,
     }  # fmt: skip
     return Comparison(**given | changes)
 
@@ -115,7 +115,12 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
     assert "1 hold, 1 reversed, 1 not resolved, 1 without data" in text
     assert "The published tables, judged the same way" in text and "5\u00a0% less" in text
     assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
-    assert "+1.00 to +3.00" in text and "&lt; 0.0001" in text and "nan" not in re.sub(r"base64,\S+", "", text)
+    assert (
+        ">\u22121.50<" in text
+        and "+1.00 to +3.00" in text
+        and "&lt; 0.0001" in text
+        and "nan" not in re.sub(r"base64,\S+", "", text)
+    )
 
 
 def test_the_bootstrap_stands_beside_the_deciding_test_alone():
