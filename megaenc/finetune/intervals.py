@@ -6,7 +6,7 @@ The rules are the study's. A cell is a model on one data set, with all its rates
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,24 +54,33 @@ def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """The rates and seeds that a model is to be fine-tuned with on a data set, each rate with every seed."""
+
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Cell:
-    """All runs of a model on a data set."""
+    """All runs of a model on a data set, of those that were asked for."""
 
     model: str
     family: str
     dataset: str
     train_on: str
     runs: tuple[Result, ...]
+    asked: Asked
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Every seed that some run of the cell had."""
-        return tuple(sorted({run.seed for run in self.runs}))
+        """Every seed that a rate needs before it can be chosen."""
+        return self.asked.seeds
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Every rate that some run of the cell had."""
-        return tuple(sorted({run.learning_rate for run in self.runs}))
+        """Every rate that was asked for, whether or not it has a run yet."""
+        return self.asked.rates
 
     def at(self, rate: float) -> list[Result]:
         """The finished runs of a rate, by seed."""
@@ -84,6 +93,11 @@ class Cell:
         return tuple(rate for rate in self.rates if len(self.at(rate)) == len(self.seeds))
 
     @property
+    def planned(self) -> int:
+        """How many runs were asked for."""
+        return len(self.rates) * len(self.seeds)
+
+    @property
     def chosen(self) -> float | None:
         """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
         return max(
@@ -93,12 +107,24 @@ class Cell:
         )
 
 
-def cells(results: Iterable[Result]) -> list[Cell]:
-    """The results by model, data set and set trained on, in the order in which they come up."""
+def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
+    """The results by model, data set and set trained on, in the order in which they come up.
+
+    `asked` is the grid that was planned, and results outside of it are left out. Without it, it is every rate and seed that some
+    model has on that data set: a model that has fewer yet is not whole.
+    """
     found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    rates: dict[tuple[str, ...], set[float]] = defaultdict(set)
+    seeds: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for result in results:
-        found[(result.model, result.family, result.dataset, result.train_on)].append(result)
-    return [Cell(*key, tuple(runs)) for key, runs in found.items()]
+        if asked is not None and not (result.learning_rate in asked.rates and result.seed in asked.seeds):
+            continue
+        place = (result.family, result.dataset, result.train_on)
+        found[(result.model, *place)].append(result)
+        rates[place].add(result.learning_rate)
+        seeds[place].add(result.seed)
+    seen = {place: Asked(tuple(sorted(rates[place])), tuple(sorted(seeds[place]))) for place in rates}
+    return [Cell(*key, tuple(runs), asked or seen[key[1:]]) for key, runs in found.items()]
 
 
 Read = Callable[[Result], float | None]
@@ -159,11 +185,14 @@ class Sensitivity:
         return sum(best - mean <= within + 1e-12 for mean in self.means.values())
 
 
-def sensitivity(cell: Cell, read: Read) -> Sensitivity | None:
-    """The means of what `read` takes out of the runs at each complete rate; None where there is none."""
-    means = {}
-    for rate in cell.complete:
-        found = [read(run) for run in cell.at(rate)]
-        if None not in found:
-            means[rate] = interval(found).mean
+def by_rate(cell: Cell, read: Read) -> dict[float, dict[int, float]]:
+    """What `read` takes out of the finished runs, by rate and seed; rates without a number in each of their runs are left out."""
+    found = {rate: {run.seed: read(run) for run in cell.at(rate)} for rate in cell.rates}
+    return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}
+
+
+def sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> Sensitivity | None:
+    """The means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
+    whole = {rate: of_seeds for rate, of_seeds in found.items() if of_seeds.keys() >= set(seeds)}
+    means = {rate: interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
     return Sensitivity(means) if means else None

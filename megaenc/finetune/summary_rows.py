@@ -12,6 +12,7 @@ from megaenc.finetune.intervals import (
     Read,
     average,
     averaged,
+    by_rate,
     cells,
     interval,
     scores,
@@ -120,7 +121,7 @@ def _row(cell: Cell, name: str, read: Read, kind: Kind) -> Row:
     at_rate = cell.at(rate) if rate is not None else []
     reasons = [run.test.collapsed for run in at_rate if run.test.collapsed]
     collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}" if reasons else ""
-    runs = f"{sum(run.test is not None for run in cell.runs)}/{len(cell.rates) * len(cell.seeds)}"
+    runs = f"{sum(run.test is not None for run in cell.runs)}/{cell.planned}"
     mean, half, seeds = _percent(by_seed, kind)
     where = (cell.model, cell.family, cell.dataset, cell.train_on)
     return Row(*where, name, rate, mean, half, _baseline([cell], name), seeds, runs, collapsed)
@@ -153,7 +154,7 @@ def _percent(by_seed: dict[int, float] | None, kind: Kind) -> tuple[float | None
 def _rates(cell: Cell) -> RateRow | None:
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
     where = (cell.model, cell.family, cell.dataset, cell.train_on)
-    if (found := sensitivity(cell, lambda run: run.test.score)) is None:
+    if (found := sensitivity(by_rate(cell, lambda run: run.test.score), cell.seeds)) is None:
         return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
     means = {rate: 100 * mean for rate, mean in found.means.items()}
     return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)

@@ -1,16 +1,16 @@
 """The claims of the study one by one: what each compares, and the p and the direction that its verdict will rest on."""
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megaenc.finetune.examples import Family
 from megaenc.study import statistics
-from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, alike, lines_of, of_family, pooled, test
-from megaenc.study.evidence import AVERAGE
-from megaenc.study.models import Models, Pair, only_clm, percent
+from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, lines_of, of_family, pooled
+from megaenc.study.models import Models, Pair, only_clm
+from megaenc.study.pooling import lending, test
 from megaenc.study.setting import Setting
+from megaenc.study.setups import percent
 from megaenc.study.statistics import LEVEL
 
 MARGIN = 0.01
@@ -41,13 +41,15 @@ class Draft:
     note: str = ""
     decisive: list[Comparison] = field(default_factory=list)
     """those that must not clearly go the other way"""
+    lines: list[Line] = field(default_factory=list)
+    """what was compared, as the evidence has it"""
 
 
 def _gaps(models: Models, family: Family) -> list[Line]:
     """MLM less CLM, a line for each size."""
     names = (models.mlm, models.clm)
     found = [lines_of(models.evidence, names, size, pair, [family]) for size, pair in models.final().items()]
-    return alike([line for of_size in found for line in of_size])
+    return [line for of_size in found for line in of_size]
 
 
 def mlm_above(models: Models, draws: int, part: str, family: Family) -> Draft:
@@ -59,7 +61,7 @@ def mlm_above(models: Models, draws: int, part: str, family: Family) -> Draft:
         f"Is {models.mlm} above CLM on {_WORDS[family]}, trained for as many steps?",
         f"an MLM and a CLM model of one size and as many steps, both decayed and evaluated on {family}",
     )
-    return _directional(draft, _gaps(models, family), draws)
+    return directional(draft, _gaps(models, family), draws)
 
 
 def about_equal(models: Models, draws: int) -> Draft:
@@ -73,22 +75,31 @@ def about_equal(models: Models, draws: int) -> Draft:
     )
     if not (lines := _gaps(models, Family.TC)):
         return draft
-    each = [test(line, MARGIN) for line in lines]
-    corrected = statistics.holm([one.test.margin_p for one in each])
+    lent, sound = lending(lines), comparable(lines)
+    each = [test(line, lent, MARGIN) for line in lines]
+    corrected = statistics.holm([_inside(one) for one in each])
     comparisons = [
-        replace(one, p=one.test.margin_p, p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)
+        replace(one, p=_inside(one), p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)
     ]
-    overall = test(pooled(lines), MARGIN, draws)
-    overall = replace(overall, p=overall.test.margin_p)
-    apart = _equal(overall, math.nan) == "reversed"
+    draft = replace(draft, lines=lines, comparisons=comparisons)
+    if not sound:
+        return draft
+    overall = test(pooled(sound), lent, MARGIN, draws)
     note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
-    p, way = overall.p, "holds"
-    if apart:  # the opposite of what that p is of: the interval says it, and p is that of no difference
-        note, p, way = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal", overall.test.p, "reversed"
-    return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=note, decisive=comparisons)
+    p, way = _inside(overall), "holds"
+    if _equal(overall, math.nan) == "reversed":  # the opposite of what that p is of: of the interval, and of no difference
+        note, p, way = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal", overall.p, "reversed"
+    return replace(draft, overall=replace(overall, p=p), p=p, way=way, note=note, decisive=comparisons)
+
+
+def _inside(one: Comparison) -> float:
+    """p of a difference beyond the margin; nan where there is no p at all."""
+    return math.nan if math.isnan(one.p) else one.test.margin_p
 
 
 def _equal(one: Comparison, p: float) -> Outcome:
+    if math.isnan(one.p):
+        return "not resolved"
     if p < LEVEL:
         return "holds"
     return "reversed" if one.low > 100 * MARGIN or one.high < -100 * MARGIN else "not resolved"
@@ -105,18 +116,22 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     )
     if len(lines := _gaps(models, Family.IR)) < 2:
         return draft
-    comparisons, gap = adjusted([test(line) for line in lines]), test(pooled(lines))
-    middle = (len(lines) - 1) / 2
-    ranks = [at - middle for at in range(len(lines))]
+    if not models.ordered:
+        return replace(draft, missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
+    lent, sound = lending(lines), comparable(lines)
+    draft = replace(draft, lines=lines, comparisons=adjusted([test(line, lent) for line in lines]))
+    if len(sound) < 2:
+        return draft
+    gap, middle = test(pooled(sound), lent), (len(sound) - 1) / 2
+    ranks = [at - middle for at in range(len(sound))]
     sign = -1 if gap.difference > 0 else 1  # the trend of its size, turned so that narrowing is above 0
-    weights = [sign * rank * (len(lines) - 1) / math.fsum(rank**2 for rank in ranks) for rank in ranks]
+    weights = [sign * rank * (len(sound) - 1) / math.fsum(rank**2 for rank in ranks) for rank in ranks]
     names = ("gap of the smallest", "that of the largest")
-    trend = replace(pooled(lines, weights), where=f"{lines[0].where} to {lines[-1].where}", names=names)
-    overall = test(trend, draws=draws)
+    trend = replace(pooled(sound, weights), where=f"{sound[0].where} to {sound[-1].where}", names=names)
+    overall = test(trend, lent, draws=draws)
     p = greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
     way = "holds" if overall.difference > 0 else "reversed"
-    across = f"the mean gap is {points(gap.difference)}"
-    return replace(draft, comparisons=comparisons, overall=overall, p=p, way=way, note=across)
+    return replace(draft, overall=overall, p=p, way=way, note=f"the mean gap is {points(gap.difference)}")
 
 
 def early(models: Models, draws: int) -> Draft:
@@ -133,22 +148,17 @@ def early(models: Models, draws: int) -> Draft:
         lambda one: not one.decayed and models.only_mlm(one),
         lambda one: (one.size, one.steps),
     )
-    ends: dict[str, int] = defaultdict(int)
-    for one in models.settings:
-        if one.steps and not one.cpt_mlm_steps:
-            ends[one.size] = max(ends[one.size], one.steps)
-    lines = alike(
-        [
-            line
-            for (size, steps), pair in sorted(pairs.items())
-            if steps <= EARLY * ends[size]
-            for line in lines_of(models.evidence, (models.clm, models.mlm), f"{size} at {steps:,} steps", pair, FAMILIES)
-        ]
-    )
+    ends = models.ends()
+    lines = [
+        line
+        for (size, steps), pair in sorted(pairs.items())
+        if steps <= EARLY * ends[size]
+        for line in lines_of(models.evidence, (models.clm, models.mlm), f"{size} at {steps:,} steps", pair, FAMILIES)
+    ]
     steps = sorted({at for size, at in pairs if at <= EARLY * ends[size]})
     crossing = "; ".join(_crossings(models, pairs))
     first = f"early is step {', '.join(f'{at:,}' for at in steps)}"
-    return _directional(draft, lines, draws, f"{first}; {crossing}" if crossing else first)
+    return directional(draft, lines, draws, f"{first}; {crossing}" if crossing else first)
 
 
 def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
@@ -170,34 +180,6 @@ def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
                 )
                 found.append(f"{size} on {family}: {when}")
     return found
-
-
-def sensitivity(models: Models) -> Draft:
-    """3: best less worst rate, by seed and data set, MLM less CLM."""
-    draft = Draft(
-        3,
-        "",
-        "CLM is less sensitive to the fine-tuning rate",
-        f"Do scores of {models.mlm} spread further over the learning rates (best less worst) than those of CLM?",
-        "results at two or more learning rates of an MLM and a CLM model of one size and as many steps",
-    )
-    lines = []
-    for size, by_seed in models.final().items():
-        mlm, clm = by_seed[min(by_seed)]
-        for family, dataset in models.evidence.datasets():
-            sides = [models.evidence.find(setting, dataset, family) for setting in (mlm, clm)]
-            if dataset.startswith(AVERAGE) or None in sides:
-                continue
-            if len(rates := sorted(set(sides[0].rates) & set(sides[1].rates))) < 2:
-                continue
-            spreads = []
-            for side in sides:
-                seeds = set.intersection(*(set(side.rates[rate]) for rate in rates))
-                of_rates = {seed: [side.rates[rate][seed] for rate in rates] for seed in sorted(seeds)}
-                spreads.append({seed: max(scores) - min(scores) for seed, scores in of_rates.items()})
-            if set(spreads[0]) & set(spreads[1]):
-                lines.append(Line((models.mlm, models.clm), size, family, dataset, left=spreads[0], right=spreads[1]))
-    return _directional(draft, lines, 0, "the difference is that of the spreads")
 
 
 def quarter_first(models: Models, draws: int) -> Draft:
@@ -224,7 +206,7 @@ def quarter_first(models: Models, draws: int) -> Draft:
         for (size, steps, ratio), pair in sorted(pairs.items())
         for line in lines_of(models.evidence, ("25 % CLM, then MLM", "MLM alone"), _place(size, steps, ratio), pair, FAMILIES)
     ]
-    return _directional(draft, alike(lines), draws)
+    return directional(draft, lines, draws)
 
 
 def continued(models: Models, draws: int) -> Draft:
@@ -249,31 +231,34 @@ def continued(models: Models, draws: int) -> Draft:
         longest = more == max(of for *start, of, mask in pairs if (*start, mask) == (size, before, ratio))
         some = lines_of(models.evidence, names, f"{size}, {more:,} after {before:,} steps", pair, FAMILIES)
         lines, lengths = lines + some, lengths + [(more, longest)] * len(some)
-    lines = alike(lines)
     last = [line for line, (_, longest) in zip(lines, lengths, strict=True) if longest]
     shorter = []
     for length in sorted({more for more, longest in lengths if not longest}):
-        of_length = pooled([line for line, found in zip(lines, lengths, strict=True) if found == (length, False)])
-        shorter.append(f"after {length:,} steps it is {points(test(of_length).difference)}")
-    return _directional(draft, lines, draws, "; ".join(shorter), last)
+        of_length = comparable([line for line, found in zip(lines, lengths, strict=True) if found == (length, False)])
+        if of_length:
+            shorter.append(f"after {length:,} steps it is {points(test(pooled(of_length)).difference)}")
+    return directional(draft, lines, draws, "; ".join(shorter), last)
 
 
-def _directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
+def directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
     """The claim that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
     if not lines:
         return draft
-    at = [here for here, line in enumerate(lines) if not decisive or line in decisive]
-    overall, comparisons = test(pooled([lines[here] for here in at]), draws=draws), adjusted([test(line) for line in lines])
+    lent = lending(lines)
+    comparisons = adjusted([test(line, lent) for line in lines])
+    sound = comparable(decisive or lines)
+    draft = replace(draft, lines=list(lines), comparisons=comparisons, note=note)
+    if not sound:
+        return draft
+    overall = test(pooled(sound), lent, draws=draws)
     way = "holds" if overall.difference > 0 else "reversed"
-    return replace(
-        draft,
-        comparisons=comparisons,
-        overall=overall,
-        p=overall.p,
-        way=way,
-        note=note,
-        decisive=[comparisons[here] for here in at],
-    )
+    among = [one for one, line in zip(comparisons, lines, strict=True) if line in sound]
+    return replace(draft, overall=overall, p=overall.p, way=way, decisive=among)
+
+
+def comparable(lines: Sequence[Line]) -> list[Line]:
+    """Those of which no side has collapsed: only these are pooled."""
+    return [line for line in lines if not line.collapsed]
 
 
 def greatest(p: Sequence[float]) -> float:

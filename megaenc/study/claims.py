@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 
 from megaenc.finetune.examples import Family
 from megaenc.study import claim_tests, statistics
+from megaenc.study.caveats import caveats
 from megaenc.study.claim_tests import Draft, points
 from megaenc.study.comparisons import Comparison, Outcome
 from megaenc.study.evidence import Evidence
 from megaenc.study.models import Models
+from megaenc.study.rate_claim import sensitivity
 from megaenc.study.ratio_claim import no_best_ratio
 from megaenc.study.statistics import LEVEL
 
@@ -28,7 +30,7 @@ class Verdict:
     """p corrected over these"""
     verdict: Outcome
     reason: str
-    """one sentence with the numbers; of `no data`, what is missing"""
+    """a sentence with the numbers and what they leave open; of `no data`, what is missing"""
     part: str = ""
     """a, b, ... where a claim says several things"""
     overall: Comparison | None = None
@@ -47,17 +49,17 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
         claim_tests.about_equal(models, draws),
         claim_tests.gap_narrows(models, draws),
         claim_tests.early(models, draws),
-        claim_tests.sensitivity(models),
+        sensitivity(models),
         claim_tests.quarter_first(models, draws),
         claim_tests.continued(models, draws),
         no_best_ratio(models),
     ]
     corrected = statistics.holm([draft.p for draft in drafts])
     claims = sum(not math.isnan(p) for p in corrected)
-    return [_verdict(draft, p, claims) for draft, p in zip(drafts, corrected, strict=True)]
+    return [_verdict(models, draft, p, claims) for draft, p in zip(drafts, corrected, strict=True)]
 
 
-def _verdict(draft: Draft, p: float, claims: int) -> Verdict:
+def _verdict(models: Models, draft: Draft, p: float, claims: int) -> Verdict:
     said = (draft.claim, draft.title, draft.question, draft.comparisons)
     if not draft.comparisons:
         return Verdict(*said, "no data", f"Needs {draft.missing}.", draft.part)
@@ -66,11 +68,12 @@ def _verdict(draft: Draft, p: float, claims: int) -> Verdict:
     mixed = clear and any(one.verdict == against for one in draft.decisive)
     verdict = draft.way if clear and not mixed else "not resolved"
     overall = replace(draft.overall, p_adjusted=p, verdict=verdict) if draft.overall else None
-    return Verdict(*said, verdict, _reason(draft, overall, p, claims, mixed), draft.part, overall)
+    reason = " ".join([_reason(draft, overall, p, claims, mixed), *caveats(models, draft)])
+    return Verdict(*said, verdict, reason, draft.part, overall)
 
 
 def _reason(draft: Draft, overall: Comparison | None, p: float, claims: int, mixed: bool) -> str:
-    chance = f"{_p(p)} corrected over {claims} claims" if claims > 1 and not math.isnan(p) else _p(p)
+    chance = f"{_chance(p)} corrected over {claims} claims" if claims > 1 and not math.isnan(p) else _chance(p)
     parts = [chance]
     if overall is not None and math.isnan(overall.difference):
         parts = ["no seed that all of the models were fine-tuned with"]
@@ -91,7 +94,12 @@ def _reason(draft: Draft, overall: Comparison | None, p: float, claims: int, mix
 _WORDS = {"holds": "hold", "reversed": "reversed", "not resolved": "not resolved"}
 
 
-def _p(p: float) -> str:
+def _chance(p: float) -> str:
     if math.isnan(p):
         return "no p, as nothing says what other seeds would give"
-    return "p < 0.0001" if p < 0.0001 else f"p = {p:.2g}"
+    return f"p {said}" if (said := p_value(p)).startswith("<") else f"p = {said}"
+
+
+def p_value(p: float) -> str:
+    """As it is printed: 0.023, or < 0.0001; 1 from 0.995 on."""
+    return "< 0.0001" if p < 0.0001 else f"{p:.2g}" if p < 0.995 else "1"

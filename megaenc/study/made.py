@@ -9,24 +9,24 @@ from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import TIMING, Result
 from megaenc.study import record
+from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence
-from megaenc.study.published import SOURCE
+from megaenc.study.published import SOURCE, published
 from megaenc.study.run_tree import TrainedRun
 
 Fact = tuple[str, str]
 
 
-INTERVALS = {
-    "normal": "half of each is 1.96 standard errors over the seeds, as the study prints them: with five seeds narrower than 95 %",
-    "t": "95 % by Student's t over the seeds; those of the published tables are 1.96 standard errors",
-}
+def intervals_of(evidence: Evidence, beside: Evidence | None = None) -> Fact:
+    """What the intervals of tables and figures are; `beside` is shown with these."""
+    return "Intervals", f"of tables and figures: {words(evidence, beside)}"
 
 
 def of_published() -> list[Fact]:
     """What the printed tables are."""
     return [
-        ("Numbers", f"{SOURCE}: means and 95 % intervals of five fine-tuning seeds, as printed"),
-        ("Intervals", INTERVALS["normal"]),
+        ("Numbers", f"{SOURCE}: means and intervals of five fine-tuning seeds, as printed"),
+        intervals_of(published()),
         ("Cost", "110,000 MI250X GPU hours, as its authors say"),
         (
             "Tests",
@@ -35,17 +35,23 @@ def of_published() -> list[Fact]:
     ]
 
 
-def of_results(results: Sequence[Result], evidence: Evidence, planned: int = 0) -> list[Fact]:
-    """Counts of the fine-tunings; `planned` models are in the manifest, if there is one."""
+def of_results(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
+    """Counts of the fine-tunings, beside those that a manifest asks for if there is one."""
+    scope = evidence.scope
     finished = [one for one in results if one.test is not None]
     models = len({one.model for one in finished})
     sets = len({(one.family, one.dataset) for one in finished})
+    outside = len(results) - sum(len(one.ended) for one in evidence.grids)
+    counted = f"{len(finished):,} results, {len(results) - len(finished):,} failed runs"
     facts = [
-        ("Models", f"{models} evaluated" + (f" of {planned} planned" if planned else "")),
+        ("Models", f"{models} evaluated" + (f" of {len(scope.names)} planned" if scope.names else "")),
         ("Data sets", f"{sets}"),
-        ("Fine-tuning", f"{len(finished):,} results, {len(results) - len(finished):,} failed runs"),
-        ("Fine-tuning seeds", _listed(sorted({one.seed for one in results}))),
-        ("Learning rates", ", ".join(rate_name(rate) for rate in sorted({one.learning_rate for one in results}))),
+        (
+            "Fine-tuning",
+            counted + (f"; {outside:,} with rates or seeds that the manifest does not ask for are left out" if outside else ""),
+        ),
+        ("Fine-tuning seeds", _listed(sorted({seed for one in evidence.grids for _, seed in one.ended}))),
+        ("Learning rates", ", ".join(map(rate_name, sorted({rate for one in evidence.grids for rate, _ in one.ended})))),
         ("Pretraining seeds", _listed(sorted({setting.seed for setting in evidence.settings()}))),
     ]
     if seconds := _seconds(results):
@@ -80,16 +86,20 @@ def of_runs(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     facts = [
         ("Pretraining", f"{len(every)} runs, {steps:,} steps, {number(sum(run.tokens for run in every))} tokens"),
         ("Time in pretraining", f"{sum(run.seconds for run in every) / 3600:,.2f} hours in updates"),
-        ("Parameters", _several(number(run.facts["parameters"]) for run in every if "parameters" in run.facts)),
+        ("Parameters", _several(number(run.facts["parameters"]) for run in every if _is_number(run.facts.get("parameters")))),
     ]
     for label, name in (
         ("Tokens a sequence", "seq_length"),
         ("Sequences a step", "global_batch_size"),
         ("Peak learning rate", "lr"),
     ):
-        facts.append((label, _several(f"{run.identity[name]:g}" for run in every if run.identity.get(name) is not None)))
+        facts.append((label, _several(f"{run.identity[name]:g}" for run in every if _is_number(run.identity.get(name)))))
     facts.append(("Software", _several(f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts)))
     return [(name, text) for name, text in facts if text]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _several(texts) -> str:

@@ -30,6 +30,12 @@ class Report:
     scores: str
     """All scores as CSV, for whoever wants to compute with them."""
     facts: Sequence[Fact]
+    lacking: str = ""
+    """Which models have no score, in sentences."""
+
+
+MARK = '<meta name="generator" content="megaenc study report">'
+"""In the head of every page: by this a report is known, and only such may be replaced."""
 
 
 def page(report: Report) -> str:
@@ -40,7 +46,7 @@ def page(report: Report) -> str:
     parts = {
         "verdicts": ("Verdicts", verdict_cards(report.verdicts, report.published)),
         "figures": ("Figures", [*drawn, _missing(report.figures)]),
-        "tables": ("Tables", [_ABBREVIATIONS, *tables, _download(report.scores)]),
+        "tables": ("Tables", [_ABBREVIATIONS, _lacking(report.lacking), *tables, _download(report.scores)]),
         "made": ("How it was made", [_facts(report.facts)]),
     }
     sections = [_section(name, title, inside) for name, (title, inside) in parts.items()]
@@ -50,6 +56,7 @@ def page(report: Report) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+{MARK}
 <title>{text(report.title)}</title>
 <link rel="icon" href="data:,">
 <style>
@@ -101,9 +108,12 @@ def _missing(figures: Sequence[Shown]) -> str:
 
 _ABBREVIATIONS = (
     f'<p class="muted">{", ".join(f"{short} {name.lower()}" for short, name in FAMILIES.items())}; CLM and MLM: causal and '
-    "masked language modelling; CPT: continued pretraining. What an interval is stands under "
-    '<a href="#made">How it was made</a>.</p>'
+    'masked language modelling; CPT: continued pretraining. <a href="#made">How it was made</a>.</p>'
 )
+
+
+def _lacking(said: str) -> str:
+    return f'<p class="card">{text(said)}</p>' if said else ""
 
 
 def _download(scores: str) -> str:

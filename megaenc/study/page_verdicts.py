@@ -1,10 +1,11 @@
 """Verdicts of the page: what each claim came to, with its comparisons folded behind it and their intervals drawn."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 
-from megaenc.study.claims import Verdict
+from megaenc.study.claims import Verdict, p_value
 from megaenc.study.comparisons import Comparison
 from megaenc.study.page_tables import classes, scroll, text
 from megaenc.study.setups import dataset_label
@@ -42,10 +43,10 @@ def _verdict(one: Verdict, published: Verdict | None) -> str:
     parts = [
         f"<h3>{one.claim}{text(one.part)}. {text(one.title)} {_badge(one.verdict)}</h3>",
         f'<p class="muted">{text(one.question)}</p>',
-        f"<p>{text(one.reason)}</p>",
+        f"<p>{text(_minus(one.reason))}</p>",
     ]
     if published is not None and published.verdict != "no data":
-        said = f"The published tables, judged the same way: {_badge(published.verdict)}. {text(published.reason)}"
+        said = f"The published tables, judged the same way: {_badge(published.verdict)}. {text(_minus(published.reason))}"
         parts.append(f'<p class="muted">{said}</p>')
     if one.comparisons:
         listed = [one.overall, *one.comparisons] if one.overall is not None else one.comparisons
@@ -53,6 +54,11 @@ def _verdict(one: Verdict, published: Verdict | None) -> str:
         parts.append(f"<details><summary>{count}</summary>{_comparisons(listed, one.overall)}</details>")
     inside = "\n".join(parts)
     return f'<article class="card verdict is-{_SIGNS[one.verdict][0]}">\n{inside}</article>'
+
+
+def _minus(said: str) -> str:
+    """With the sign that is as wide as a plus before numbers; hyphens in names stay."""
+    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
 
 
 def _comparisons(listed: Sequence[Comparison], overall: Comparison | None) -> str:
@@ -68,13 +74,13 @@ def _comparisons(listed: Sequence[Comparison], overall: Comparison | None) -> st
             text("all together" if whole else one.where),
             text(f"{one.family} {dataset_label(one.family, one.dataset)}" if one.family else one.dataset),
             _signed(one.difference),
-            "" if math.isnan(one.low) else f"{_signed(one.low)} to {_signed(one.high)}",
+            ("" if math.isnan(one.low) else _range(one.low, one.high)) + (_bootstrap(one) if whole else ""),
             _interval(one, reach),
             _badge(one.verdict),
             _p(one.p),
             _p(one.p_adjusted),
-            "" if math.isnan(one.effect) else f"{one.effect:.2f}",
-            "" if needed is None else f"{needed:,}",
+            "" if math.isnan(one.effect) else _minus(f"{one.effect:.2f}"),
+            "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
         ]
         numbers = (number for _, number in _HEADS[1:])
         body = "".join(f"<td{classes(number=number)}>{cell}</td>" for cell, number in zip(cells, numbers, strict=True))
@@ -112,12 +118,24 @@ def _interval(one: Comparison, reach: float) -> str:
     return f'<svg viewBox="0 0 150 16" class="{_SIGNS[one.verdict][0]}" aria-hidden="true">{zero}{bar}{dot}</svg>'
 
 
+def _bootstrap(one: Comparison) -> str:
+    """Its two intervals under that of the t test; nothing where there are none."""
+    if one.bootstrap is None or math.isnan(one.bootstrap[0][0]):
+        return ""
+    percentile, studentised = (_range(*interval) for interval in one.bootstrap)
+    return f'<br/><span class="muted">bootstrap {percentile}, studentised {studentised}</span>'
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_signed(low)} to {_signed(high)}"
+
+
 def _signed(value: float) -> str:
     return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _p(value: float) -> str:
-    return "" if math.isnan(value) else "&lt; 0.0001" if value < 0.0001 else f"{value:.2g}" if value < 0.995 else "1"
+    return "" if math.isnan(value) else text(p_value(value))
 
 
 _METHOD = (
@@ -125,8 +143,10 @@ _METHOD = (
     "verdict rests on all comparisons of its claim together; it holds, or is reversed, where that goes the one way or the "
     "other with p below 5\u00a0% after Holm&rsquo;s correction over the claims, and is not resolved otherwise, nor where "
     "some comparison clearly goes against the whole. Tests are t tests of paired differences over fine-tuning seeds and, "
-    "where results have them, test examples; of printed tables, of their means and intervals. The effect size is "
-    "Hedges&rsquo; g: the difference over the spread of seeds. Seeds needed: with which a true difference of this size is "
-    "seen in four of five studies; empty where that is not known, or where the examples are too few for any number of "
-    "seeds.</p></details>"
+    "where results have them, test examples; of printed tables, of their means and intervals. Where models were pretrained "
+    "once, a verdict is about these trained models, and another pretraining run may differ by more; where they were pretrained "
+    "several times, tests are over those runs. The bootstrap resamples seeds and examples; no verdict rests on it. The effect "
+    "size is Hedges&rsquo; g: the difference over the spread of seeds. Seeds needed: with which a true difference as large as "
+    "the one seen is found by the same test, before any correction, in four of five studies; never: the examples are too few "
+    "for any number of seeds; empty where that is not known.</p></details>"
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from megaenc.finetune.intervals import STUDY, Kind
 from megaenc.finetune.results import scan
 from megaenc.study.evidence import AVERAGE, PAPER, Evidence, Score, of_results
-from megaenc.study.setting import Setting, name_of, setting_of
+from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
@@ -47,14 +47,15 @@ def rows() -> list[dict[str, str]]:
 
 def row_setting(row: dict[str, str]) -> Setting:
     """The model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
-    masked = bool(row["mask_ratio"])
+    masked, on_the_way = bool(row["mask_ratio"]), row["setup"] == "efficiency"
     return Setting(
         size=row["size"],
         clm_steps=int(row["clm_steps"]),
         mlm_steps=int(row["mlm_steps"]),
         cpt_mlm_steps=int(row["cpt_mlm_steps"]),
         mask_ratio=float(row["mask_ratio"]) if masked else None,
-        decayed=row["setup"] != "efficiency",
+        decayed=not on_the_way,
+        budget=BUDGET if on_the_way else 0,
     )
 
 

@@ -5,9 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaenc.study.claim_tests import FAMILIES, Draft, greatest, points
-from megaenc.study.comparisons import Comparison, Line, adjusted, alike, better_first, lines_of, pooled, test
-from megaenc.study.models import Models, percent
+from megaenc.study.claim_tests import FAMILIES, Draft, comparable, greatest, points
+from megaenc.study.comparisons import Comparison, Line, adjusted, better_first, lines_of, pooled
+from megaenc.study.models import Models
+from megaenc.study.pooling import lending, test
+from megaenc.study.setups import percent
 from megaenc.study.statistics import LEVEL
 
 
@@ -23,7 +25,7 @@ def no_best_ratio(models: Models) -> Draft:
     found: dict[tuple[str, int], set[float]] = defaultdict(set)
     alone = {
         one: one.mask_ratio
-        for one in models.settings
+        for one in models.planned
         if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio
     }
     for one in alone:
@@ -44,8 +46,8 @@ def no_best_ratio(models: Models) -> Draft:
             sides += [(first, second)] * len(some)
     if not lines:
         return draft
-    lines = alike(lines)
-    comparisons = adjusted([test(line) for line in lines])
+    lent = lending(lines)
+    comparisons = adjusted([test(line, lent) for line in lines])
     ratios = sorted({ratio for pair in sides for ratio in pair})
     beaten = {ratio: _beaten(ratio, sides, comparisons) for ratio in ratios}
     said = "; ".join(f"{percent(ratio)} {_where_beaten(*worst)}" for ratio, worst in beaten.items())
@@ -56,11 +58,11 @@ def no_best_ratio(models: Models) -> Draft:
         against = []
         for other in ratios:
             pair = (min(other, unbeaten[0]), max(other, unbeaten[0]))
-            if of_pair := [line for line, names in zip(lines, sides, strict=True) if names == pair]:
-                against.append((test(pooled(of_pair)), pair[0] == unbeaten[0]))
+            if of_pair := comparable([line for line, names in zip(lines, sides, strict=True) if names == pair]):
+                against.append((test(pooled(of_pair), lent), pair[0] == unbeaten[0]))
         if len(against) == len(ratios) - 1 and all((one.difference > 0) == first for one, first in against):
             p, way = greatest([one.p for one, _ in against]), "reversed"
-    return replace(draft, comparisons=[better_first(one) for one in comparisons], p=p, way=way, note=said)
+    return replace(draft, comparisons=[better_first(one) for one in comparisons], p=p, way=way, note=said, lines=lines)
 
 
 def _several(found: dict[tuple[str, int], set[float]]) -> list[str]:

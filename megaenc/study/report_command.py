@@ -4,7 +4,8 @@ From a folder of results, with the manifest that they were made by where there i
 --published, from its printed tables alone. Published values stand beside and behind those of the same models.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,17 +15,20 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import remove, whole_files, write_whole
-from megaenc.finetune.intervals import Kind
+from megaenc.files import left_behind, remove, whole_files, write_whole
+from megaenc.finetune.intervals import Asked, Kind
+from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
 from megaenc.study import made
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
-from megaenc.study.page import Report, page
+from megaenc.study.lacking import without_score
+from megaenc.study.page import MARK, Report, page
 from megaenc.study.published import published
 from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
+from megaenc.study.scope import Scope, scope_of
 from megaenc.study.setting import Setting
 from megaenc.study.setups import STANDARD
 from megaenc.study.spread_tables import spread_tables
@@ -32,6 +36,8 @@ from megaenc.study.table import WRITERS, Table
 from megaenc.study.tables import score_tables, standard_tables, tidy
 
 TABLES, FIGURES, PAGE, SCORES = "tables", "figures", "index.html", "scores.csv"
+FILES = "files.txt"
+"""Lists, a line each, what a report has written beside its page: nothing else is ever removed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ class ReportFlags:
     published: bool = False
     """report the study's printed tables, without any results"""
     interval: Kind = "normal"
-    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is right for few seeds too"""
     about: tuple[str, ...] = ()
     """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
 
@@ -66,22 +72,29 @@ def report_of(settings: ReportFlags) -> Report:
         )
     if not settings.results:
         raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-    names, title = _manifest(settings.manifest)
+    scope, title = _manifest(settings.manifest)
     results = scan(settings.results)
-    known = named_settings(sorted({one.model for one in results}), names)
-    _check_known(settings, results, names)
+    known = named_settings(sorted({one.model for one in results}), scope.names)
+    _check_known(settings, results, scope.names)
     runs = read_runs(Path(settings.runs)) if settings.runs else {}
-    evidence = of_results(results, known.get, PAPER, settings.interval)
+    evidence = of_results(results, known.get, PAPER, settings.interval, scope)
+    if scope.asked is not None and not evidence.grids:
+        found = Asked(tuple(sorted({one.learning_rate for one in results})), tuple(sorted({one.seed for one in results})))
+        wanted = f"some of what {settings.manifest} asks for: {_grid(scope.asked)}"
+        raise InputError(f"--results {settings.results}: found {_grid(found)}, expected {wanted}")
     if not evidence.scores:
-        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one")
+        lacking = f": {without_score(evidence)}"
+        raise InputError(
+            f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one{lacking}"
+        )
     facts = [
         *made.noted(Path(settings.results), settings.about),
-        *made.of_results(results, evidence, len(names)),
+        *made.of_results(results, evidence),
         *made.of_runs(runs),
-        ("Intervals", made.INTERVALS[settings.interval]),
+        made.intervals_of(evidence, published()),
     ]
-    flops = flops_of(runs, known) if runs else {} if names else flops_by_shape(evidence)
-    standard = _standard(results, known, settings.interval)
+    flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+    standard = _standard(results, known, settings.interval, scope)
     return _assemble(evidence, standard, runs, flops, published(), title or "Results of a study", _OURS, facts)
 
 
@@ -94,14 +107,18 @@ _OURS = (
 )
 
 
-def _manifest(path: str) -> tuple[dict[str, Setting], str]:
-    """What its models are by name, and its title."""
+def _grid(asked: Asked) -> str:
+    return f"rates {', '.join(map(rate_name, asked.rates))} with seeds {', '.join(map(str, asked.seeds))}"
+
+
+def _manifest(path: str) -> tuple[Scope, str]:
+    """What it set out to measure, and its title."""
     if not path:
-        return {}, ""
+        return Scope(), ""
     from megaenc.study.manifest import read_manifest
 
     manifest = read_manifest(path)
-    return manifest.settings(), manifest.title
+    return scope_of(manifest), manifest.title
 
 
 def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mapping[str, Setting]) -> None:
@@ -113,10 +130,10 @@ def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mappin
         )
 
 
-def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind) -> list[Evidence]:
+def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind, scope: Scope) -> list[Evidence]:
     there = {name for one in results if one.test is not None for name in one.test.metrics}
     wanted = [name for names in STANDARD.values() for name in names if name in there]
-    return [of_results(results, known.get, name, kind) for name in wanted]
+    return [of_results(results, known.get, name, kind, scope) for name in wanted]
 
 
 def _assemble(
@@ -142,12 +159,14 @@ def _assemble(
         tables=tables,
         scores=tidy([evidence, *standard]),
         facts=facts,
+        lacking=without_score(evidence),
     )
 
 
 def write(report: Report, output: Path) -> None:
-    """Write tables and figures, then the page, each file whole; what an earlier report has left is removed.
+    """Write tables and figures, then the page, each file whole; what only an earlier report has written is removed.
 
+    FILES lists what is about to be there before anything is, so that an attempt that was killed leaves nothing that nobody knows.
     Raises InputError for a folder that cannot be written, or that holds something that is no report.
     """
     earlier = _check_output(output)
@@ -157,53 +176,83 @@ def write(report: Report, output: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"--output {output}: cannot be made: {error.strerror}") from None
-    written = {*_tables(report.tables, folders[0]), *_figures(report.figures, folders[1]), folders[0] / SCORES}
+    drawn = [(name, picture) for one in report.figures for name, picture in _pictures(one)]
+    names = [f"{TABLES}/{table.key}.{suffix}" for table in report.tables for suffix in WRITERS] + [f"{TABLES}/{SCORES}"]
+    names += [f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg")]
+    for name in names:
+        if name not in earlier and (output / name).exists():
+            raise InputError(
+                f"--output {output}: holds {name}, which no report wrote; expected another folder, or that file moved"
+            )
+    _list(output, {*earlier, *names})
+    _tables(report.tables, folders[0])
+    _figures(drawn, folders[1])
     write_whole(folders[0] / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
-    for path in (path for folder in (output, *folders) for path in folder.iterdir()):
-        stale = earlier and path.parent != output and path.suffix in _SUFFIXES and path not in written
-        if stale or (path.name.startswith(".") and path.suffix == ".tmp"):  # the latter of an attempt that was killed
+    ours = [output / name for name in (*earlier, *names, PAGE, FILES)]
+    for folder in (output, *folders):  # of an attempt that was killed
+        for path in left_behind(*(path for path in ours if path.parent == folder)):
             remove(path)
+    for name in earlier - {*names}:
+        remove(output / name)
+    _list(output, names)
 
 
-_SUFFIXES = {".csv", ".md", ".tex", ".png", ".svg"}
+def _list(output: Path, names: Iterable[str]) -> None:
+    write_whole(output / FILES, "".join(f"{line}\n" for line in (_LISTED, *sorted(names))))
 
 
-def _check_output(output: Path) -> bool:
-    """Whether an earlier report is there, which may be replaced; InputError for a folder of other things, which is not ours."""
-    if output.is_dir():
-        report = (output / PAGE).is_file()
-        others = sorted(path.name for path in output.iterdir() if path.name not in (TABLES, FIGURES) and path.suffix != ".tmp")
-        if others and not report:
-            raise InputError(
-                f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
-            )
-        return report
-    if output.exists():
-        raise InputError(f"--output {output}: is a file, expected a folder")
-    return False
+def _check_output(output: Path) -> set[str]:
+    """What an earlier report wrote there, as names below `output`; nothing for a new or an empty folder.
+
+    Raises InputError for a folder of other things: a page, tables or figures that no report is known to have written.
+    """
+    if not output.is_dir():
+        if output.exists():
+            raise InputError(f"--output {output}: is a file, expected a folder")
+        return set()
+    ours = MARK in _text(output / PAGE)
+    mark, *names = _text(output / FILES).splitlines() or [""]
+    if mark == _LISTED:
+        own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
+    else:  # nothing, but for what an attempt left that was killed at once
+        own, names = {name for name in (TABLES, FIGURES) if _empty(output / name)}, []
+    others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
+    if others and not (ours and mark == _LISTED):
+        raise InputError(f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report")
+    return {name for name in names if _WRITTEN.fullmatch(name) and (output / name).is_file()}
 
 
-def _tables(tables: Sequence[Table], folder: Path) -> list[Path]:
-    paths = []
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+
+
+_LISTED = "# written by megaenc study report"
+_WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # whatever else a list may say is not removed
+
+
+def _empty(folder: Path) -> bool:
+    return folder.is_dir() and all(path.suffix == ".tmp" for path in folder.iterdir())
+
+
+def _pictures(one: Shown) -> list[tuple[str, Picture]]:
+    """What is drawn of a figure, each under the name of its files."""
+    both = ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published))
+    return [(name, picture) for name, picture in both if isinstance(picture, Picture)]
+
+
+def _tables(tables: Sequence[Table], folder: Path) -> None:
     for table in tables:
         for suffix, as_text in WRITERS.items():
-            paths.append(folder / f"{table.key}.{suffix}")
-            write_whole(paths[-1], as_text(table))
-    return paths
+            write_whole(folder / f"{table.key}.{suffix}", as_text(table))
 
 
-def _figures(figures: Sequence[Shown], folder: Path) -> list[Path]:
-    paths = []
-    with ProgressLine("drawing", total=len(figures), closing=False) as progress:
-        for at, one in enumerate(figures):
+def _figures(drawn: Sequence[tuple[str, Picture]], folder: Path) -> None:
+    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
+        for at, (name, picture) in enumerate(drawn):
             progress.update(at)
-            for key, picture in ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published)):
-                if isinstance(picture, Picture):
-                    paths += [folder / f"{key}.png", folder / f"{key}.svg"]
-                    _save(picture.wide, paths[-2])
-                    write_whole(paths[-1], picture.svg)
-    return paths
+            _save(picture.wide, folder / f"{name}.png")
+            write_whole(folder / f"{name}.svg", picture.svg)
 
 
 def _save(figure: Any, path: Path) -> None:
@@ -222,5 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     write(report, output)
     for one in report.verdicts:
         say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+    if report.lacking:
+        say(report.lacking)
     drawn = sum(isinstance(one.drawn, Picture) for one in report.figures)
     say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")

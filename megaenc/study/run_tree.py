@@ -78,10 +78,19 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
                 facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
+            _check_facts(path / FACTS, facts)
             found[path.name] = TrainedRun(path.name, read_steps(path), read_validations(path), facts, read_beginning(path))
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found
+
+
+def _check_facts(file: Path, facts: Any) -> None:
+    """That they are objects in an object, as far as anything here looks into them."""
+    for name, value in (("", facts), *((name, facts.get(name, {})) for name in ("start", "identity") if isinstance(facts, dict))):
+        if not isinstance(value, dict):
+            where = f"field `{name}`: " if name else ""
+            raise InputError(f"{file}: {where}found a {type(value).__name__}, expected an object, as a run wrote it there")
 
 
 def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:

@@ -3,10 +3,12 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from megaenc.study.setting import Setting
+
+AVERAGE = "average"
 
 Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
 
@@ -44,25 +46,27 @@ def pure(setting: Setting) -> bool:
     return setting.decayed and not setting.cpt_mlm_steps and objective(setting) in ("CLM", "MLM")
 
 
-def grouped(settings: Iterable[Setting]) -> dict[Setup, list[Setting]]:
+def grouped(
+    settings: Iterable[Setting], planned: Iterable[Setting] = (), order: Sequence[str] = ()
+) -> dict[Setup, list[Setting]]:
     """The settings of each setup, in the order of their tables; a setting may be in several, setups without any are left out.
 
-    Base models are those of one objective and the longest budget of their size. Beside two-stage models stand the MLM models of
-    their mask ratios and budget and the CLM model; beside continued models those that they went on from.
+    Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
+    stand the MLM models of their mask ratios and budget and the CLM model; beside continued models those that they went on from.
+    All this is asked of the `planned` models where there are any, so that a model stands in the same tables whatever else is done
+    yet. `order`: of sizes.
     """
-    every = list(dict.fromkeys(settings))
-    sizes = sizes_of(every)
-    longest: dict[str, int] = {}
-    for setting in every:
-        if pure(setting):
-            longest[setting.size] = max(setting.steps, longest.get(setting.size, 0))
+    every, planned = list(dict.fromkeys(settings)), list(planned)
+    whole = list(dict.fromkeys([*planned, *every]))
+    sizes = sizes_of(every, order)
+    longest = {**longest_of(every), **longest_of(planned)}
     found: dict[Setup, list[Setting]] = {setup: [] for setup in SETUPS}
-    from_scratch = [one for one in every if one.decayed and not one.cpt_mlm_steps and not one.schedule]
+    from_scratch = [one for one in whole if one.decayed and not one.cpt_mlm_steps and not one.schedule]
     masks: dict[tuple[str, int], set[float | None]] = {}
     for one in from_scratch:
         if objective(one) == "CLM + MLM":
             masks.setdefault((one.size, one.steps), {None}).add(one.mask_ratio)
-    continued = [one for one in every if one.cpt_mlm_steps and one.decayed and not one.schedule]
+    continued = [one for one in whole if one.cpt_mlm_steps and one.decayed and not one.schedule]
     parents = {parent_of(one) for one in continued}
     for one in every:
         if one.schedule:
@@ -75,7 +79,7 @@ def grouped(settings: Iterable[Setting]) -> dict[Setup, list[Setting]]:
             found["base"].append(one)
         if not one.cpt_mlm_steps:
             budget = (one.size, one.steps)
-            if one.mask_ratio in masks.get(budget, ()) or (pure(one) and one.steps < longest[one.size]):
+            if one.mask_ratio in masks.get(budget, ()) or (pure(one) and one.steps != longest[one.size]):
                 found["pfs"].append(one)
         if one.cpt_mlm_steps or one in parents:
             found["cpt"].append(one)
@@ -109,10 +113,27 @@ def parent_of(setting: Setting) -> Setting:
     )
 
 
-def sizes_of(settings: Iterable[Setting]) -> list[str]:
-    """The sizes, smallest first where their names are numbers of parameters, else as they come."""
+def longest_of(settings: Iterable[Setting]) -> dict[str, int]:
+    """By size, the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
+    budgets: dict[str, dict[str, set[int]]] = {}
+    for one in settings:
+        if pure(one):
+            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective(one)].add(one.steps)
+    return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
+
+
+def sizes_of(settings: Iterable[Setting], order: Sequence[str] = ()) -> list[str]:
+    """The sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
     names = list(dict.fromkeys(one.size for one in settings))
+    if set(names) <= set(order):
+        return sorted(names, key=list(order).index)
     return sorted(names, key=_parameters)
+
+
+def sizes_known(settings: Iterable[Setting], order: Sequence[str] = ()) -> bool:
+    """Whether `sizes_of` has them from the smallest to the largest, as one or a manifest or numbers of parameters say it."""
+    names = {one.size for one in settings}
+    return len(names) < 2 or names <= set(order) or not any(math.isinf(_parameters(name)) for name in names)
 
 
 def _parameters(size: str) -> float:
@@ -121,7 +142,7 @@ def _parameters(size: str) -> float:
 
 
 def reference_mask(settings: Iterable[Setting]) -> float | None:
-    """The mask ratio that most models have, of equals the one nearest to the study's 40 %."""
+    """The mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
     counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
     return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)
 
@@ -129,7 +150,7 @@ def reference_mask(settings: Iterable[Setting]) -> float | None:
 def dataset_label(family: str, dataset: str) -> str:
     """A data set or an average under the name that the study's tables give it, where they do."""
     known, after, trained = dataset.partition(" after ")
-    name = "Average" if known == "average" else DATASETS.get(family, {}).get(known, known)
+    name = "Average" if known == AVERAGE else DATASETS.get(family, {}).get(known, known)
     return f"{name}{after}{DATASETS.get(family, {}).get(trained, trained)}"
 
 
@@ -146,7 +167,7 @@ def datasets_of(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 def is_average(dataset: str) -> bool:
     """Whether this names the average of a family."""
-    return dataset == "average" or dataset.startswith("average after ")
+    return dataset == AVERAGE or dataset.startswith(f"{AVERAGE} after ")
 
 
 def percent(share: float | None) -> str:

@@ -2,16 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megaenc.finetune import intervals
 from megaenc.finetune.intervals import Sensitivity
-from megaenc.study.evidence import Evidence, Score
-from megaenc.study.setups import dataset_label, datasets_of, is_average
+from megaenc.finetune.jobs import rate_name
+from megaenc.study.evidence import Evidence, Grid, Score, examples_of, trainings
+from megaenc.study.setups import dataset_label, datasets_of
 from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
 from megaenc.study.table import Column, Row, Table, Value, score
-from megaenc.study.tables import blocks_of, columns_of, models_of, places_of
+from megaenc.study.tables import blocks_of, columns_of, models_of, places_of, unfinished, unfinished_said
 
 
 def spread_tables(evidence: Evidence) -> list[Table]:
@@ -25,43 +27,26 @@ def rate_table(evidence: Evidence) -> Table | None:
 
     def cell(found: Score) -> Value:
         if (made := sensitivity(found)) is None:
-            return None
-        return f"{100 * made.spread:.2f} ({made.near_best()}/{len(made.means)})"
+            return f"({len(found.rates_failed)} failed)" if found.rates_failed else None
+        rates = made.means.keys() | found.rates_failed.keys()
+        failed = f", {len(found.rates_failed)} failed" if found.rates_failed else ""
+        collapsed = f" †{found.collapsed}/{found.runs}" if found.collapsed else ""
+        return f"{100 * made.spread:.2f} ({made.near_best()}/{len(rates)}{failed}){collapsed}{unfinished(found)}"
 
     note = (
         "Best less worst mean score over the learning rates, in points (how many of the rates are within one point of the best). "
         "An average takes one rate for all its sets."
     )
-    return _by_model(evidence, "learning-rates", "Sensitivity to the learning rate", note, cell)
-
-
-def sensitivity(found: Score) -> Sensitivity | None:
-    """The mean at each rate that has every seed; None for fewer than two rates."""
-    seeds = max((len(by_seed) for by_seed in found.rates.values()), default=0)
-    means = {rate: math.fsum(by_seed.values()) / seeds for rate, by_seed in found.rates.items() if len(by_seed) == seeds}
-    return Sensitivity(means) if len(means) > 1 else None
-
-
-def collapse_table(evidence: Evidence) -> Table | None:
-    """How many runs collapsed, of how many, at all rates. None where only means are known."""
-
-    def cell(found: Score) -> Value:
-        if not found.runs:
-            return None
-        if not is_average(found.dataset):
-            return f"{found.collapsed}/{found.runs}"
-        share, low, high = collapse_rate(found.collapsed, found.runs)
-        return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-
-    note = (
-        "Runs at any rate whose predictions are worthless (the same for every example) or whose loss became no number, of all "
-        "runs; under Average the share of the family's runs with Wilson's 95 % interval."
-    )
-    return _by_model(evidence, "collapse", "Collapsed runs", note, cell)
-
-
-def _by_model(evidence: Evidence, key: str, title: str, note: str, cell: Callable[[Score], Value]) -> Table | None:
-    """A row for every model that has a cell."""
+    if any(one.rates_failed for one in evidence.scores):
+        note += (
+            " `failed`: at so many of the rates the loss of a run became no number; such a run counts as the score that needs no "
+            "model (majority class, never an answer) where results say that, else its rate is in no spread."
+        )
+    if any(one.collapsed for one in evidence.scores):
+        note += (
+            " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks "
+            "as if no rate mattered."
+        )
     blocks = blocks_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
     rows = []
@@ -69,7 +54,55 @@ def _by_model(evidence: Evidence, key: str, title: str, note: str, cell: Callabl
         cells = [made.get((model, family, name)) for _, family, name in places_of(blocks)]
         if any(value is not None for value in cells):
             rows.append(Row((model, *cells)))
-    return Table(key, title, note, (Column("Model", number=False), *columns_of(blocks)), tuple(rows)) if rows else None
+    columns = (Column("Model", number=False), *columns_of(blocks))
+    note += unfinished_said(evidence.scores)
+    return Table("learning-rates", "Sensitivity to the learning rate", note, columns, tuple(rows)) if rows else None
+
+
+def sensitivity(found: Score) -> Sensitivity | None:
+    """The mean at each rate that has every seed, failed runs at the floor; None for fewer than two rates."""
+    made = intervals.sensitivity(found.counted, found.seeds)
+    return made if made is not None and len(made.means) > 1 else None
+
+
+def collapse_table(evidence: Evidence) -> Table | None:
+    """How many runs collapsed, by data set and by rate, of every model with a run. None where only means are known."""
+    if not evidence.grids:
+        return None
+    sets = datasets_of((one.family, one.dataset) for one in evidence.grids)
+    places = [(family, name) for family, names in sets.items() for name in names]
+    rates = sorted({rate for one in evidence.grids for rate, _ in one.ended})
+
+    def row(name: str, of: Sequence[Grid], rule: bool = False) -> Row:
+        by_place = [[one for one in of if (one.family, one.dataset) == place] for place in places]
+        cells = [_share([collapsed for one in here for collapsed in one.ended.values()]) for here in by_place]
+        ended = trainings(((one.model, one.family, one.train_on), one.ended) for one in of)
+        cells += [_share([collapsed for (_, at, _), collapsed in ended.items() if at == rate]) for rate in rates]
+        share, low, high = collapse_rate(sum(ended.values()), len(ended))
+        interval = f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
+        return Row((name, *cells, _share(list(ended.values())), interval), rule=rule)
+
+    rows = [row(model, [one for one in evidence.grids if one.model == model]) for model in models_of(evidence)]
+    if len(rows) > 1:
+        rows.append(row("all models", evidence.grids, rule=True))
+    columns = (
+        Column("Model", number=False),
+        *(Column(dataset_label(family, name), family) for family, name in places),
+        *(Column(rate_name(rate), "By learning rate") for rate in rates),
+        Column("collapsed", "All"),
+        Column("share", "All"),
+    )
+    note = (
+        "Runs whose predictions are worthless (the same for every example, never an answer) or whose loss became no number, of "
+        "all that have ended, at any rate. By learning rate and under All a training counts once, on however many sets it was "
+        "evaluated. The share has Wilson's 95 % interval, which takes trainings for independent; collapses go by rate, so it is "
+        "narrower than it should be."
+    )
+    return Table("collapse", "Collapsed runs", note, columns, tuple(rows))
+
+
+def _share(ended: Sequence[bool]) -> Value:
+    return f"{sum(ended)}/{len(ended)}" if ended else None
 
 
 WANTED = (0.002, 0.005, 0.01, 0.02)
@@ -120,21 +153,16 @@ def _root(variances: Iterable[float]) -> float | None:
     return math.sqrt(float(np.mean(known))) if known else None
 
 
-def _blocks(found: Score, seeds: Sequence[int]) -> list[np.ndarray] | None:
-    """float32[S, N] of each data set behind a score, as it counts in it; None where some has no examples."""
+def _blocks(found: Score, seeds: Sequence[int]) -> list[np.ndarray]:
+    """float32[S, N] of each data set behind a score, as it counts in it; none at all where some has no examples."""
     members = found.members or (found,)
-    blocks = []
-    for member in members:
-        of_seed = member.examples()
-        if any(seed not in of_seed for seed in seeds) or len({len(of_seed[seed]) for seed in seeds}) != 1:
-            return None
-        blocks.append(np.stack([of_seed[seed] for seed in seeds]) / len(members))
-    return blocks
+    blocks = [examples_of(member, seeds) for member in members]
+    return [] if any(block is None for block in blocks) else [block / len(members) for block in blocks]
 
 
 def _components(found: Score) -> Components:
     seeds = sorted(found.seeds)
-    return components(np.array([found.seeds[seed] for seed in seeds]), _blocks(found, seeds) or ())
+    return components(np.array([found.seeds[seed] for seed in seeds]), _blocks(found, seeds))
 
 
 def _needed(members: Sequence[Score]) -> list[Value]:
@@ -145,7 +173,7 @@ def _needed(members: Sequence[Score]) -> list[Value]:
         if len(seeds) < 2:
             continue
         blocks, others = _blocks(one, seeds), _blocks(other, seeds)
-        alike = blocks and others and [block.shape for block in blocks] == [block.shape for block in others]
+        alike = [block.shape for block in blocks] == [block.shape for block in others]
         paired = [a - b for a, b in zip(blocks, others, strict=True)] if alike else ()
         found.append((components(np.array([one.seeds[seed] - other.seeds[seed] for seed in seeds]), paired), len(seeds)))
     if not found:

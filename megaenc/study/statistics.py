@@ -8,11 +8,11 @@ Shapes: S seeds, N examples of a data set.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import stats
-from scipy.special import gammaln, stdtr, stdtrit
+from scipy.special import gammaln, ndtr, stdtr, stdtrit
 
 LEVEL = 0.05
 _NOTHING = 1e-9  # fractions nearer than that are equal: sums in floating point are not exact
@@ -42,11 +42,11 @@ class Test:
     low: float
     high: float
     p: float
-    """two-sided; nan where nothing says how far chance alone goes"""
+    """two-sided; nan where nothing says how far chance alone goes: one seed, or seeds that agree to the last digit"""
     components: Components
     df: float
     seeds: int
-    """0 where it is made of published intervals"""
+    """0 where it is made of published intervals, or of parts with seeds of their own"""
     margin_p: float = math.nan
     """where a margin was asked for: the probability of a contrast so near 0 if it were outside of the margin"""
 
@@ -58,40 +58,66 @@ def components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> Compo
     variance without repetition, the estimators of Dorfman, Berbaum and Metz (1992): of seeds by examples, MS_examples -
     MS_residual over S * N is what examples share in all seeds, 0 where negative; residuals are in the seeds' variance already.
     """
-    count = len(scores)
-    of_seeds = float(np.var(scores, ddof=1)) / count if count > 1 else math.nan
-    return Components(of_seeds, math.fsum(_shared(block) for block in examples) if len(examples) else math.nan)
+    return Components(_of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
 
 
-def _shared(block: np.ndarray) -> float:
-    block = np.asarray(block, dtype=np.float64)
-    count, of = block.shape
+def _of_mean(scores: np.ndarray) -> float:
+    """The variance of the mean of float[S]; nan for one."""
+    return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
+
+
+def shared(parts: Sequence[np.ndarray]) -> float:
+    """Variance that the N examples of one data set give the sum of the means of `parts`, float[S, N] each with its own S seeds.
+
+    Of one part (MS_examples - MS_residual) / (S * N). Of several, their means over seeds are added up by example before, and
+    what chance leaves over in each is taken off.
+    """
+    of = parts[0].shape[1]
     if of < 2:
         return 0.0
-    centred = block - block.mean()
-    by_example, by_seed = centred.mean(0), centred.mean(1)
-    between = count * float(by_example @ by_example) / (of - 1)
-    if count == 1:
-        return between / of
-    whole = float(np.vdot(centred, centred))
-    left = (whole - between * (of - 1) - of * float(by_seed @ by_seed)) / ((count - 1) * (of - 1))
-    return max(between - left, 0.0) / (count * of)
+    by_example, left = np.zeros(of), 0.0
+    for block in parts:
+        block = np.asarray(block, dtype=np.float64)
+        count, centred = len(block), block - block.mean()
+        mean, by_seed = centred.mean(0), centred.mean(1)
+        by_example += mean
+        if count > 1:
+            residual = float(np.vdot(centred, centred)) - count * float(mean @ mean) - of * float(by_seed @ by_seed)
+            left += residual / ((count - 1) * (of - 1) * count)
+    return max(float(by_example @ by_example) / (of - 1) - left, 0.0) / of
 
 
 def contrast(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> Test:
     """Test that the mean of float[S] `scores` is 0, and, with a `margin`, that it is outside of it.
 
     `examples`: see `components`. t tests: over the seeds alone with S - 1 degrees of freedom, and over seeds and examples with
-    those of Hillis (2007); the less certain of both counts. One seed: over its examples alone, so about these trainings only.
+    those of Hillis (2007); the less certain of both counts. One seed has an interval, over its examples alone, and no p.
     """
     parts, count = components(scores, examples), len(scores)
     if count == 1:
         df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
-        return _test(float(scores[0]), parts, [(parts.examples, df)], count, margin)
-    both = parts.total
-    df = both**2 / (parts.seeds**2 / (count - 1)) if parts.seeds else math.inf
-    ways = [(parts.seeds, float(count - 1))] + ([(both, df)] if len(examples) else [])
-    return _test(float(np.mean(scores)), parts, ways, count, margin)
+        made = _test(float(scores[0]), parts, [(parts.examples, df)], count, margin)
+        return replace(made, p=math.nan, margin_p=math.nan)
+    return combined(float(np.mean(scores)), [(parts.seeds, count - 1)], parts.examples, margin, count)
+
+
+def combined(
+    difference: float, of_seeds: Sequence[tuple[float, float]], of_examples: float, margin: float = 0.0, seeds: int = 0
+) -> Test:
+    """The same of a sum of independent parts: (variance, degrees of freedom) of each over its seeds, and what examples add.
+
+    Degrees of freedom by Welch and Satterthwaite: of seeds alone, and with the examples, whose variance counts as known (as in
+    Hillis). A variance that is nan, as of one seed, or is nothing at all leaves no p: seeds that agree say nothing of others.
+    """
+    parts = Components(math.fsum(variance for variance, _ in of_seeds), of_examples)
+    if math.isnan(parts.seeds) or parts.seeds <= _NOTHING**2:
+        made = _test(difference, parts, [(np.nan_to_num(of_examples), math.inf)], seeds, margin)
+        return replace(made, p=math.nan, margin_p=math.nan)
+    bottom = math.fsum(variance**2 / df for variance, df in of_seeds)
+    ways = [(parts.seeds, parts.seeds**2 / bottom)]
+    if not math.isnan(of_examples):
+        ways.append((parts.total, parts.total**2 / bottom))
+    return _test(difference, parts, ways, seeds, margin)
 
 
 def printed(
@@ -111,11 +137,8 @@ def printed(
 def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float) -> Test:
     """The widest interval and the greatest p of several (variance, degrees of freedom)."""
     known = [(math.sqrt(variance), df) for variance, df in ways if variance > _NOTHING**2]
-    if not known:  # no spread at all says nothing of how far chance goes, except where there is no difference either
-        same = abs(difference) < _NOTHING and seeds > 1
-        nothing = 0.0 if same else math.nan
-        inside = nothing if margin else math.nan
-        return Test(difference, nothing, nothing, 1.0 if same else math.nan, parts, math.nan, seeds, inside)
+    if not known:  # no spread at all says nothing of how far chance goes
+        return Test(difference, math.nan, math.nan, math.nan, parts, math.nan, seeds)
     half, df = max((error * _quantile(df), df) for error, df in known)
     p = max(2 * _below(-abs(difference) / error, df) for error, df in known)
     inside = max(_below((abs(difference) - margin) / error, df) for error, df in known) if margin else math.nan
@@ -164,22 +187,30 @@ def standardised(difference: float, sd: float, df: int) -> float:
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
 
 
-def power(difference: float, parts: Components, seeds: int, more: int) -> float:
-    """How often a true `difference` would be seen at 5 % with `more` seeds, where `seeds` gave `parts`; the examples stay.
+_CHANCES = (np.arange(400) + 0.5) / 400
 
-    Of the paired t test over seeds and examples, by the noncentral t distribution.
+
+def power(difference: float, parts: Components, seeds: int, more: int) -> float:
+    """How often `contrast` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`; the examples stay.
+
+    Both of its tests have to: the mean over what variance so many seeds may show (its chi-squared distribution, in 400 equal
+    parts) of the chance that the difference found is beyond the greater of both tests' edges. Before any correction.
     """
-    of_seeds, of_examples = parts.seeds * seeds / more, np.nan_to_num(parts.examples)
-    total = of_seeds + of_examples
-    if more < 2 or not total > 0:
+    of_seeds, of_examples = parts.seeds * seeds / more, float(np.nan_to_num(parts.examples))
+    if more < 2 or not of_seeds + of_examples > 0:
         return math.nan
-    df = min(total**2 / (of_seeds**2 / (more - 1)), _MANY) if of_seeds else _MANY
-    shift, edge = abs(difference) / math.sqrt(total), _quantile(df)
-    return float(np.nan_to_num(stats.nct.sf(edge, df, shift), nan=1.0) + np.nan_to_num(stats.nct.cdf(-edge, df, shift)))
+    error = math.sqrt(of_seeds + of_examples)
+    shown = of_seeds * stats.chi2.ppf(_CHANCES, more - 1) / (more - 1)
+    edges = stdtrit(more - 1, 1 - LEVEL / 2) * np.sqrt(shown)
+    if of_examples:
+        with np.errstate(divide="ignore"):
+            df = np.minimum((shown + of_examples) ** 2 * (more - 1) / shown**2, _MANY)
+        edges = np.maximum(edges, stdtrit(df, 1 - LEVEL / 2) * np.sqrt(shown + of_examples))
+    return float(np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error)))
 
 
 def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float = 0.8, at_most: int = 10_000) -> int | None:
-    """The fewest seeds with which a true `difference` is seen with power `wanted`; None where no `at_most` are enough.
+    """The fewest seeds with which a true `difference` is seen with `power` `wanted`; None where no `at_most` are enough.
 
     They may never be: examples are as few as before. `parts` were estimated with `seeds` seeds.
     """
@@ -190,6 +221,25 @@ def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float
         middle = (low + high) // 2
         low, high = (low, middle) if power(difference, parts, seeds, middle) >= wanted else (middle, high)
     return high
+
+
+def between(scores: np.ndarray) -> np.ndarray:
+    """How far the means of float[R, S], by rate and by seed, are apart beyond chance: float[S] whose mean is that variance.
+
+    The covariance over the rates of what two seeds score, over all pairs of seeds: what a seed does at one rate alone is not in
+    the other one's, so noise adds nothing on average, however much there is and at which rate. That is the variance component
+    (MS_rates - MS_residual) / S of a two-way analysis of variance. The values are jackknife pseudo-values over the seeds, to be
+    tested by t (Tukey; Arvesen 1969). Two seeds have one pair: float[1]. Raises ValueError below two rates or seeds.
+    """
+    rates, count = scores.shape
+    if min(rates, count) < 2:
+        raise ValueError(f"float[{rates}, {count}]: expected at least two rates and two seeds")
+    centred = scores - scores.mean(0)
+    pairs = centred.T @ centred / (rates - 1)
+    of_seed = (pairs.sum(1) - np.diag(pairs)) / (count - 1)
+    if count == 2:
+        return of_seed[:1]
+    return (2 * (count - 1) * of_seed - count * of_seed.mean()) / (count - 2)
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:

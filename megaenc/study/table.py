@@ -141,7 +141,7 @@ def _block(table: Table, groups: list[str]) -> str:
 
 _LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$", "−": "$-$", "<": "$<$",
-    ">": "$>$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$", "→": r"$\to$", "\u202f": r"\,",
+    ">": "$>$", "≥": r"$\geq$", "≤": r"$\leq$", "×": r"$\times$", "→": r"$\to$", "†": r"$\dagger$", "\u202f": r"\,",
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
 }  # fmt: skip
 

@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 
+from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence, Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import (
@@ -49,7 +50,7 @@ _PARTED: dict[Setup, Callable[[Setting], object]] = {
 def score_tables(evidence: Evidence, published: Evidence | None = None) -> list[Table]:
     """A table for each setup, of the paper's score; below a row what was `published` for the same setting."""
     blocks = blocks_of(evidence)
-    note = "Percent on test: mean over the seeds (half the 95 % interval)."
+    note = "Percent on test: mean over the seeds (half the interval)."
     return _by_setup(evidence, blocks, "{}", "{}", note, published)
 
 
@@ -63,7 +64,7 @@ def standard_tables(evidence: Evidence, standard: Sequence[Evidence]) -> list[Ta
                 blocks.append((f"{family}, {METRICS[metric]}", found, family, names))
     if not blocks:
         return []
-    note = "Percent on test: mean over the seeds (half the 95 % interval), rates chosen by the paper's score."
+    note = "Percent on test: mean over the seeds (half the interval), rates chosen by the paper's score."
     return _by_setup(evidence, blocks, "{}-standard", "{}: standard metrics", note, None)
 
 
@@ -75,7 +76,7 @@ def _by_setup(
     evidence: Evidence, blocks: Sequence[Block], key: str, title: str, note: str, published: Evidence | None
 ) -> list[Table]:
     tables = []
-    groups = grouped(evidence.settings())
+    groups = evidence.grouped()
     unnamed = list(dict.fromkeys(one.model for one in evidence.scores if one.setting is None))
     seeds = len({one.seed for one in evidence.settings()}) > 1
     for setup in SETUPS:
@@ -90,18 +91,25 @@ def _by_setup(
             keys.append(("Seed", lambda one: one.seed))
         laid_over = published is not None and any(published.find(one, name) for one in settings for *_, name in places_of(blocks))
         rows: list[Row] = []
+        shown: list[Score] = []
         for at, one in enumerate(settings):
             parted = at > 0 and _PARTED[setup](one) != _PARTED[setup](settings[at - 1])
             head = [value(one) for _, value in keys]
-            cells = [_score(found.find(one, name, family)) for found, family, name in places_of(blocks)]
+            here = [found.find(one, name, family) for found, family, name in places_of(blocks)]
+            shown += [each for each in here if each is not None]
+            cells = [_score(each) for each in here]
             rows.append(Row((*head, *(["ours"] if laid_over else []), *cells), rule=parted, name=_model(evidence, one)))
             if laid_over and any(theirs := [_score(published.find(one, name, family)) for _, family, name in places_of(blocks)]):
                 rows.append(Row((*head, "published", *theirs), light=True, name="published"))
         for model in others:
-            cells = [_score(_of_model(found, model, family, name)) for found, family, name in places_of(blocks)]
+            here = [_of_model(found, model, family, name) for found, family, name in places_of(blocks)]
+            shown += [each for each in here if each is not None]
+            cells = [_score(each) for each in here]
             rows.append(Row((model, *[None] * (len(keys) - 1), *(["ours"] if laid_over else []), *cells)))
         columns = (*_heads(keys, laid_over), *columns_of(blocks))
-        tables.append(Table(key.format(setup), title.format(SETUPS[setup]), note, columns, tuple(rows)))
+        said = f"{note} Intervals: {words(evidence, published if laid_over else None)}."
+        said += collapsed_said(shown) + unfinished_said(shown)
+        tables.append(Table(key.format(setup), title.format(SETUPS[setup]), said, columns, tuple(rows)))
     return tables
 
 
@@ -126,7 +134,38 @@ def places_of(blocks: Iterable[Block]) -> list[tuple[Evidence, str, str]]:
 
 
 def _score(found: Score | None) -> Value:
-    return None if found is None else score(found.mean, found.half)
+    return None if found is None else f"{score(found.mean, found.half)}{_collapsed(found)}{unfinished(found)}"
+
+
+def _collapsed(found: Score) -> str:
+    """Behind a mean that worthless predictions are in: how many of the runs that it is of."""
+    behind = sum(len(one.seeds) for one in found.members or (found,))
+    return f" †{found.at_rate_collapsed}/{behind}" if found.at_rate_collapsed else ""
+
+
+def unfinished(found: Score) -> str:
+    """Behind a number of a grid that is not done: how many of its trainings have ended."""
+    return f" [{found.runs}/{found.planned}]" if found.runs < found.planned else ""
+
+
+def collapsed_said(shown: Iterable[Score]) -> str:
+    """What that mark means, to go on a note; "" where none is there."""
+    if not any(one.at_rate_collapsed for one in shown):
+        return ""
+    return (
+        " †k/n: of the n runs behind a cell, k have collapsed to worthless predictions (the same for every example, never an "
+        "answer); where all have, mean and interval say nothing of the model."
+    )
+
+
+def unfinished_said(shown: Iterable[Score]) -> str:
+    """The same for a grid that is not done."""
+    if not any(one.runs < one.planned for one in shown):
+        return ""
+    return (
+        " [k/n]: only k of n fine-tunings (rates times seeds) have ended, so the learning rate is the best of fewer: not to be "
+        "compared with whole cells."
+    )
 
 
 def _model(evidence: Evidence, setting: Setting) -> str:
@@ -139,24 +178,30 @@ def _of_model(evidence: Evidence, model: str, family: str, dataset: str) -> Scor
 
 
 def models_of(evidence: Evidence) -> list[str]:
-    """Every model once, in the order of the tables."""
-    names = {one.setting: one.model for one in reversed(evidence.scores) if one.setting is not None}
-    settings = [one for members in grouped(evidence.settings()).values() for one in members]
-    unnamed = [one.model for one in evidence.scores if one.setting is None]
+    """Every model with a run once, in the order of the tables."""
+    every = [*evidence.scores, *evidence.grids]
+    names = {one.setting: one.model for one in reversed(every) if one.setting is not None}
+    groups = grouped([one.setting for one in every if one.setting is not None], evidence.planned(), evidence.scope.sizes)
+    settings = [one for members in groups.values() for one in members]
+    unnamed = [one.model for one in every if one.setting is None]
     return list(dict.fromkeys([*(names[one] for one in settings), *unnamed]))
 
 
 TIDY = ("setup", "size", "clm_steps", "mlm_steps", "cpt_mlm_steps", "mask_ratio", "task", "dataset", "mean", "ci95")
 """The columns of the published file."""
+_RUNS = ("collapsed_runs", "ended_trainings", "planned_trainings")
 
 
 def tidy(evidence: Sequence[Evidence]) -> str:
-    """All scores as CSV, a line each, in the columns of the published file and, behind them, model, seeds and metric."""
+    """All scores as CSV, a line each, in the columns of the published file and, behind them, what model and runs they are of.
+
+    `collapsed_runs` are those at the chosen rate, `ended_trainings` of `planned_trainings` those of all rates.
+    """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*TIDY, "model", "pretraining_seed", "finetuning_seeds", "metric"])
+    writer.writerow([*TIDY, "model", "pretraining_seed", "finetuning_seeds", "metric", *_RUNS])
     for each in evidence:
-        setups = grouped(each.settings())
+        setups = each.grouped()
         by_setting: dict[Setting | None, list[Score]] = {}
         for one in each.scores:
             by_setting.setdefault(one.setting, []).append(one)
@@ -166,7 +211,8 @@ def tidy(evidence: Sequence[Evidence]) -> str:
                 for name in names:
                     found = [one for one in by_setting[setting] if (one.family, one.dataset) == (family, name)]
                     for one in found:
-                        writer.writerow([*_identity(setup, setting), *_numbers(one), each.metric])
+                        counts = (one.at_rate_collapsed, one.runs, one.planned) if one.planned else ("", "", "")
+                        writer.writerow([*_identity(setup, setting), *_numbers(one), each.metric, *counts])
     return stream.getvalue()
 
 

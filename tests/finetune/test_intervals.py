@@ -49,6 +49,26 @@ def test_only_rates_with_every_seed_can_be_chosen(tmp_path):
     assert cell.complete == (1e-5, 5e-5) and cell.chosen == 5e-5
 
 
+def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
+    """What counts is what every model is asked for, not what this one has had: else it would be the best of fewer."""
+    trees.cell(tmp_path, "done", "SC/sst2", {1e-5: [0.5, 0.6, 0.7], 2e-5: [0.6, 0.7, 0.8]})
+    trees.cell(tmp_path, "begun", "SC/sst2", {1e-5: [0.5, 0.6]})
+    trees.cell(tmp_path, "half", "SC/sst2", {1e-5: [0.5, 0.6, 0.7]})
+    trees.cell(tmp_path, "begun", "SC/other", {1e-5: [0.5, 0.6]})
+    found = cells(tmp_path)
+    assert found["begun", "sst2"].chosen is None and found["begun", "other"].chosen == 1e-5
+    assert found["half", "sst2"].chosen == 1e-5 and (len(found["half", "sst2"].runs), found["half", "sst2"].planned) == (3, 6)
+
+
+def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6, 0.9], 2e-5: [0.8, 0.9, 0.9]})
+    [cell] = intervals.cells(scan(tmp_path), intervals.Asked((1e-5, 5e-5), (0, 1)))
+    assert cell.chosen == 1e-5 and intervals.scores(cell, lambda run: run.test.score) == {0: 0.5, 1: 0.6}
+    assert (len(cell.runs), cell.planned, cell.rates) == (2, 4, (1e-5, 5e-5))
+    [cell] = intervals.cells(scan(tmp_path), intervals.Asked((1e-5,), (0, 1, 2, 3)))
+    assert cell.chosen is None
+
+
 def test_of_equal_rates_the_lower_is_chosen(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6], 2e-5: [0.6, 0.5]})
     assert cells(tmp_path)["toy", "sst2"].chosen == 1e-5
@@ -58,7 +78,7 @@ def test_nothing_is_chosen_where_no_rate_is_complete(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
     cell = cells(tmp_path)["toy", "sst2"]
     assert cell.chosen is None and intervals.scores(cell, lambda run: run.test.score) is None
-    assert intervals.sensitivity(cell, lambda run: run.test.score) is None
+    assert intervals.sensitivity(intervals.by_rate(cell, lambda run: run.test.score), cell.seeds) is None
 
 
 def test_the_average_is_formed_by_seed(tmp_path):
@@ -88,6 +108,7 @@ def test_the_average_is_over_the_studys_three_where_they_are_there(tmp_path):
 
 def test_sensitivity_to_the_learning_rate(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.80, 0.90], 2e-5: [0.84, 0.84], 5e-5: [0.20, 0.30], 1e-4: [0.83, None]})
-    found = intervals.sensitivity(cells(tmp_path)["toy", "sst2"], lambda run: run.test.score)
+    cell = cells(tmp_path)["toy", "sst2"]
+    found = intervals.sensitivity(intervals.by_rate(cell, lambda run: run.test.score), cell.seeds)
     assert found.means == pytest.approx({1e-5: 0.85, 2e-5: 0.84, 5e-5: 0.25})
     assert found.spread == pytest.approx(0.6) and found.near_best() == 2

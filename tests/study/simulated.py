@@ -1,16 +1,18 @@
 """Studies that were never run: the models of the published tables on one data set a family, with what is true of them known.
 
-    python tests/study/simulated.py 2000     how often each claim gets a verdict in so many studies without any difference
+    python tests/study/simulated.py 2000     how often studies of each WORLD without any difference have a false verdict
 
 An example is right, or scores, by a logistic model: how easy it is, for all models alike; how much this model likes it; what the
-seed did to the whole run, for one model or all; and chance.
+seed did to the whole run, for one model or all; and chance. On top, in score: what a run of the pretraining did to its models,
+and more noise of seeds for MLM than for CLM.
 """
 
 import functools
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,17 +36,29 @@ def nothing(setting: Setting, family: Family) -> float:
 
 
 def study(
-    number: int, shift: Shift = nothing, away: Shift = nothing, examples: int = 250, quiet: bool = False, seeds: int = SEEDS
+    number: int,
+    shift: Shift = nothing,
+    away: Shift = nothing,
+    examples: int = 250,
+    quiet: bool = False,
+    seeds: int = SEEDS,
+    pretrained: Mapping[str, int] | None = None,
+    runs: float = 0.0,
+    uneven: float = 0.0,
 ) -> Evidence:
     """The scores of 46 models. `shift` moves a model's mean, in logits; `away` is what each step to a worse rate costs it more.
 
     Studies differ in how much seeds matter, against examples, and whether the same seed does the same to all models; `quiet` ones
-    are of the least noise.
+    are of the least noise. `pretrained` is how often by size, `runs` the sd of what a run does (half of it to all models of its
+    size, objective and seed, as checkpoints and branches of one run), `uneven` the sd of what seeds do to MLM beyond what they do
+    to CLM, and at each worse rate again.
     """
-    random = np.random.default_rng([number, 7])
+    random, more = np.random.default_rng([number, 7]), np.random.default_rng([number, 8])
     of_seed, shared, liked = random.choice([0.02, 0.1, 0.3]), random.choice([0.0, 0.8]), random.choice([0.3, 1.0])
     of_seed, liked = (0.02, 0.1) if quiet else (of_seed, liked)
-    settings = published().settings()
+    often = pretrained or {}
+    settings = [replace(one, seed=1 + at) for one in published().settings() for at in range(often.get(one.size, 1))]
+    masked = np.array([one.mlm_steps > 0 for one in settings])
     scores = []
     for family, dataset in SETS.items():
         ease = 1.0 + 1.5 * random.standard_normal(examples)
@@ -57,11 +71,17 @@ def study(
             found = (random.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float32)
         else:
             found = (1 / (1 + np.exp(-logits - random.standard_normal(logits.shape)))).astype(np.float32)
+        started: dict[tuple, float] = defaultdict(lambda: more.standard_normal())
+        run = np.array([started[one.size, one.clm_steps > 0, one.seed] for one in settings]) + more.standard_normal(len(settings))
+        found += (runs * run / 2**0.5)[:, None, None].astype(np.float32)
+        found += uneven * (masked[:, None] * more.standard_normal((len(settings), seeds)))[:, :, None].astype(np.float32)
         means = found.astype(np.float64).mean(2)
-        lost = 0.02 * random.random((len(settings), seeds))
+        rough = (0.003 + uneven * masked)[:, None, None] * more.standard_normal((len(settings), len(RATES), seeds))
         for at, setting in enumerate(settings):
+            lost = [steps * (0.01 + away(setting, family)) for steps in range(len(RATES))]
             rates = {
-                rate: dict(enumerate(means[at] - steps * (lost[at] + away(setting, family)))) for steps, rate in enumerate(RATES)
+                rate: dict(enumerate(means[at] - lost[steps] + (rough[at, steps] if steps else 0)))
+                for steps, rate in enumerate(RATES)
             }
             made = interval(means[at].tolist())
             of_seeds = dict(enumerate(means[at].tolist()))
@@ -70,6 +90,18 @@ def study(
             numbers = (made.mean, made.half, of_seeds, rates, examples_of)
             scores.append(Score(name_of(setting), setting, str(family), dataset, *numbers))
     return Evidence(scores)
+
+
+WORLDS = {
+    "pretrained once, runs do not differ": {},
+    "seeds of MLM are noisier": {"uneven": 0.01},
+    "pretrained once, runs differ by a point": {"quiet": True, "examples": 1500, "runs": 0.01},
+    "pretrained 3 times, runs differ by a point": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 3, "1B": 3}},
+    "3, 2 and 1 times, by size": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 3, "610M": 2, "1B": 1}},
+    "the smallest 5 times, others once": {"quiet": True, "runs": 0.01, "pretrained": {"210M": 5}},
+    "610M 3 times, others once, MLM noisier": {"quiet": True, "runs": 0.01, "pretrained": {"610M": 3}, "uneven": 0.01},
+}
+"""What is otherwise in studies that have no difference to find."""
 
 
 def verdicts(number: int, **effects) -> list[Verdict]:
@@ -82,21 +114,33 @@ def false_alarm(verdict: Verdict) -> bool:
     return verdict.verdict != "not resolved" and (verdict.claim, verdict.part, verdict.verdict) != (1, "c", "holds")
 
 
+def about_recipes(verdict: Verdict) -> bool:
+    """Whether a verdict says nothing of being about the trained models alone, of which runs that differ make some better."""
+    return "about these trained models" not in verdict.reason
+
+
 def main(studies: int) -> None:
-    """Print the shares of studies with a false verdict, and of claims."""
-    began, wrong, alone, equal = time.process_time(), 0, Counter(), 0
-    single, tests = 0, 0
-    for number in range(studies):
-        found = verdicts(number)
-        alarms = [one for one in found if false_alarm(one)]
-        wrong += bool(alarms)
-        alone.update(f"{one.claim}{one.part}" for one in alarms)
-        equal += found[2].verdict == "holds"
-        every = [one for verdict in found if verdict.claim != 1 or verdict.part != "c" for one in verdict.comparisons]
-        single, tests = single + sum(one.p < 0.05 for one in every), tests + len(every)
-    print(f"{wrong} of {studies} studies ({wrong / studies:.3f}) have a false verdict: {dict(alone)}")
-    print(f"equal on TC: {equal / studies:.3f}; comparisons with p < 0.05 before correction: {single / tests:.4f} of {tests}")
-    print(f"{time.process_time() - began:.0f} seconds of one core")
+    """Print for each world the share of studies with a false verdict, of which claims, and of tests with p < 5 %."""
+    for name, world in WORLDS.items():
+        began, wrong, plain, alone, equal = time.process_time(), 0, 0, Counter(), 0
+        single, whole = [], []
+        for number in range(studies):
+            found = verdicts(number, **world)
+            alarms = [one for one in found if false_alarm(one)]
+            wrong += bool(alarms)
+            plain += any(map(about_recipes, alarms))
+            alone.update(f"{one.claim}{one.part}" for one in alarms)
+            equal += found[2].verdict == "holds"
+            every = [verdict for verdict in found if (verdict.claim, verdict.part) != (1, "c")]
+            single += [one.p < 0.05 for verdict in every for one in verdict.comparisons]
+            whole += [verdict.overall.p < 0.05 for verdict in every if verdict.overall is not None]
+        print(
+            f"{name}: {wrong} of {studies} studies ({wrong / studies:.3f}) have a false verdict, "
+            f"{plain} of them without saying that it is about these trained models: {dict(alone)}; equal on TC: "
+            f"{equal / studies:.3f}; p < 0.05 before correction: {np.mean(single):.4f} of {len(single)} comparisons, "
+            f"{np.mean(whole):.4f} of {len(whole)} pooled; {time.process_time() - began:.0f} seconds of one core",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,12 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
-from megaenc.study.evidence import AVERAGE, read_evidence
+from megaenc.finetune.intervals import Asked
+from megaenc.finetune.results import scan
+from megaenc.study.evidence import AVERAGE, of_results, read_evidence
+from megaenc.study.lacking import without_score
 from megaenc.study.published import PRINTED, published, raw, row_setting, rows
+from megaenc.study.scope import Scope
 from megaenc.study.setting import Setting, setting_of
 
 MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
@@ -124,6 +128,64 @@ def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
     (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
     score = read_evidence(tmp_path, {}).scores[0]
     assert (score.collapsed, score.runs, score.rate) == (2, 3, 2e-5) and set(score.rates) == {2e-5, 5e-5}
+    assert score.at_rate_collapsed == 0 and score.rates_failed == {1e-4: {0}} and score.floor is None
+
+
+def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
+    for dataset in ("sst2", "toy"):
+        for seed in range(3):
+            said = {"collapsed": "constant prediction" if seed else None, "metrics": {"accuracy": 0.5}}
+            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.5, baseline={"score": 0.4, "accuracy": 0.3}, **said)
+    one, other, average = read_evidence(tmp_path, {}).scores
+    assert (one.at_rate_collapsed, one.floor, one.rates_failed) == (2, 0.4, {})
+    assert average.at_rate_collapsed == one.at_rate_collapsed + other.at_rate_collapsed
+    assert read_evidence(tmp_path, {}, "accuracy").scores[0].floor == 0.3
+
+
+def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
+    for dataset in ("sst2", "qqp"):
+        for seed in range(2):
+            worthless = "constant prediction" if (dataset, seed) == ("qqp", 1) else None
+            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
+            result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
+    found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
+    assert {name: (score.at_rate_collapsed, score.collapsed) for name, score in found.items()} == {
+        "sst2": (0, 2),
+        "qqp": (1, 3),
+        AVERAGE: (1, 5),
+    }
+
+
+def test_a_manifest_says_what_should_be_there(tmp_path):
+    """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
+    for rate, seed in ((2e-5, 0), (2e-5, 1), (5e-5, 0), (9e-5, 0), (2e-5, 7)):
+        result(tmp_path / "mine" / "SC/sst2" / f"lr{rate:.0e}_sd{seed}", 0.5 + 100 * rate)
+    plan = {"mine": Setting("tiny", 40), "other": Setting("tiny", 80), "third": Setting("tiny", mlm_steps=80, mask_ratio=0.2)}
+    scope = Scope(plan, ("tiny",), Asked((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
+    found = of_results(scan(tmp_path), plan.get, scope=scope)
+    [score] = found.scores
+    assert (score.rate, score.runs, score.planned, sorted(score.seeds)) == (2e-5, 3, 4, [0, 1])
+    assert found.grouped() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
+    assert list(read_evidence(tmp_path, plan).grouped()) == ["base"]
+    assert without_score(found) == "Without any run: other, third."
+
+
+def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
+    for seed in range(2):
+        result(tmp_path / "mine" / "SC/sst2" / f"lr2e-05_sd{seed}", 0.5)
+    result(tmp_path / "begun" / "SC/sst2" / "lr2e-05_sd0", 0.5)
+    (tmp_path / "begun/SC/sst2/lr2e-05_sd1").mkdir()
+    (tmp_path / "begun/SC/sst2/lr2e-05_sd1/failed.json").write_text('{"reason": "the loss is nan"}')
+    said = without_score(read_evidence(tmp_path, {}))
+    assert said.endswith("every seed finished: begun (SC SST-2: 2 of 2 runs ended, 1 failed).")
+    scope = Scope({"mine": Setting("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
+    assert "mine (own: no run)" in without_score(of_results(scan(tmp_path), {}.get, scope=scope))
+
+
+def test_a_set_that_is_called_like_an_average_is_a_set(tmp_path):
+    for name in ("average_rating", "zebra"):
+        result(tmp_path / "mine" / "SC" / name / "lr2e-05_sd0", 0.5)
+    assert read_evidence(tmp_path, {}).datasets() == [("SC", "average_rating"), ("SC", "zebra"), ("SC", AVERAGE)]
 
 
 def test_sets_after_several_trainings_are_told_apart(tmp_path):

@@ -1,14 +1,16 @@
 """The figures show the numbers of the tables, and say so where there are none."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results import scan
 from megaenc.study.evidence import Evidence, Score, of_results
-from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, shares
+from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, schedules, shares
 from megaenc.study.figures.every import figures_of, flops_by_shape
-from megaenc.study.figures.panels import Missing, Picture, as_svg, inline
+from megaenc.study.figures.panels import PAPER, Missing, Picture, as_svg, inline
 from megaenc.study.published import published
 from megaenc.study.run_tree import flops_of, read_runs
 from megaenc.study.setting import Setting
@@ -66,7 +68,7 @@ def test_efficiency_by_step_and_by_operations(ours, runs):
     assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
     by_flops = efficiency.by_flops(ours, flops_of(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
-    assert "give --runs" in efficiency.by_flops(ours, {}).why
+    assert "Models of a manifest always need it" in efficiency.by_flops(ours, {}).why
 
 
 def test_shares_of_each_budget():
@@ -145,6 +147,66 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
     [first, second] = efficiency.by_step(Evidence(scores)).panels[0].lines
     assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
     assert [point.mean for point in second.points] == pytest.approx([14, 24])
+
+
+def test_published_values_have_bars_too_thin_ones():
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))], kind="t")
+    picture = objectives.picture(same, published())
+    widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
+    assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
+    assert "95 % by Student's t" in picture.caption and "published ones are 1.96 standard errors over 5" in picture.caption
+
+
+def test_captions_say_what_a_bar_is_worth(ours):
+    for make in (objectives.picture, masks.by_size, masks.with_clm, efficiency.by_step, shares.picture, continued.picture):
+        assert "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100" in make(ours).caption
+    assert "88 times in 100" in shares.picture(published()).caption
+
+
+def test_points_of_collapsed_models_are_hollow(ours):
+    picture = objectives.picture(ours)
+    assert not any(point.collapsed for panel in picture.panels for line in panel.lines for point in line.points)
+    scores = [dataclasses.replace(one, at_rate_collapsed=one.setting.clm_steps // 300) for one in ours.scores]
+    picture = objectives.picture(Evidence(scores))
+    assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
+    [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == PAPER]
+    assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
+
+
+@pytest.mark.parametrize("name", ["cost_$a$b", "us$^$x"])
+def test_names_with_dollar_signs_are_no_formulas(name):
+    models = (Setting(name, 0, 10, mask_ratio=0.4), Setting(name, 10), Setting("y", 0, 10, mask_ratio=0.4), Setting("y", 10))
+    ours = Evidence([Score(f"m{one}", one, "SC", name, 0.5, 0.01) for one in models])
+    svg = objectives.picture(ours).svg
+    assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
+    ways = [Setting("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    ways += [Setting(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    found = efficiency.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
+    assert f">MLM, {name}</text>" in found.svg  # in the legend
+
+
+def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
+    plain = [Setting("610M", 0, 42_000, mask_ratio=0.4), Setting("610M", 42_000), Setting("610M", 0, 42_000, mask_ratio=0.2)]
+    plain += [
+        Setting("610M", 42_000, 0, 22_000, 0.4),
+        Setting("610M", 0, 42_000, 22_000, 0.4),
+        Setting("610M", 0, 12_000, mask_ratio=0.4),
+    ]
+    turns = Setting("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
+    detour = Setting("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
+    names = {turns: "610m-turns-42k", detour: "610m-mlm40-dec42k-clm-47k-mlm40-64k"}
+    scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
+    picture = schedules.picture(Evidence(scores))
+    found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
+    assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
+    looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
+    assert len(set(looks)) == len(looks) == 6
+    assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
+    assert points(picture, 0, names[turns]).popitem()[1] == 52.1
+    assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone
+    assert schedules.picture(Evidence(scores[:-2])) is None
+    assert [one.drawn.key for one in figures_of(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
 
 
 def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):

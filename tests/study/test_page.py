@@ -11,7 +11,8 @@ from megaenc.study.claims import Verdict
 from megaenc.study.comparisons import Comparison
 from megaenc.study.figures.every import Shown
 from megaenc.study.figures.panels import Line, Missing, Panel, Picture, Point
-from megaenc.study.page import Report, page
+from megaenc.study.page import MARK, Report, page
+from megaenc.study.page_verdicts import verdict_cards
 from megaenc.study.table import Column, Row, Table
 
 EVIL = '<b onclick="x">&'
@@ -49,7 +50,7 @@ def comparison(**changes) -> Comparison:
     made = statistics.Test(0.02, 0.01, 0.03, 0.001, statistics.Components(1e-5, math.nan), 4.0, 5)
     given = {
         "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "difference": 2.0, "low": 1.0,
-        "high": 3.0, "p": 0.00001, "p_adjusted": 0.004, "effect": 1.5, "verdict": "holds", "test": made,
+        "high": 3.0, "p": 0.00001, "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds", "test": made,
     }  # fmt: skip
     return Comparison(**given | changes)
 
@@ -58,7 +59,16 @@ def comparison(**changes) -> Comparison:
 def text() -> str:
     one, unknown = comparison(), comparison(low=math.nan, high=math.nan, effect=math.nan, p=math.nan, verdict="not resolved")
     verdicts = [
-        Verdict(1, f"title {EVIL}", "question?", [one, unknown], "holds", "because 5 % less.", "a", one),
+        Verdict(
+            1,
+            f"title {EVIL}",
+            "question?",
+            [one, unknown],
+            "holds",
+            "because 5 % less, -1.29 points (-4.39 to +1.80) of 610m-mlm40-42k, p = 2e-05.",
+            "a",
+            one,
+        ),
         Verdict(2, "second", "question?", [], "no data", "Needs more."),
         Verdict(3, "third", "question?", [one], "reversed", "the other way."),
         Verdict(4, "fourth", "question?", [one], "not resolved", "who knows."),
@@ -71,7 +81,9 @@ def text() -> str:
     tables = [Table("base", "Base models", "Percent.", columns, rows), Table("base-standard", "Standard", "Note.", columns, rows)]
     figures = [Shown(picture, picture), Shown(Missing("losses", "Losses", "No runs were given."))]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
-    return page(Report(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts))
+    return page(
+        Report(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"Without any run: {EVIL}.")
+    )
 
 
 def test_it_is_well_formed_with_ids_of_their_own(text):
@@ -92,7 +104,7 @@ def test_nothing_is_fetched_and_nothing_runs(text):
 
 
 def test_everything_is_escaped(text):
-    assert EVIL not in text and text.count("&lt;b onclick=&quot;x&quot;&gt;&amp;") >= 8
+    assert EVIL not in text and text.count("&lt;b onclick=&quot;x&quot;&gt;&amp;") >= 9
 
 
 def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
@@ -102,7 +114,35 @@ def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
         assert words in text
     assert "1 hold, 1 reversed, 1 not resolved, 1 without data" in text
     assert "The published tables, judged the same way" in text and "5\u00a0% less" in text
-    assert "+1.00 to +3.00" in text and "&lt; 0.0001" in text and "nan" not in re.sub(r"base64,\S+", "", text)
+    assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
+    assert (
+        ">\u22121.50<" in text
+        and "+1.00 to +3.00" in text
+        and "&lt; 0.0001" in text
+        and "nan" not in re.sub(r"base64,\S+", "", text)
+    )
+
+
+def test_the_bootstrap_stands_beside_the_deciding_test_alone():
+    drawn = ((0.5, 3.5), (0.7, 3.3))
+    whole, single = comparison(bootstrap=drawn), comparison(bootstrap=((0.1, 0.2), (0.1, 0.2)))
+    text = "".join(verdict_cards([Verdict(1, "title", "question?", [single], "holds", "because.", "a", whole)], []))
+    assert "bootstrap +0.50 to +3.50, studentised +0.70 to +3.30" in text and text.count("bootstrap +") == 1
+    few = comparison(bootstrap=((math.nan, math.nan), (math.nan, math.nan)))  # below three seeds
+    none = "".join(verdict_cards([Verdict(1, "title", "question?", [few], "holds", "because.", "a", few)], []))
+    assert "bootstrap +" not in none and "nan" not in none
+
+
+def test_seeds_that_are_never_enough_have_a_word():
+    parts = statistics.Components(1e-6, 4e-5)
+    never = comparison(test=statistics.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 5))
+    unknown = comparison(test=statistics.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 0))
+    text = "".join(verdict_cards([Verdict(1, "title", "question?", [never, unknown], "not resolved", "because.")], []))
+    assert text.count('<td class="number">never</td>') == 1 and text.count('<td class="number"></td></tr>') == 1
+
+
+def test_the_page_says_what_verdicts_are_about(text):
+    assert "about these trained models, and another pretraining run may differ by more" in text
 
 
 def test_figures_are_drawn_twice_with_a_text_for_who_cannot_see(text):
@@ -118,6 +158,10 @@ def test_tables_align_numbers_and_move_by_themselves(text):
     assert '<th scope="row"><span class="wide">1B</span><span class="narrow">1b-clm-42k</span></th>' in text
     assert '<td class="number head">42,000</td>' in text and '<tr class="rule light">' in text
     assert re.search(r'<details class="card" id="table-base" open>', text) and 'id="table-base-standard">' in text
+
+
+def test_a_page_says_that_it_is_a_report_and_what_has_no_score(text):
+    assert text.index(MARK) < text.index("<body>") and "Without any run: &lt;b" in text
 
 
 def test_both_colour_schemes_and_the_scores_to_take_away(text):

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 
 import published_tree
 import pytest
@@ -13,6 +14,7 @@ from megaenc.finetune.examples import Family
 from megaenc.study import report_command
 from megaenc.study.evidence import AVERAGE
 from megaenc.study.figures.panels import Missing, Picture
+from megaenc.study.page import MARK
 from megaenc.study.published import PRINTED, row_setting, rows
 from megaenc.study.report_command import ReportFlags, report_of
 
@@ -52,7 +54,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
             continue  # no five scores of three sets have this average: what was rounded cannot be undone
         assert made[tuple(list(row.values())[:8])] == expected, row
         cells += 1
-    assert cells > 780
+    assert cells == 800
     [base] = [table for table in report.tables if table.key == "base"]
     pairs = list(zip(base.rows[::2], base.rows[1::2], strict=True))
     assert len(pairs) == 15 and all(theirs.light and theirs.cells[:3] == ours.cells[:3] for ours, theirs in pairs)
@@ -73,13 +75,16 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     output = tmp_path / "report"
     for name in ("tables", "figures"):
         (output / name).mkdir(parents=True)
-        (output / name / "of-before.csv").touch()
-        (output / name / "notes.txt").touch()
-        (output / name / ".base.csv.1-0a1b2c3d.tmp").touch()
-    (output / "index.html").touch()
+        for file in ("of-before.csv", "own.csv", "notes.txt", ".of-before.csv.1-0a1b2c3d.tmp", ".own.csv.1-0a1b2c3d.tmp"):
+            (output / name / file).touch()
+    (output / "index.html").write_text(f"<head>{MARK}</head>")
+    (output / "files.txt").write_text(
+        "# written by megaenc study report\ntables/of-before.csv\nfigures/of-before.csv\n../outside.csv\ntables/notes.txt\n"
+    )
+    (tmp_path / "outside.csv").touch()
     # One figure stands for all: the others are drawn by the same lines.
     every = report_command.figures_of
-    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[8]])
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [every(*given)[0], every(*given)[-1]])
     flags = [f"{study}/study.yaml", "--results", f"{study}/results", "--runs", f"{study}/runs", "--output", str(output)]
     report_command.main([*flags, "--about", "date=2026-11-22"])
     said = capsys.readouterr().out.splitlines()
@@ -88,7 +93,11 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     files = {path.relative_to(output).as_posix() for path in output.rglob("*") if path.is_file()}
     assert {"tables/base.csv", "tables/pfs.tex", "tables/pfs-standard.md", "tables/variance.csv", "tables/scores.csv"} <= files
     assert {"figures/objectives.png", "figures/objectives.svg", "figures/losses.png", "index.html"} <= files
-    assert not [name for name in files if "of-before" in name or name.endswith(".tmp")] and "tables/notes.txt" in files
+    assert not [name for name in files if "of-before" in name] and (tmp_path / "outside.csv").exists()
+    own = ("own.csv", "notes.txt", ".own.csv.1-0a1b2c3d.tmp")
+    kept = {f"{name}/{file}" for name in ("tables", "figures") for file in own}
+    assert kept <= files  # what somebody else put there
+    assert set((output / "files.txt").read_text().splitlines()[1:]) == files - kept - {"index.html", "files.txt"}
     text = (output / "index.html").read_text()
     assert "<h1>A study of &lt;five&gt; shares</h1>" in text and str(study) not in text and "/made/elsewhere" not in text
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", text))
@@ -100,6 +109,59 @@ def test_a_study_with_its_manifest_is_written_whole(study, tmp_path, monkeypatch
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     report_command.main([*flags, "--about", "date=2026-11-22"])
     assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+
+
+def test_a_study_that_is_half_done_says_so(study, tmp_path):
+    """One model has fewer rates, another one fewer seeds at each, a third was never evaluated: none looks like a whole one."""
+    shutil.copytree(study / "results", tmp_path / "results")
+    for model, left in (("mini-mlm40-300", "lr1e-03_sd*"), ("mini-clm-300", "*_sd2")):
+        for path in (tmp_path / "results" / model / "SC/demo_sc").glob(left):
+            shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "results/mini-clm-150-mlm40-300")
+    report = report_of(ReportFlags(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
+    cells = {row.name: row.cells for table in report.tables if table.key == "base" for row in table.rows}
+    assert cells["mini-mlm40-300"][3].endswith(" [3/6]") and not cells["mini-mlm40-300"][4].endswith("]")
+    assert cells["mini-clm-300"][3] is None and cells["mini-clm-300"][4] is not None
+    assert report.lacking == (
+        "Without a score, which takes a learning rate with every seed finished: mini-clm-300 (SC demo_sc: 4 of 6 runs ended). "
+        "Without any run: mini-clm-150-mlm40-300."
+    )
+    assert dict(report.facts)["Models"] == "4 evaluated of 5 planned"
+    assert report.verdicts[0].verdict == "no data"  # CLM has no score there, and nothing else stands for it
+
+
+def test_results_outside_of_the_manifests_grid_are_left_out(study, tmp_path):
+    (tmp_path / "fewer.yaml").write_text(MANIFEST.replace("seeds: 3", "seeds: 2"))
+    report = report_of(ReportFlags(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
+    assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not ask for are left out")
+    assert dict(report.facts)["Fine-tuning seeds"] == "0, 1"
+    assert {line["finetuning_seeds"] for line in csv.DictReader(io.StringIO(report.scores))} == {"2"}
+
+
+def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
+    site = tmp_path / "site"
+    for name in ("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv", "tables/base.csv"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("my own")
+
+    def refused(*names):
+        (tmp_path / "copy").mkdir()
+        for name in names:
+            (tmp_path / "copy" / name).parent.mkdir(exist_ok=True)
+            (tmp_path / "copy" / name).write_text((site / name).read_text())
+        said = refusal(report_command.main, ["--published", "--output", tmp_path / "copy"])
+        assert all((tmp_path / "copy" / name).read_text() == (site / name).read_text() for name in names)
+        shutil.rmtree(tmp_path / "copy")
+        return said
+
+    assert "holds figures and no report" in refused("index.html", "thesis.tex", "figures/photo.png", "tables/raw.csv")
+    assert "holds tables and no report" in refused("tables/raw.csv")
+    (site / "files.txt").write_text("my own list\n")
+    assert "holds files.txt and no report" in refused("files.txt")
+    (site / "index.html").write_text(MARK)
+    assert "holds files.txt and no report" in refused("index.html", "files.txt")
+    (site / "files.txt").write_text("# written by megaenc study report\ntables/raw.csv\n")
+    assert "holds tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
 
 
 def test_intervals_of_student_are_wider(study):
@@ -127,4 +189,7 @@ def test_wrong_input_is_one_line(study, tmp_path, refusal):
     (tmp_path / "other.yaml").write_text(MANIFEST.replace("mini", "tiny"))
     line = said(tmp_path / "other.yaml", "--results", study / "results", "--output", tmp_path / "r")
     assert "found models mini-clm-150-mlm40-300" in line and "expected those of" in line and "tiny-mlm40-300" in line
+    (tmp_path / "rates.yaml").write_text(MANIFEST.replace("[2e-4, 1e-3]", "[3e-4]"))
+    line = said(tmp_path / "rates.yaml", "--results", study / "results", "--output", tmp_path / "r")
+    assert "found rates 2e-04, 1e-03 with seeds 0, 1, 2, expected some of what" in line and "asks for: rates 3e-04 with" in line
     assert not (tmp_path / "r").exists()

@@ -1,5 +1,7 @@
 """Runs are read back with what they cost, beginnings that they share included."""
 
+import json
+
 import pytest
 from study_folders import settings, write_runs
 
@@ -67,4 +69,21 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
     (tmp_path / "run/run.json").write_text("{")
     (tmp_path / "run/metrics.jsonl").write_text("{}\n")
     with pytest.raises(InputError, match=r"run/run.json: .*expected what a run wrote there"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ("[]", "run.json: found a list, expected an object"),
+        ('{"identity": 3}', "field `identity`: found a int"),
+        ('{"start": "x"}', "found a str"),
+    ],
+)
+def test_facts_that_no_run_wrote_are_one_line(tmp_path, facts, said):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(facts)
+    row = {"step": 1, "objective": "clm", "phase": 0, "loss": 1.0, "learning_rate": 1, "tokens": 5, "step_seconds": 1}
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=said):
         read_runs(tmp_path)

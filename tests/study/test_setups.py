@@ -4,7 +4,7 @@ from study_folders import settings
 
 from megaenc.study.published import published, row_setting, rows
 from megaenc.study.setting import Setting
-from megaenc.study.setups import SETUPS, dataset_label, datasets_of, grouped, reference_mask, sizes_of
+from megaenc.study.setups import SETUPS, dataset_label, datasets_of, grouped, reference_mask, sizes_known, sizes_of
 
 
 def test_published_models_stand_in_the_tables_that_they_were_published_in():
@@ -36,6 +36,34 @@ def test_schedules_and_seeds():
     seeds = [Setting("210M", 200, seed=seed) for seed in (2, 1)]
     found = grouped([alternating, *seeds])
     assert found == {"base": seeds[::-1], "other": [alternating]}
+
+
+def test_what_is_planned_says_what_is_the_base():
+    """With half of a study done, a shorter budget is not the longest one, nor a rarer mask ratio the usual one."""
+    plan = [
+        Setting("mini", 300),
+        Setting("mini", 0, 300, mask_ratio=0.4),
+        Setting("mini", 150),
+        Setting("mini", 75, 75, mask_ratio=0.4),
+    ]
+    done = [Setting("mini", 150), Setting("mini", 75, 75, mask_ratio=0.4)]
+    assert grouped(done)["base"] == [Setting("mini", 150)]
+    assert grouped(done, plan) == {"pfs": done[::-1]}
+    assert grouped([Setting("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [Setting("mini", 0, 150, mask_ratio=0.4)]}
+
+
+def test_the_base_is_what_both_objectives_have():
+    """CLM that got further than MLM is not the base alone: the claims compare what both have."""
+    mlm, clm, longer = Setting("1B", 0, 20, mask_ratio=0.4), Setting("1B", 20), Setting("1B", 40)
+    assert grouped([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
+    assert grouped([longer, mlm])["base"] == [longer]
+
+
+def test_sizes_with_words_for_names_need_a_manifest():
+    words = [Setting(size) for size in ("large", "medium", "small")]
+    assert sizes_of(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
+    assert sizes_known(words, ["small", "medium", "large"]) and not sizes_known(words)
+    assert sizes_known(words[:1]) and sizes_known([Setting("1B"), Setting("210M")]) and not sizes_known([Setting("1B"), *words])
 
 
 def test_order_of_sizes_data_sets_and_masks():

@@ -20,10 +20,38 @@ def test_over_seeds_alone_it_is_the_paired_t_test():
     assert (found.low, found.high) == pytest.approx(tuple(expected.confidence_interval()))
 
 
-def test_one_seed_is_tested_over_its_examples():
+def test_one_seed_has_an_interval_over_its_examples_and_no_p():
     block = np.array([[1.0, 0, 0, 1, -1, 1, 1, 0]])
-    found, expected = contrast(block.mean(1), [block]), stats.ttest_1samp(block[0], 0)
-    assert found.p == pytest.approx(expected.pvalue) and (found.low, found.high) == pytest.approx(expected.confidence_interval())
+    found, expected = contrast(block.mean(1), [block], margin=0.9), stats.ttest_1samp(block[0], 0)
+    assert (found.low, found.high) == pytest.approx(expected.confidence_interval())
+    assert math.isnan(found.p) and math.isnan(found.margin_p)
+
+
+def test_parts_with_seeds_of_their_own_are_welchs_test():
+    first, second = np.array([0.91, 0.93, 0.92, 0.90, 0.94]), np.array([0.80, 0.90])
+    variances = [(np.var(part, ddof=1) / len(part), len(part) - 1) for part in (first, second)]
+    found = statistics.combined(first.mean() - second.mean(), variances, NAN)
+    expected = stats.ttest_ind(first, second, equal_var=False)
+    assert found.p == pytest.approx(expected.pvalue) and found.df == pytest.approx(expected.df)
+    assert statistics.combined(0.1, [(NAN, 0), (0.01, 4)], NAN).seeds == 0
+    assert math.isnan(statistics.combined(0.1, [(NAN, 0), (0.01, 4)], NAN).p)  # one of them has one seed
+    more = statistics.combined(0.1, variances, 0.1)
+    assert more.p > statistics.combined(0.1, variances, NAN).p and more.components.examples == 0.1
+
+
+def test_examples_that_parts_share_add_up():
+    """Two parts on the same 200 examples, with 5 and 2 seeds: what examples do to the sum is 0.3 + 0.1, or 0.3 - 0.1."""
+    random = np.random.default_rng(0)
+    for sign in (1, -1):
+        found = []
+        for _ in range(1000):
+            ease = random.standard_normal((1, 200))
+            parts = [
+                0.3 * ease + 0.5 * random.standard_normal((5, 200)),
+                sign * 0.1 * ease + 0.5 * random.standard_normal((2, 200)),
+            ]
+            found.append(statistics.shared(parts))
+        assert np.mean(found) == pytest.approx((0.3 + sign * 0.1) ** 2 / 200, rel=0.1)
 
 
 def test_seeds_and_examples_by_hand():
@@ -75,7 +103,11 @@ def test_equivalence_is_two_one_sided_tests():
 
 def test_without_any_spread_nothing_is_said():
     assert math.isnan(contrast(np.full(3, 0.1)).p) and math.isnan(contrast(np.array([0.1, 0.1 + 1e-16, 0.3 - 0.2])).p)
-    assert contrast(np.zeros(3)).p == 1.0 and math.isnan(contrast(np.array([0.1])).p)
+    same = contrast(np.zeros(3), margin=0.01)  # two models that say the same constant are not shown to be equal
+    assert math.isnan(same.p) and math.isnan(same.margin_p) and math.isnan(contrast(np.array([0.1])).p)
+    constants = np.stack([np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3)  # other ones: a difference in every example
+    found = contrast(constants.mean(1), [constants], margin=0.5)
+    assert math.isnan(found.p) and math.isnan(found.margin_p) and found.low < found.difference < found.high
     assert math.isnan(printed([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
 
 
@@ -110,10 +142,42 @@ def test_examples_limit_what_seeds_can_show():
     assert seeds_needed(0.5, Components(0.0, 1e-5), 5) == 2
 
 
-def test_power_is_how_often_a_difference_is_seen():
+@pytest.mark.parametrize(
+    ("of_seeds", "of_examples", "count"),
+    [(0.02, 0.0, 6), (0.02, 0.005, 6), (0.004, 0.006, 3), (0.015, 0.006, 4), (0.003, 0.003, 2)],
+)
+def test_power_is_how_often_a_difference_is_seen(of_seeds, of_examples, count):
+    """By the very test that is used, which is the less certain of two."""
     random = np.random.default_rng(3)
-    seen = np.mean([contrast(0.02 + 0.02 * random.standard_normal(6)).p < 0.05 for _ in range(3000)])
-    assert statistics.power(0.02, Components(0.02**2 / 5, NAN), 5, 6) == pytest.approx(seen, abs=0.03)
+    seen = []
+    for _ in range(2000):
+        block = 0.02 + of_seeds * random.standard_normal((count, 1)) + of_examples * 10 * random.standard_normal((1, 100))
+        block = block + 1e-4 * random.standard_normal((count, 100))
+        seen.append(contrast(block.mean(1), [block] if of_examples else ()).p < 0.05)
+    parts = Components(of_seeds**2 / 5, of_examples**2 if of_examples else NAN)
+    assert statistics.power(0.02, parts, 5, count) == pytest.approx(np.mean(seen), abs=0.035)  # three standard errors
+
+
+def test_rates_are_apart_by_what_seeds_do_not_do():
+    random = np.random.default_rng(0)
+    grid = 0.8 + 0.03 * random.standard_normal((6, 1)) + 0.02 * random.standard_normal((6, 5)) + 0.1 * random.random((1, 5))
+    left = grid - grid.mean(0) - grid.mean(1, keepdims=True) + grid.mean()
+    between_rates, residual = 5 * np.var(grid.mean(1), ddof=1), (left**2).sum() / (5 * 4)
+    assert statistics.between(grid).mean() == pytest.approx((between_rates - residual) / 5)
+    without = [statistics.between(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
+    assert statistics.between(grid) == pytest.approx(5 * statistics.between(grid).mean() - 4 * np.array(without))  # jackknife
+    assert statistics.between(grid[:, :2]).shape == (1,)
+    with pytest.raises(ValueError, match="at least two rates and two seeds"):
+        statistics.between(grid[:, :1])
+
+
+def test_noise_does_not_look_like_rates():
+    """Best less worst mean does: 0.006 of noise over five seeds makes six equal rates 0.7 points apart."""
+    random = np.random.default_rng(1)
+    levels_of = 0.8 - np.array([0.0, 0.004, 0.008])[:, None]
+    for noise in (0.003, np.array([0.001, 0.004, 0.02])[:, None]):  # the same everywhere, and more at high rates
+        found = [statistics.between(levels_of + noise * random.standard_normal((3, 5))).mean() for _ in range(4000)]
+        assert np.mean(found) == pytest.approx(0.004**2, rel=0.15)
 
 
 def test_collapse_rates():

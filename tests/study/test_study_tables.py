@@ -3,10 +3,12 @@
 import csv
 import io
 
+import numpy as np
 import pytest
 from study_folders import settings, write_results
 
 from megaenc.finetune.results import scan
+from megaenc.study.bars import coverage
 from megaenc.study.evidence import Evidence, Score, of_results
 from megaenc.study.published import published, row_setting, rows
 from megaenc.study.setting import Setting
@@ -63,6 +65,44 @@ def test_what_was_not_measured_is_an_empty_cell():
         ("210M", "MLM", "40 %", None, "80.00"),
         ("210M", "CLM", "", "90.00 (1.00)", None),
     ]
+
+
+def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
+    """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
+    one, other = Setting("mini", 100), Setting("mini", 0, 100, mask_ratio=0.4)
+    seeds = {seed: 0.55 for seed in range(3)}
+    collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, at_rate_collapsed=3, runs=6, planned=6)
+    begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, at_rate_collapsed=1, runs=4, planned=6)
+    average = Score("b", other, "TC", "average", 0.6, 0.01, seeds, at_rate_collapsed=1, runs=4, planned=6, members=(begun, begun))
+    [table] = score_tables(Evidence([collapsed, begun, average]))
+    assert [row.cells[3:] for row in table.rows] == [
+        ("60.00 (1.00) †1/3 [4/6]", "60.00 (1.00) †1/6 [4/6]"),
+        ("55.00 (0.00) †3/3", None),
+    ]
+    assert "k have collapsed to worthless predictions" in table.note and "only k of n fine-tunings" in table.note
+    assert "55.00 (0.00) †3/3" in as_csv(table) and "55.00 (0.00) †3/3" in as_markdown(table)
+    assert r"55.00 (0.00) $\dagger$3/3" in as_latex(table)
+    lines = list(csv.DictReader(io.StringIO(tidy([Evidence([collapsed, begun])]))))
+    assert [(line["collapsed_runs"], line["ended_trainings"], line["planned_trainings"]) for line in lines] == [
+        ("1", "4", "6"),
+        ("3", "6", "6"),
+    ]
+    [clean] = score_tables(Evidence([Score("a", one, "TC", "ner", 0.55, 0.01, seeds, runs=6, planned=6)]))
+    assert "†" not in clean.note and "[k/n]" not in clean.note
+
+
+def test_notes_say_what_an_interval_is_worth():
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    own = Score("a", setting, "IR", "msmarco", 0.5, 0.01, {0: 0.4, 1: 0.6})
+    [table] = score_tables(Evidence([own]))
+    assert "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100" in table.note
+    [table] = score_tables(Evidence([own], kind="t"), published())
+    assert "95 % by Student's t over 2 fine-tuning seeds; published ones are 1.96 standard errors over 5" in table.note
+    assert "88 times in 100" in table.note and "95" not in score_tables(published())[0].note
+    assert [coverage(seeds) for seeds in (2, 3, 5, 1000)] == pytest.approx([0.70, 0.81, 0.88, 0.95], abs=0.01)
+    values = np.random.default_rng(0).normal(size=(20_000, 5))
+    held = np.abs(values.mean(1)) < 1.96 * values.std(1, ddof=1) / 5**0.5
+    assert coverage(5) == pytest.approx(held.mean(), abs=0.01)
 
 
 def test_published_values_stand_below_those_of_the_same_setting():

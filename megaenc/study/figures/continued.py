@@ -4,9 +4,9 @@ from collections import defaultdict
 
 from megaenc.study.axes import styles
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, panels_of
+from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, bars, panels_of
 from megaenc.study.setting import Setting
-from megaenc.study.setups import objective, parent_of, percent, sizes_of, steps_of
+from megaenc.study.setups import objective, parent_of, percent, steps_of
 
 KEY, TITLE = "continued-pretraining", "Continued pretraining by length"
 
@@ -23,7 +23,7 @@ def picture(evidence: Evidence, published: Evidence | None = None) -> Drawn:
                 groups[_first_seed(parent), one.mask_ratio].append(parent)
     if not groups:
         return Missing(KEY, TITLE, "No model of continued pretraining has a score yet.")
-    sizes, masks = sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
+    sizes, masks = evidence.sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective(parent) for parent, _ in order]
     plain = len(set(kinds)) == len(kinds)  # each objective once: it says all
@@ -43,7 +43,7 @@ def picture(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     panels = panels_of(
         evidence, series, published, dodge=places[-1] / 70, ticks=ticks, x_label="MLM steps after the finished model"
     )
-    caption = "At 0 the finished, decayed models. Bars are 95 % intervals over fine-tuning seeds."
+    caption = f"At 0 the finished, decayed models. {bars(evidence, published, panels)}"
     return Picture(KEY, TITLE, caption, panels)
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from megaenc.study.axes import short
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, panels_of
+from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, bars, panels_of
 from megaenc.study.setting import Setting
-from megaenc.study.setups import objective, percent, sizes_of
+from megaenc.study.setups import objective, percent
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
@@ -27,8 +27,13 @@ def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evid
     settings = _on_the_way(evidence)
     places = {one: flops[one] for one in settings if one in flops}
     if len(set(places.values())) < 2:
-        why = "the operations of its runs are not known: give --runs" if settings else "no checkpoint on the way has scores"
-        return Missing(key, title, f"Not drawn: {why}.")
+        why = "Fewer than two checkpoints on the way have scores."
+        if len({one.steps for one in settings}) > 1:
+            why = (
+                "The operations of its runs are not known: --runs names the folder of the pretraining runs, which say them. "
+                "Models of a manifest always need it; only those of the study are counted from their shapes without."
+            )
+        return Missing(key, title, why)
     return _picture(key, title, "FLOPs of the matrix products", evidence, published, places)
 
 
@@ -46,7 +51,7 @@ def _picture(
     named: bool = False,
 ) -> Drawn:
     kinds = dict.fromkeys((objective(one), one.mask_ratio, one.size) for one in places)
-    sizes, masks = sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
+    sizes, masks = evidence.sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
     series = []
     for name, mask, size in sorted(kinds, key=lambda kind: (kind[0] != "MLM", kind[0], kind[1] or 0, sizes.index(kind[2]))):
         members = [one for one in places if (objective(one), one.mask_ratio, one.size) == (name, mask, size)]
@@ -61,5 +66,5 @@ def _picture(
     panels = panels_of(
         evidence, series, published, x_label=x_label, log=log, unit="steps" if named else "operations", ticks=ticks
     )
-    caption = "Checkpoints before any decay of the learning rate. Bars are 95 % intervals over fine-tuning seeds."
+    caption = f"Checkpoints before any decay of the learning rate. {bars(evidence, published, panels)}"
     return Picture(key, title, caption, panels)

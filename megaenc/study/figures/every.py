@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, shares
-from megaenc.study.figures.panels import Drawn, Missing, Picture
+from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, schedules, shares
+from megaenc.study.figures.panels import Drawn, Missing, Picture, laid_over
 from megaenc.study.run_tree import TrainedRun, flops_of_the_study
 from megaenc.study.setting import Setting
 
@@ -32,8 +32,10 @@ def figures_of(
     pairs.append((by_flops, efficiency.by_flops(published, flops_there) if published else None))
     pairs.append((rates.picture(evidence), None))
     pairs += [(make(evidence, published), make(published) if published else None) for make in (shares.picture, continued.picture)]
+    if (others := schedules.picture(evidence)) is not None:
+        pairs.append((others, None))
     pairs.append((losses.picture(runs), None))
-    return [Shown(ours, theirs if isinstance(theirs, Picture) and not _laid_over(ours) else None) for ours, theirs in pairs]
+    return [Shown(ours, theirs if isinstance(theirs, Picture) and not _covered(ours) else None) for ours, theirs in pairs]
 
 
 def flops_by_shape(evidence: Evidence) -> dict[Setting, float]:
@@ -42,7 +44,6 @@ def flops_by_shape(evidence: Evidence) -> dict[Setting, float]:
     return {setting: count for setting, count in counted.items() if count}
 
 
-def _laid_over(drawn: Drawn) -> bool:
-    if isinstance(drawn, Missing):
-        return False
-    return any(line.light and line.name.endswith(", published") for panel in drawn.panels for line in panel.lines)
+def _covered(drawn: Drawn) -> bool:
+    """Whether the published values lie in the figure already."""
+    return not isinstance(drawn, Missing) and laid_over(drawn.panels)

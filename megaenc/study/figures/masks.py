@@ -4,26 +4,26 @@ from collections import defaultdict
 
 from megaenc.study.axes import styles
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, panels_of
+from megaenc.study.figures.panels import OBJECTIVES, Drawn, Missing, Picture, Series, bars, panels_of
 from megaenc.study.setting import Setting
-from megaenc.study.setups import grouped, objective, percent, sizes_of, steps_of
+from megaenc.study.setups import objective, percent, steps_of
 
 
 def by_size(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     """MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
-    base = [one for one in grouped(evidence.settings()).get("base", []) if objective(one) == "MLM"]
+    base = [one for one in evidence.grouped().get("base", []) if objective(one) == "MLM"]
     ratios = sorted({one.mask_ratio for one in base})
     if len(ratios) < 2:
         return Missing(key, title, "No size has MLM models of two mask ratios with scores yet.")
-    sizes = sizes_of(base)
+    sizes = evidence.sizes_of(base)
     style = styles(sizes)
     series = [
         Series(size, *style[size], tuple((100 * one.mask_ratio, one) for one in base if one.size == size)) for size in sizes
     ]
     ticks = {100 * ratio: percent(ratio) for ratio in ratios}
     panels = panels_of(evidence, series, published, dodge=_dodge(ratios), ticks=ticks, x_label="tokens hidden")
-    return Picture(key, title, "MLM base models of each size. Bars are 95 % intervals over fine-tuning seeds.", panels)
+    return Picture(key, title, f"MLM base models of each size. {bars(evidence, published, panels)}", panels)
 
 
 def with_clm(evidence: Evidence, published: Evidence | None = None) -> Drawn:
@@ -56,7 +56,7 @@ def with_clm(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     panels = panels_of(
         evidence, list(series.values()), published, dodge=_dodge(ratios), ticks=ticks, x_label="tokens hidden in MLM"
     )
-    return Picture(key, title, "Models of the same budget. Bars are 95 % intervals over fine-tuning seeds.", panels)
+    return Picture(key, title, f"Models of the same budget. {bars(evidence, published, panels)}", panels)
 
 
 def _dodge(ratios: list[float]) -> float:

@@ -9,9 +9,10 @@ from html import escape
 from typing import Any, Literal
 
 from megaenc.study.axes import clean, plain_counts
+from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence, Score
 from megaenc.study.setting import Setting
-from megaenc.study.setups import FAMILIES, dataset_label, datasets_of, is_average
+from megaenc.study.setups import AVERAGE, FAMILIES, dataset_label, datasets_of, is_average
 
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"  # of Okabe and Ito, as in megaenc.study.axes
 OBJECTIVES = {"CLM": (BLUE, "o"), "MLM": (ORANGE, "s"), "CLM + MLM": (GREEN, "^")}
@@ -29,6 +30,8 @@ class Point:
     x: float
     mean: float
     half: float | None = None
+    collapsed: bool = False
+    """Whether worthless predictions are in the mean; such a point is hollow."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +134,38 @@ def panels_of(
             shift = dodge * (at - (len(series) - 1) / 2)
             lines += _lines(one, shift, lambda setting, dataset=dataset, family=family: evidence.find(setting, dataset, family))
             if published is not None:
-                behind = _points(one.places, shift, lambda setting, d=dataset, f=family: published.find(setting, d, f))
-                if behind:
-                    lines.append(Line(f"{one.name}, published", one.colour, one.marker, behind, one.joined, True))
+                theirs = _points(one.places, shift, lambda setting, d=dataset, f=family: published.find(setting, d, f))
+                if theirs:
+                    lines.append(Line(behind(one.name), one.colour, one.marker, theirs, one.joined, True))
         if lines:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
     return tuple(panels)
 
 
+def laid_over(panels: Sequence[Panel]) -> bool:
+    """Whether published values lie behind some line."""
+    return any(line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines)
+
+
+def bars(evidence: Evidence, published: Evidence | None, panels: Sequence[Panel]) -> str:
+    """For a caption: what the bars of these panels are, and what hollow points."""
+    hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
+    said = " Hollow points in strong colours: runs behind them have collapsed to worthless predictions." if hollow else ""
+    return f"Bars: {words(evidence, published if laid_over(panels) else None)}.{said}"
+
+
+_PUBLISHED = ", published"
+
+
+def behind(name: str) -> str:
+    """The name of a line of published values."""
+    return name + _PUBLISHED
+
+
 def panel_title(family: str, dataset: str) -> str:
     """`Retrieval`, and which data set where it is not the average."""
     name = FAMILIES.get(family, family)
-    return name if dataset == "average" else f"{name}: {dataset_label(family, dataset)}"
+    return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
 def _lines(one: Series, shift: float, find: Callable[[Setting], Score | None]) -> list[Line]:
@@ -160,10 +183,12 @@ def _lines(one: Series, shift: float, find: Callable[[Setting], Score | None]) -
 def _points(places: Iterable[tuple[float, Setting]], shift: float, find: Callable[[Setting], Score | None]) -> tuple[Point, ...]:
     found = [(x, find(setting)) for x, setting in places]
     known = [(x, one) for x, one in found if one is not None]
-    return tuple(
-        Point(x + shift, 100 * one.mean, None if one.half is None else 100 * one.half)
-        for x, one in sorted(known, key=lambda of: of[0])
-    )
+    return tuple(point_of(x + shift, one) for x, one in sorted(known, key=lambda of: of[0]))
+
+
+def point_of(x: float, score: Score) -> Point:
+    """A score at a place of the axis."""
+    return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.at_rate_collapsed > 0)
 
 
 def _draw(picture: Picture, columns: int) -> Any:
@@ -172,9 +197,11 @@ def _draw(picture: Picture, columns: int) -> Any:
     columns = min(columns, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
     names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
-    across = min(len(names), 4 if columns > NARROW else 2)
-    legend = 0.22 * -(-len(names) // across) + 0.1 if names else 0.0
-    size = columns * (_PANEL[0] if columns > NARROW else _PHONE), rows * _PANEL[1] + legend
+    width = columns * (_PANEL[0] if columns > NARROW else _PHONE)
+    longest = max(map(len, names), default=0)
+    across = max(1, min(len(names), 4 if columns > NARROW else 2, int(width // (_HANDLE + _LETTER * longest))))
+    legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
+    size = width, rows * _PANEL[1] + legend
     figure = Figure(figsize=size, dpi=150, facecolor=PAPER)
     axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
     handles: dict[str, Any] = {}
@@ -183,9 +210,9 @@ def _draw(picture: Picture, columns: int) -> Any:
             handle = _line(axis, line)
             if line.labelled and line.name:
                 handles.setdefault(line.name, handle)
-        axis.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK)
-        axis.set_xlabel(panel.x_label, fontsize=9.5, color=FAINT)
-        axis.set_ylabel(panel.y_label, fontsize=9.5, color=FAINT)
+        axis.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK, **_AS_IT_IS)
+        axis.set_xlabel(panel.x_label, fontsize=9.5, color=FAINT, **_AS_IT_IS)
+        axis.set_ylabel(panel.y_label, fontsize=9.5, color=FAINT, **_AS_IT_IS)
         _ticks(axis, panel)
         axis.tick_params(labelsize=9, labelcolor=INK, color=FAINT)
         axis.set_facecolor(PAPER)
@@ -195,13 +222,20 @@ def _draw(picture: Picture, columns: int) -> Any:
         for spine in axis.spines.values():
             spine.set_color(FAINT)
     if handles:
-        figure.legend(
+        legend_there = figure.legend(
             handles.values(), handles.keys(), loc="upper left", ncols=across, fontsize=9.5, frameon=False, labelcolor=INK,
             handlelength=1.8, columnspacing=1.4, borderaxespad=0.1, borderpad=0.2, labelspacing=0.35,
         )  # fmt: skip
+        for text in legend_there.get_texts():
+            text.set(**_AS_IT_IS)
     return figure
 
 
+_AS_IT_IS = {"parse_math": False}  # names of data sets and models may have dollar signs
+
+
+_HANDLE, _LETTER = 0.4, 0.075
+"""Widths of what stands before a name in the legend and of a letter, in inches."""
 _PANEL, _PHONE = (4.5, 2.75), 3.75
 """Width and height of a panel in inches, and its width on a phone."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
@@ -232,11 +266,15 @@ def _line(axis: Any, line: Line) -> Any:
         style["linewidth"] = 1.2 if line.marker else 0.7
     else:
         style |= {"linestyle": "-" if line.joined else "none", "linewidth": 1.6, "markerfacecolor": line.colour}
-    if not line.light and any(point.half for point in line.points):
-        known = [point for point in line.points if point.half]
-        bars = [[point.x for point in known], [point.mean for point in known], [point.half for point in known]]
-        axis.errorbar(*bars, fmt="none", ecolor=line.colour, elinewidth=1.2, capsize=2.5, zorder=2.5)
+    if known := [point for point in line.points if point.half]:
+        ends = [[point.x for point in known], [point.mean for point in known], [point.half for point in known]]
+        thin = {"elinewidth": 0.7, "capsize": 1.5, "alpha": 0.45, "zorder": 1.5}
+        strong = {"elinewidth": 1.2, "capsize": 2.5, "zorder": 2.5}
+        axis.errorbar(*ends, fmt="none", ecolor=line.colour, **(thin if line.light else strong))
     [handle] = axis.plot(x, mean, **style)
+    if hollow := [point for point in line.points if point.collapsed]:
+        inside = {"marker": line.marker, "markersize": 2.8, "linestyle": "none", "color": PAPER, "zorder": 3.5}
+        axis.plot([point.x for point in hollow], [point.mean for point in hollow], **inside)
     return handle
 
 
@@ -250,7 +288,7 @@ def _ticks(axis: Any, panel: Panel) -> None:
     if panel.ticks is not None:
         axis.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xticklabels(list(panel.ticks.values()))
+        axis.set_xticklabels(list(panel.ticks.values()), **_AS_IT_IS)
         ends = (min(panel.ticks), max(panel.ticks))
         if not panel.log and ends[0] == ends[1]:
             axis.set_xlim(ends[0] - 1, ends[1] + 1)

@@ -47,6 +47,13 @@ def picture(evidence: Evidence) -> Drawn:
         "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
         "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
     )
+    if any(one.collapsed for one in evidence.scores):
+        caption += " What collapses to worthless predictions at every rate is flat too: the table of collapsed runs names it."
+    if any(one.rates_failed for one in evidence.scores):
+        caption += (
+            " Runs whose loss became no number count as the score that needs no model, where results say that; else their rate "
+            "is left out of their model's line."
+        )
     return Picture(KEY, TITLE, caption, tuple(panels))
 
 

@@ -4,9 +4,9 @@ from collections import defaultdict
 
 from megaenc.study.axes import styles
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures.panels import Drawn, Missing, Picture, Series, panels_of
+from megaenc.study.figures.panels import Drawn, Missing, Picture, Series, bars, panels_of
 from megaenc.study.setting import Setting
-from megaenc.study.setups import objective, percent, reference_mask, sizes_of, steps_of
+from megaenc.study.setups import objective, percent, steps_of
 
 KEY, TITLE = "clm-shares", "CLM share at each budget"
 
@@ -14,7 +14,7 @@ KEY, TITLE = "clm-shares", "CLM share at each budget"
 def picture(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     """Models from scratch at the mask ratio that most have, of every size and budget with a two-stage model."""
     settings = evidence.settings()
-    mask = reference_mask(settings)
+    mask = evidence.mask_ratio
     groups: dict[tuple[str, int], list[Setting]] = defaultdict(list)
     for one in settings:
         if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
@@ -26,7 +26,7 @@ def picture(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     }
     if not groups:
         return Missing(KEY, TITLE, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
-    sizes = sizes_of(one for members in groups.values() for one in members)
+    sizes = evidence.sizes_of(one for members in groups.values() for one in members)
     order = sorted(groups, key=lambda where: (sizes.index(where[0]), where[1]))
     names = {(size, steps): f"{steps_of(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
     style = styles(list(names.values()))
@@ -35,7 +35,6 @@ def picture(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     ]
     ticks = {float(share): f"{share} %" for share in (0, 25, 50, 75, 100)}
     panels = panels_of(evidence, series, published, dodge=1.2, ticks=ticks, x_label="share of the steps that are CLM, before MLM")
-    caption = (
-        f"From MLM alone to CLM alone; MLM hides {percent(mask)} of the tokens. Bars are 95 % intervals over fine-tuning seeds."
-    )
+    said = bars(evidence, published, panels)
+    caption = f"From MLM alone to CLM alone; MLM hides {percent(mask)} of the tokens. {said}"
     return Picture(KEY, TITLE, caption, panels)

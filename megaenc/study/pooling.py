@@ -1,0 +1,231 @@
+"""From lines to a test: which seeds and examples stand behind a comparison, and how lines with different ones add up.
+
+What pooled lines share (a data set, a seed, a model) is kept: weights of the same score add up before anything is tested.
+docs/study-claims.md has the rules in words, and how often they raise a false alarm.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaenc.study import statistics
+from megaenc.study.comparisons import Comparison, Line, Pool, Terms, pooled
+from megaenc.study.evidence import Score, examples_of
+from megaenc.study.statistics import Components, Test
+
+_PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
+
+Weighted = Sequence[tuple[float, Line]]
+Seeds = tuple[int, ...]
+"""Of the pretraining; empty for lines that have one run each."""
+Place = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What lines add up to, by seed: of the pretraining where they have several, else of the fine-tuning."""
+
+    left: np.ndarray
+    """float[S]"""
+    right: np.ndarray
+    examples: Mapping[Place, np.ndarray] | None
+    """float[S, N] of the contrast on each data set; None where some score has none, or other ones"""
+
+    @property
+    def scores(self) -> np.ndarray:
+        return self.left - self.right
+
+
+Lent = Mapping[str, Mapping[Seeds, float]]
+"""By family ("" for any other): the variance of a line between runs of the pretraining, and whose seeds say so."""
+
+
+def lending(lines: Sequence[Line]) -> Lent:
+    """What lines with several runs of the pretraining say of how far these differ, for lines that have one; empty where none is.
+
+    The mean over the lines of a family with the same seeds, and over sets of seeds.
+    """
+    found: dict[str, dict[Seeds, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in lines:
+        if len(line.seeds) > 1 and not line.collapsed and (rows := _rows([(1.0, line)], line.seeds, False)) is not None:
+            for family in (line.family, ""):
+                found[family][line.seeds].append(float(np.var(rows.scores, ddof=1)))
+    return {
+        family: {seeds: float(np.mean(each)) / len(by_seeds) for seeds, each in by_seeds.items()}
+        for family, by_seeds in found.items()
+    }
+
+
+def test(what: Line | Pool, lent: Lent | None = None, margin: float = 0.0, draws: int = 0) -> Comparison:
+    """Test one line, or several; `margin` (a fraction) as in statistics.contrast. p_adjusted and verdict are to be filled in.
+
+    Lines with the same seeds of the pretraining are added up by seed; such groups and the lines of one run by Welch and
+    Satterthwaite. A line of one run varies as its fine-tunings do, and by what `lent` says (None: what the lines themselves say);
+    without that it is about the trained models and not about their recipes. Published tables have neither seeds nor examples: see
+    statistics.printed.
+    """
+    pool = pooled([what]) if isinstance(what, Line) else what
+    lent = lending([line for _, line in pool.lines]) if lent is None else lent
+    groups: dict[Seeds, list[tuple[float, Line]]] = defaultdict(list)
+    for weight, line in pool.lines:
+        groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
+    if not all(score.seeds for _, line in pool.lines for terms in line.terms.values() for _, score in terms):
+        return _printed(what, pool, margin)
+    rows = {seeds: _rows(members, seeds) for seeds, members in groups.items()}
+    if None in rows.values():  # no fine-tuning seed in common
+        nothing = Test(math.nan, math.nan, math.nan, math.nan, Components(math.nan, math.nan), math.nan, 0)
+        return _comparison(what, nothing, math.nan)
+    fewest = min(len(line.seeds) for _, line in pool.lines)
+    if len(rows) == 1 and (() not in rows or not lent):
+        [made] = rows.values()
+        blocks = list((made.examples or {}).values())
+        found = statistics.contrast(made.scores, blocks, margin)
+        drawn = statistics.bootstrap(made.scores, blocks, draws) if draws and blocks and found.seeds > 2 else None
+        return _comparison(what, found, statistics.effect_size(made.left, made.right), drawn, fewest)
+    difference = math.fsum(float(one.scores.mean()) for one in rows.values())
+    found = statistics.combined(difference, _variances(groups, rows, lent), _of_examples(list(rows.values())), margin)
+    return _comparison(what, found, math.nan, None, fewest, () in rows)
+
+
+def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], lent: Lent) -> list[tuple[float, float]]:
+    """(variance, degrees of freedom) of a pooled contrast, by where it is estimated.
+
+    Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
+    counts as often as there are such parts. For the same reason the lines of one size and one run count as correlated.
+    """
+    once: dict[str, list[tuple[float, Line]]] = defaultdict(list)
+    for weight, line in groups.get((), ()):
+        once[line.size].append((weight, line))
+    parts = [{line.size for _, line in members} for seeds, members in groups.items() if seeds] + [{size} for size in once]
+    found: dict[Seeds, float] = defaultdict(float)
+    for seeds, members in groups.items():
+        alike = 1 if not seeds else sum(bool({line.size for _, line in members} & sizes) for sizes in parts)
+        scores = rows[seeds].scores
+        found[seeds] += alike * float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
+    for size, members in once.items():
+        alike = sum(size in sizes for sizes in parts)
+        whole = math.fsum(abs(weight) for weight, _ in members)
+        for weight, line in members:
+            for seeds, variance in lent.get(line.family, lent[""]).items():
+                found[seeds] += alike * whole * abs(weight) * variance
+    return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in found.items()]
+
+
+def _of_examples(rows: Sequence[Rows]) -> float:
+    """The variance that examples add; nan where some of the rows have none."""
+    if any(not one.examples for one in rows):
+        return math.nan
+    by_place: dict[Place, list[np.ndarray]] = defaultdict(list)
+    for one in rows:
+        for place, block in one.examples.items():
+            by_place[place].append(block)
+    if any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values()):
+        return math.nan
+    return math.fsum(statistics.shared(blocks) for blocks in by_place.values())
+
+
+def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
+    """Of lines that have these seeds, or one run each; None where the fine-tunings of a run have no seed in common."""
+    if not seeds:
+        return _run([(weight, line, line.seeds[0]) for weight, line in lines], examples)
+    runs = [_run([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
+    if None in runs:
+        return None
+    sides = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right"))
+    blocks = None
+    if all(run.examples and run.examples.keys() == runs[0].examples.keys() for run in runs):
+        means = {place: [run.examples[place].mean(0) for run in runs] for place in runs[0].examples}
+        if all(len({one.shape for one in each}) == 1 for each in means.values()):
+            blocks = {place: np.stack(each) for place, each in means.items()}
+    return Rows(*sides, blocks)
+
+
+def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | None:
+    """By fine-tuning seed, of one run of the pretraining for each line."""
+    if lines[0][1].left:
+        return _given(lines)
+    terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
+    seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
+    if not seeds:
+        return None
+    sides = (
+        np.array([math.fsum(sign * part * score.seeds[seed] for part, score in terms if sign * part > 0) for seed in seeds])
+        for sign in (1, -1)
+    )
+    return Rows(*sides, _blocks(terms, seeds) if examples else None)
+
+
+def _given(lines: Sequence[tuple[float, Line, int]]) -> Rows | None:
+    """Of lines that are no sums of scores."""
+    each = [(weight, line.left[seed], line.right[seed]) for weight, line, seed in lines]
+    seeds = sorted(set.intersection(*(set(left) & set(right) for _, left, right in each)))
+    if not seeds:
+        return None
+    left, right = (np.array([math.fsum(one[0] * one[side][seed] for one in each) for seed in seeds]) for side in (1, 2))
+    return Rows(left, right, None)
+
+
+def _merged(terms: Terms) -> list[tuple[float, Score]]:
+    """Averages as the sets that they are formed over, and each score once with all its weight."""
+    found: dict[int, tuple[float, Score]] = {}
+    for weight, score in terms:
+        for member in score.members or (score,):
+            before, _ = found.get(id(member), (0.0, member))
+            found[id(member)] = (before + weight / max(1, len(score.members)), member)
+    return [(weight, score) for weight, score in found.values() if abs(weight) > 1e-12]
+
+
+def _blocks(terms: Terms, seeds: Sequence[int]) -> dict[Place, np.ndarray] | None:
+    """The contrast of the examples of each data set; None where some score has none, or other ones."""
+    found: dict[Place, np.ndarray] = {}
+    for weight, score in terms:
+        if (block := examples_of(score, seeds)) is None:
+            return None
+        place = (score.family, score.dataset)
+        if place in found and found[place].shape != block.shape:
+            return None
+        found[place] = found[place] + weight * block if place in found else weight * block
+    return found
+
+
+def _printed(what: Line | Pool, pool: Pool, margin: float) -> Comparison:
+    first = _merged([(weight * part, score) for weight, line in pool.lines for part, score in line.terms[line.seeds[0]]])
+    weights = [weight for weight, _ in first]
+    halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]
+    made = statistics.printed([score.mean for _, score in first], halves, weights, margin=margin)
+    spread = 5 * (np.array(weights) * halves / 1.96) ** 2  # variance of a seed on each side; pooled: their mean
+    return _comparison(what, made, statistics.standardised(made.difference, math.sqrt(spread.sum() / 2), 8))
+
+
+def _comparison(
+    what: Line | Pool,
+    made: Test,
+    effect: float,
+    drawn: Sequence[Sequence[float]] | None = None,
+    pretrained: int = 1,
+    lent: bool = False,
+) -> Comparison:
+    collapsed = what.collapsed if isinstance(what, Line) else ()
+    p = math.nan if collapsed else made.p
+    return Comparison(
+        left=what.names[0],
+        right=what.names[1],
+        where=f"{what.where} ({' and '.join(collapsed)} collapsed)" if collapsed else what.where,
+        family=what.family,
+        dataset=what.dataset,
+        difference=100 * made.difference,
+        low=100 * made.low,
+        high=100 * made.high,
+        p=p,
+        p_adjusted=p,
+        effect=effect,
+        verdict="not resolved",
+        test=made,
+        bootstrap=tuple(tuple(100 * edge for edge in interval) for interval in drawn) if drawn else None,
+        pretrained=pretrained,
+        lent=lent,
+        collapsed=collapsed,
+    )

@@ -1,0 +1,51 @@
+"""Evidence of a few models, made of numbers that are known, and its verdicts."""
+
+import dataclasses
+
+import numpy as np
+
+from megaenc.study.claims import Verdict, judge
+from megaenc.study.evidence import Evidence, Score
+from megaenc.study.setting import Setting, name_of
+
+
+def by_claim(evidence: Evidence, **more) -> dict[str, Verdict]:
+    """Verdicts by number and part: 1a, 2."""
+    return {f"{one.claim}{one.part}": one for one in judge(evidence, **more)}
+
+
+TWO = (("SC", "toy_sc"), ("IR", "toy_ir"))
+
+
+def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
+    """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
+    random = np.random.default_rng(1)
+    settings = [
+        Setting("tiny", mlm_steps=40, mask_ratio=0.15),
+        Setting("tiny", clm_steps=40),
+        Setting("tiny", clm_steps=10, mlm_steps=30, mask_ratio=0.15),
+    ]
+    scores = []
+    for family, dataset in families:
+        for setting, gains in zip(settings, (0, 0, gain), strict=True):
+            for pretraining in pretrained:
+                ran = 0.01 * random.standard_normal() if len(pretrained) > 1 else 0
+                blocks = 0.6 + gains + ran + 0.004 * random.standard_normal((seeds, 1)) + 0.1 * random.random((1, examples))
+                by_seed, named = dict(enumerate(blocks)), dataclasses.replace(setting, seed=pretraining)
+                means = {seed: float(block.mean()) for seed, block in by_seed.items()}
+                mean = float(blocks.mean())
+                numbers = (mean, 0.01, means, {1e-5: means}, lambda by_seed=by_seed: by_seed)
+                scores.append(Score(name_of(named), named, family, dataset, *numbers))
+    return Evidence(scores)
+
+
+def sized(size, pretrained, gap=0.0, runs=0.02, random=2):
+    """MLM and CLM of a size with five fine-tunings of each seed of the pretraining, whose runs differ by so much."""
+    random, scores = np.random.default_rng(random), []
+    for seed in pretrained:
+        for setting, above in ((Setting(size, mlm_steps=600, mask_ratio=0.4), gap), (Setting(size, clm_steps=600), 0.0)):
+            mean = 0.8 + above + runs * random.standard_normal()
+            by_seed = {at: mean + 0.001 * random.standard_normal() for at in range(5)}
+            named = dataclasses.replace(setting, seed=seed)
+            scores.append(Score(name_of(named), named, "SC", "sst2", mean, 0.001, by_seed))
+    return scores
