@@ -23,6 +23,13 @@ class Fake:
     def made(self) -> Path:
         return self.study / f"{self.id.replace('/', '_')}.made"
 
+    @property
+    def folder(self) -> Path:
+        return self.made
+
+    def prepare(self) -> None:
+        pass
+
     def command(self) -> list[str]:
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
         return ["sh", "-c", f"{names}; echo begin {self.id} >> $CALLS; {self.script}\necho end {self.id} >> $CALLS"]
