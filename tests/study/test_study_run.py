@@ -23,6 +23,7 @@ from megaenc.study.remaining import Remaining
 from megaenc.study.run import execute, needed
 from megaenc.study.run_command import choose, main, places
 from megaenc.study.stages import nodes_of
+from megaenc.training.start import digest
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):
@@ -219,14 +220,15 @@ def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
     main([str(manifests.write(tmp_path)), "--output", str(tmp_path / "study"), "--dry-run", "--only", "toy-clm-400"])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[0] for line in lines] == [
-        "corpus",
+        *3 * ["corpus"],
         "pretrain/toy-clm-400",
         "export/toy-clm-400",
         "finetune/toy-clm-400",
     ]
     assert lines[0] == f"corpus: would run: megaenc demo --output {tmp_path / 'study' / 'corpus'}"
-    assert ": would run: megaenc pretrain --" in lines[1] and " --seq-length 64 " in lines[1]
-    assert " --objective-schedule clm --train-iters 400 " in lines[1]
+    assert ": would run: megaenc tokenizer " in lines[1] and ": would run: megaenc preprocess " in lines[2]
+    assert ": would run: megaenc pretrain --" in lines[3] and " --seq-length 64 " in lines[3]
+    assert " --objective-schedule clm --train-iters 400 " in lines[3]
     assert not (tmp_path / "study").exists()
 
 
@@ -298,11 +300,24 @@ def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
         ({"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}}, "runs/toy-clm-6: made from another manifest: lr is 0.001 there"),
         ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
         ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
-        ({"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}, "without keeping step 2, where"),
     ]
+    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == digest(
+        json.loads((study / "runs" / "toy-clm-6" / "run.json").read_text())["identity"]
+    )
     for change, expected in changes:
         manifest.write_text(yaml.safe_dump(SMALLEST | change))
         with pytest.raises(SystemExit) as refused:
             main([str(manifest), "--output", str(study)])
         [line] = capsys.readouterr().err.splitlines()
         assert refused.value.code == 2 and expected in line
+    # A branch at a step that was not kept is no branch; one more model has its own run.
+    manifest.write_text(yaml.safe_dump(SMALLEST | {"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}))
+    main([str(manifest), "--output", str(study), "--dry-run"])
+    *done, pretrain, _, _ = sorted(capsys.readouterr().out.splitlines(), key=lambda line: "would run" in line)
+    assert len(done) == 5 and "pretrain/toy-clm-4: would run" in pretrain and "--branch-from" not in pretrain
+    manifest.write_text(yaml.safe_dump(SMALLEST))
+    with (manifest.parent / "sc" / "train.jsonl").open("a") as stream:
+        stream.write('{"id": "more", "text": "stan plerk", "label": 0}\n')
+    with pytest.raises(SystemExit):
+        main([str(manifest), "--output", str(study)])
+    assert "results/toy-clm-6: made otherwise than now: finetune: dataset is" in capsys.readouterr().err
