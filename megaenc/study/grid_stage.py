@@ -114,7 +114,7 @@ class GridNode(OfStage):
     def _files(self) -> list[Path]:
         """The result, or what says that there is none, of each run that has one."""
         found = []
-        for training in self.stage.trainings:
+        for training in self.stage.trainings if self.folder.is_dir() else ():
             families = [training.family] if training.family else list(Family)
             for dataset in training.datasets:
                 for rate in self.stage.flags["learning_rates"]:

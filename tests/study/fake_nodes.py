@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaenc.errors import InputError
+
 WELL = "touch $MADE"
 
 
@@ -18,6 +20,8 @@ class Fake:
     work: float = 1.0
     planned: float | None = 10.0
     unit: str = "parts"
+    wrong: str = ""
+    """what `check` finds"""
 
     @property
     def made(self) -> Path:
@@ -41,7 +45,8 @@ class Fake:
         return float(self.done()), 1
 
     def check(self) -> None:
-        pass
+        if self.wrong:
+            raise InputError(self.wrong)
 
 
 def calls(study: Path) -> list[str]:
