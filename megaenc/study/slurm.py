@@ -139,7 +139,8 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
 def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
     """The job of a stage, or the array of a grid's parts."""
     together = machines(cluster, node)
-    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else [node]
+    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else []
+    parts = parts or [node]  # a grid that is all there is still to be compared with what is made before
     executor = submitit.AutoExecutor(
         folder=study / ".slurm" / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_TIMEOUTS
     )

@@ -176,6 +176,12 @@ def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
     assert list(submit([parent, child], tmp_path, Cluster())) == ["pretrain/a", "export/a"]
 
 
+def test_a_grid_that_waits_to_be_compared_is_one_job(tmp_path, sbatch, monkeypatch):
+    nodes = a_study(tmp_path)
+    monkeypatch.setattr(type(nodes[-1]), "done", lambda self: True)
+    assert [job.job_id for job in submit(nodes, tmp_path / "study", Cluster())["finetune/toy-clm-400"]] == ["14"]
+
+
 @pytest.mark.parametrize("how", [journal.STOPPED, "exit code 1"])
 def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkeypatch, how):
     """It is about to be requeued, and an end before that would be a failure."""
