@@ -16,10 +16,10 @@ PERIOD = 1 << 16  # samples after which an order repeats at the latest; weights 
 
 def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     """`A`, `0.3 A 0.7 B` or `A B` as (weight, prefix) of each corpus; None where no weights are given. Raises InputError."""
-    weights = [_weight(word) for word in words[::2]]
+    weights = [weight_of(word) for word in words[::2]]
     if None not in weights and len(words) % 2 == 0:
         pairs = list(zip(weights, words[1::2], strict=True))
-    elif all(_weight(word) is None for word in words):
+    elif all(weight_of(word) is None for word in words):
         pairs = [(None, word) for word in words]
     else:
         raise InputError(f"--data-path {' '.join(words)}: expected one prefix, prefixes, or a weight before each: 0.3 A 0.7 B")
@@ -31,7 +31,8 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
     return pairs
 
 
-def _weight(word: str) -> Fraction | None:
+def weight_of(word: str) -> Fraction | None:
+    """A word of --data-path as a weight; None where it is a corpus."""
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):

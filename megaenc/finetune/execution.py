@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megaenc.console import say
 from megaenc.finetune.jobs import Job
@@ -29,7 +30,16 @@ class Local:
     """try runs again that are written down as failed, as their loss became NaN"""
 
 
-def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = ()) -> list[tuple[Job, str]]:
+class Failed(NamedTuple):
+    """A job without result."""
+
+    job: Job
+    why: str
+    refused: bool
+    """for wrong input: trying again changes nothing"""
+
+
+def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = ()) -> list[Failed]:
     """Do `jobs`, each in a process of its own, and return those without results, with the reason.
 
     A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
@@ -43,7 +53,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
     waiting, tries = list(reversed(jobs)), defaultdict(int)
     running: dict[Job, tuple[Worker, dict[str, str]]] = {}
     elsewhere: list[Job] = []
-    failed: list[tuple[Job, str]] = []
+    failed: list[Failed] = []
     finished, looked, told = 0, time.monotonic(), set(heard)
     with Screen(len(jobs)) as screen:
         try:
@@ -72,9 +82,9 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
                         waiting.insert(0, job)
                     else:
                         why = _told(job, outcome)
-                        if why not in [said for _, said in failed]:
+                        if why not in [one.why for one in failed]:
                             screen.say(f"{job.name}: {why.splitlines()[0]}")
-                        failed.append((job, why))
+                        failed.append(Failed(job, why, outcome.kind == "refused"))
                 if elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
                     looked = time.monotonic()
                     released = [job for job in elsewhere if not is_locked(job)]
@@ -85,7 +95,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
             for worker, _ in running.values():
                 worker.kill()
     order = {job: at for at, job in enumerate(jobs)}
-    return sorted(failed, key=lambda job_and_why: order[job_and_why[0]])
+    return sorted(failed, key=lambda one: order[one.job])
 
 
 def _told(job: Job, outcome: Outcome) -> str:

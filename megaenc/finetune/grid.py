@@ -12,7 +12,7 @@ from megaenc.console import clock, overheard, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.execution import Local, execute
+from megaenc.finetune.execution import Failed, Local, execute
 from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.slurm import SlurmSettings, submit
@@ -115,11 +115,11 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
-def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
-    """Say what has no result and what to do about it. Ends with exit code 1 if there is any."""
+def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
+    """Say what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
     by_reason: dict[str, list[Job]] = defaultdict(list)
-    for job, why in failed:
-        by_reason[why].append(job)
+    for one in failed:
+        by_reason[one.why].append(one.job)
     for why, jobs in by_reason.items():
         more = f" and {len(jobs) - 1:,} more" if len(jobs) > 1 else ""
         say(f"without result: {jobs[0].name}{more}: {why}")
@@ -131,7 +131,7 @@ def conclude(output: str, failed: Sequence[tuple[Job, str]], before: Sequence[tu
             f"without result: {count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
             "with --retry-failed those with a failed.json too"
         )
-        sys.exit(1)
+        sys.exit(2 if not before and all(one.refused for one in failed) else 1)
 
 
 @one_line_errors
@@ -145,7 +145,7 @@ def grid_main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
-    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 if a run has no result."""
+    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     heard: list[str] = []
     with overheard(heard.append):

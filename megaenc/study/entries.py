@@ -11,6 +11,7 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.objectives import Attention, Objective, Phase, Schedule
+from megaenc.study.entry import Entry, check_entry, check_name
 from megaenc.study.pretrain_flags import rate_steps, run_flags
 from megaenc.study.setting import Setting, name_of
 from megaenc.training.settings import PretrainSettings
@@ -18,44 +19,6 @@ from megaenc.training.settings import PretrainSettings
 # Schedules are read before there is a tokenizer: any with a mask token will do.
 _ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
 _MOST_MODELS = 10_000
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One item of `models`: every combination of its lists is a model; one value stands for a list of one."""
-
-    size: tuple[str, ...] = ()
-    """sizes, as `sizes` names them; a continued model has its parent's"""
-    steps: tuple[int, ...] = ()
-    """optimizer steps of the run (its budget); of a continued model those after its parent's end"""
-    clm_share: tuple[float, ...] = ()
-    """share of the steps that CLM has before MLM, 0 to 1 (half a step is rounded up)"""
-    clm_steps: tuple[int, ...] = ()
-    """or the steps themselves"""
-    mask: tuple[float, ...] = ()
-    """share of the tokens that MLM hides"""
-    schedule: str = ""
-    """instead of these three, what --objective-schedule takes: alternations, mixtures, mntp, ratios that change"""
-    after: tuple[str, ...] = ()
-    """names of models that are continued from their decayed end: MLM, or `schedule`, with a new optimizer and without warm-up"""
-    peak_rate: tuple[float, ...] = ()
-    """peak learning rates to compare; the name ends in it"""
-    seed: tuple[int, ...] = (1,)
-    """of the pretraining: initial weights, order of the data and masks"""
-    checkpoints: tuple[int, ...] = ()
-    """steps on the way, not decayed yet, that are evaluated too"""
-    name: str = ""
-    """name of the one model, where it should have another than its setting's"""
-    group: str = ""
-    """what it is counted under"""
-    evaluate: bool = True
-    """false for a model that is only continued"""
-    inferred: bool = False
-    """true where a reproduction had to guess that this model was there"""
-    pretrain: dict = field(default_factory=dict)
-    """flags of `megaenc pretrain` for these models alone"""
-    place: str = ""
-    """where in the manifest it stands; not a key"""
 
 
 class Part(NamedTuple):
@@ -101,6 +64,8 @@ class Model:
     group: str
     evaluate: bool
     inferred: bool
+    own: str
+    """What its columns do not say: `lr=0.002, weight_decay=0` by `peak_rate` or its entry's `pretrain`, and its parent's."""
 
     @property
     def steps(self) -> int:
@@ -135,10 +100,12 @@ class Model:
 def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> tuple[Model, ...]:
     """Every model of a manifest, parents before those that continue them. Raises InputError in one line."""
     sizes = {str(name): given for name, given in sizes.items()}
+    for size in sizes:
+        check_name(f"{file}: field `sizes`", size)
     models: dict[str, Model] = {}
     place_of: dict[str, str] = {}
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
-        _check_entry(entry)
+        check_entry(entry)
         made = _continued(entry, models, pretrain, sizes) if entry.after else _from_scratch(entry, sizes, pretrain)
         if entry.name and len(made) > 1:
             raise InputError(f"{entry.place}: field `name`: found {entry.name} for {len(made)} models, expected an entry of one")
@@ -156,43 +123,6 @@ def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pre
 def schedule_of(model: Model) -> Schedule:
     """What its run trains at each step."""
     return Schedule.build(model.schedule, model.steps, _ANY_VOCABULARY, model.setting.seed)
-
-
-def _check_entry(entry: Entry) -> None:
-    """InputError for what says nothing, two things, or a number that cannot be."""
-    where = entry.place
-    for name, values, right, expected in (
-        ("steps", entry.steps, lambda value: value >= 1, "1 or more"),
-        ("clm_share", entry.clm_share, lambda value: 0 <= value <= 1, "a share from 0 to 1"),
-        ("clm_steps", entry.clm_steps, lambda value: value >= 0, "0 or more"),
-        ("mask", entry.mask, lambda value: 0 < value <= 1, "a share above 0, at most 1"),
-        ("peak_rate", entry.peak_rate, lambda value: 0 < value < math.inf, "a rate above 0"),
-        ("seed", entry.seed, lambda value: value >= 0, "0 or more"),
-    ):
-        for value in values:
-            if not right(value):
-                raise InputError(f"{where}: field `{name}`: found {value:g}, expected {expected}")
-            if values.count(value) > 1:
-                raise InputError(f"{where}: field `{name}`: found {value:g} twice, expected each once")
-    if not entry.steps:
-        raise InputError(f"{where}: field `steps`: missing, expected the optimizer steps of the run")
-    if not entry.seed:
-        raise InputError(f"{where}: field `seed`: found none, expected at least one")
-    parts = [name for name in ("clm_share", "clm_steps", "mask") if getattr(entry, name)]
-    if entry.schedule and parts:
-        raise InputError(f"{where}: found `{parts[0]}` beside `schedule`, expected one of them")
-    if entry.clm_share and entry.clm_steps:
-        raise InputError(f"{where}: found `clm_steps` beside `clm_share`, expected one of them")
-    if entry.after:
-        unfit = [name for name in ("size", "clm_share", "clm_steps") if getattr(entry, name)]
-        if unfit:
-            raise InputError(
-                f"{where}: found `{unfit[0]}` beside `after`, expected `mask` or a `schedule`: the rest is the parent's"
-            )
-        if entry.seed != Entry.seed:
-            raise InputError(f"{where}: found `seed` beside `after`: a continued model has its parent's")
-    elif not entry.size:
-        raise InputError(f"{where}: field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued")
 
 
 def _from_scratch(entry: Entry, sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> list[Model]:
@@ -259,6 +189,7 @@ def _model(
     if rate is not None:
         stem, mark, seed = name.partition("-seed")
         name = f"{stem}-lr{rate_name(rate)}{mark}{seed}"
+    check_name(f"{entry.place}: field `name`", name)
     for step in entry.checkpoints:
         if not 0 < step <= steps - decay:
             raise InputError(
@@ -281,7 +212,15 @@ def _model(
         group=entry.group,
         evaluate=entry.evaluate,
         inferred=entry.inferred,
+        own=_own(entry, rate, parent),
     )
+
+
+def _own(entry: Entry, rate: float | None, parent: Model | None) -> str:
+    flags = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
+    words = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in flags.items()]
+    before = [parent.own, f"after {parent.setting.schedule}" if parent.setting.schedule else ""] if parent else []
+    return ", ".join(filter(None, [*words, *before]))
 
 
 def _check_rate(entry: Entry, warmup: int, decay: int, steps: int) -> None:

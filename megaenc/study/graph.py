@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaenc.flags import flatten
 from megaenc.study.entries import Model, Trained
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
@@ -286,7 +287,9 @@ def _starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, _Start]
 
 def _family(model: Model) -> tuple:
     """What runs that can share a beginning have in common."""
-    return model.after, model.warmup, model.setting.seed, model.setting.size, repr(sorted(model.flags.items()))
+    # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
+    flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
+    return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
 
 
 def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, _Start], begun: "Begun | None") -> _Start:

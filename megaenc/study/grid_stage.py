@@ -16,7 +16,7 @@ from megaenc.finetune.model_folder import model_fingerprints, tokenizer_fingerpr
 from megaenc.finetune.options import Protocol
 from megaenc.study.graph import FineTuning, arguments
 from megaenc.study.node import Changed, OfStage, megaenc
-from megaenc.study.tasks import Training
+from megaenc.study.tasks import Training, name_in_results
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GridNode(OfStage):
         return [self._part(training) for training in self.stage.trainings]
 
     def _part(self, training: Training) -> "GridNode":
-        datasets = tuple(text for text in self.stage.flags["datasets"] if _named(text) in training.datasets)
+        datasets = tuple(text for text in self.stage.flags["datasets"] if name_in_results(text) in training.datasets)
         stage = replace(self.stage, trainings=(training,), flags={**self.stage.flags, "datasets": datasets})
         seconds = self.planned and self.planned / len(self.stage.trainings)
         return replace(self, stage=stage, planned=seconds, part=training.train_on)
@@ -139,9 +139,3 @@ class GridNode(OfStage):
     def _of_model(self) -> dict[str, str]:
         weights = model_fingerprints([str(self._export)], str(self.folder.parent), keep=False)
         return {"model": weights[0], "tokenizer": tokenizer_fingerprint(str(self._export))}
-
-
-def _named(dataset: str) -> str:
-    """The name of a data set as `megaenc finetune grid` is told it."""
-    name, equals, _ = dataset.partition("=")
-    return name if equals and "/" not in name else Path(dataset).name

@@ -24,8 +24,10 @@ import yaml
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.entries import Entry, Model, models_of
-from megaenc.study.pretrain_flags import check_pretrain_flags
+from megaenc.study.apart import set_apart
+from megaenc.study.entries import Model, models_of
+from megaenc.study.entry import Entry
+from megaenc.study.pretrain_flags import check_pretrain_flags, located_flags
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training, located, trainings
 
@@ -146,14 +148,15 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
         if not isinstance(given, dict):
             raise InputError(f"{path}: sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
         check_pretrain_flags(f"{path}: sizes: {size}", given)
-    entries = [_entry(path, number, given) for number, given in enumerate(top.models, 1)]
-    models = models_of(str(path), entries, top.sizes, top.pretrain)
+    folder = (path.parent if data is None else Path(data)).absolute()
+    entries = [_entry(path, number, given, folder) for number, given in enumerate(top.models, 1)]
+    sizes = {size: located_flags(given, folder) for size, given in top.sizes.items()}
+    models = set_apart(models_of(str(path), entries, sizes, located_flags(top.pretrain, folder)))
     corpus = flags.replace_fields(Corpus(), top.corpus, source=f"{path}: corpus")
     _check_corpus(path, corpus, top.pretrain, models)
     hardware = flags.replace_fields(Hardware(), top.hardware, source=f"{path}: hardware")
     reported = flags.replace_fields(Reported(), top.reported, source=f"{path}: reported")
     _check_numbers(path, hardware, reported, top.sizes, {model.group for model in models})
-    folder = path.parent if data is None else Path(data)
     grid = _finetune(path, top.finetune)
     found = _trainings(path, grid, folder)
     given = _grid_flags(grid, top.finetune, folder)
@@ -185,14 +188,14 @@ class _UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _entry(path: Path, number: int, given: Any) -> Entry:
+def _entry(path: Path, number: int, given: Any, folder: Path) -> Entry:
     place = f"{path}: models, entry {number}"
     if not isinstance(given, dict):
         raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
     values = {str(key): value for key, value in given.items()}
     entry = flags.replace_fields(Entry(), values, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place)
+    return replace(entry, place=place, pretrain=located_flags(entry.pretrain, folder))
 
 
 def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
@@ -260,6 +263,8 @@ def _grid_flags(grid: GridSettings | None, given: Mapping[str, Any], folder: Pat
     values = flags.flatten(grid)
     found = {name.replace("-", "_"): values[name.replace("-", "_")] for name in given}
     found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
+    found |= {"train_on": located(grid.data.train_on, folder)} if grid.data.train_on else {}
+    found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}
     return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}
 
 

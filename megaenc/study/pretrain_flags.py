@@ -1,9 +1,11 @@
 """The flags of `megaenc pretrain` that a manifest may give, known without loading torch, and what the plan reads of them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megaenc import flags
+from megaenc.data.blend import weight_of
 from megaenc.errors import InputError
 from megaenc.training.learning_rate import steps_of
 from megaenc.training.options import OptimizerSettings
@@ -38,6 +40,17 @@ def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSet
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     return flags.replace_fields(default, values, source=source)
+
+
+def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`given` with the corpora, and a tokenizer that is a folder there, where they are: relative paths begin in `folder`."""
+    found = {str(name): value for name, value in given.items()}
+    if words := found.get("data_path"):
+        words = [words] if isinstance(words, str) else words
+        found["data_path"] = [word if weight_of(str(word)) is not None else str(folder / str(word)) for word in words]
+    if (tokenizer := found.get("tokenizer")) and (folder / str(tokenizer)).exists():  # otherwise a name of the Hub
+        found["tokenizer"] = str(folder / str(tokenizer))
+    return found
 
 
 def rate_steps(rate: OptimizerSettings, total: int) -> tuple[int, int]:

@@ -30,10 +30,13 @@ from megaenc.study.graph import Graph, build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node, check, finished, name_of
+from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
-from megaenc.study.stages import TEXT, CorpusNode, located, nodes_of
+from megaenc.study.stages import CorpusNode, nodes_of
+
+_TEXT = ("data_path", "tokenizer")  # flags of pretraining that say what it reads
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def graph_of(manifest: str, data: str, study: Path) -> Graph:
-    """The stages of a manifest for a study in `study`. Paths in it are absolute: jobs elsewhere go by them."""
-    folder = Path(data) if data else Path(manifest).parent
-    return build_graph(read_manifest(manifest, folder.absolute()), Begun(study))
+    """The stages of a manifest for a study in `study`, as far as that has come."""
+    return build_graph(read_manifest(manifest, data or None), Begun(study))
 
 
 def text_of(graph: Graph, settings: RunFlags) -> dict[str, Any]:
@@ -104,20 +106,20 @@ def text_of(graph: Graph, settings: RunFlags) -> dict[str, Any]:
 
     InputError for what the manifest has no use for, and where neither says what is trained on.
     """
-    given = {name: value for name in TEXT if (value := getattr(settings, name))}
+    given = {name: value for name in _TEXT if (value := getattr(settings, name))}
     for name in given:
         if graph.corpus:
             raise InputError(
                 f"--{name.replace('_', '-')}: found here, and {settings.manifest} makes its own corpus; expected one"
             )
     for model in () if graph.corpus else graph.manifest.models:
-        for name in TEXT:
+        for name in _TEXT:
             if not (given.get(name) or model.flags.get(name)):
                 raise InputError(
                     f"--{name.replace('_', '-')}: missing, and {settings.manifest} says no `{name}` for {model.name}; expected a "
                     "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
                 )
-    return located(given, Path.cwd())
+    return located_flags(given, Path.cwd())
 
 
 def _check_cluster(cluster: Cluster, jobs: int) -> None:

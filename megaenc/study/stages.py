@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaenc.data.blend import parse_data_path
 from megaenc.files import write_whole
 from megaenc.study.cost import amount
 from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
@@ -27,22 +26,9 @@ from megaenc.study.pretrain_stage import PretrainNode, check_kept, identity_of
 from megaenc.training.run_folder import difference
 from megaenc.training.start import digest
 
-TEXT = ("data_path", "tokenizer")
-"""Flags of pretraining that say what it reads."""
 ASKED = "asked.json"
 """In the folder of the corpus: what it was to be made of."""
 _SECONDS = 30.0  # of a conversion, or of making a corpus, until one is measured
-
-
-def located(text: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """data_path and tokenizer with paths that begin in `folder`; a tokenizer that is no folder there is a name."""
-    found = dict(text)
-    if words := tuple(map(str, text.get("data_path", ()))):
-        prefixes = {prefix for _, prefix in parse_data_path(words)}
-        found["data_path"] = [str(folder / word) if word in prefixes else word for word in words]
-    if "tokenizer" in text and (folder / text["tokenizer"]).is_dir():
-        found["tokenizer"] = str(folder / text["tokenizer"])
-    return found
 
 
 def nodes_of(
@@ -62,10 +48,7 @@ def nodes_of(
             cost = amount(graph, stage.model, stage.at, stage.model.steps)
             hours = cost.device_hours
             seconds = None if hours is None else 3600 * hours / processes
-            own = {name: stage.model.flags[name] for name in TEXT if name in stage.model.flags}
-            node: Node = PretrainNode(
-                stage, study, processes, cost.flops, seconds, located(own, graph.manifest.data) | (text or {})
-            )
+            node: Node = PretrainNode(stage, study, processes, cost.flops, seconds, text or {})
         elif isinstance(stage, Export):
             node = ExportNode(stage, study)
         elif isinstance(stage, FineTuning):

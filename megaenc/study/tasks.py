@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, demo, hub
+from megaenc.finetune.datasets.registry import name_and_path
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings
 
@@ -31,29 +32,40 @@ def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
 
 def located(dataset: str, data: Path) -> str:
     """As `megaenc finetune grid` is to be told it: a path begins in the folder `data`."""
-    if dataset in demo.NAMES or dataset.partition("@")[0] in hub.HUB_SETS:
+    if name_and_path(dataset)[1] is None:
         return dataset
     name, equals, place = dataset.partition("=")
     return f"{name}={data / place}" if equals and "/" not in name else str(data / dataset)
 
 
+def name_in_results(dataset: str) -> str:
+    """What results call a data set that `megaenc finetune grid` is told as `located` says."""
+    return name_and_path(dataset)[0]
+
+
 def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str, str]:
     """The name of a data set, its kind, and what models are trained on before they read it."""
-    if dataset in demo.NAMES:
-        family = dataset.removeprefix("demo_").upper()
-        return dataset, family, settings.data.train_on if family == Family.IR and settings.data.train_on else dataset
-    known = hub.HUB_SETS.get(dataset.partition("@")[0])
-    if known is not None:
-        pairs = settings.data.train_on or hub.TRAINING_PAIRS
-        return dataset, str(known.family), pairs if known.family is Family.IR else dataset
-    name, equals, place = dataset.partition("=")
-    if not equals and "/" not in dataset:
-        names = [*hub.HUB_SETS, *demo.NAMES]
-        near = difflib.get_close_matches(dataset.lower(), names, n=1)
-        if near or not (data / dataset).exists():
-            hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
-            raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")
-    name, place = (name, place) if equals and "/" not in name else (Path(dataset).name, dataset)
-    path = data / place
-    family = settings.data.task or ("IR" if path.is_dir() and beir.is_beir(path) else "")
-    return name, family, settings.data.train_on if family == Family.IR and settings.data.train_on else name
+    name, path = name_and_path(located(dataset, data))
+    if name in hub.HUB_SETS and path is None:
+        family = str(hub.HUB_SETS[name].family)
+    elif path is None:
+        family = name.removeprefix("demo_").upper()
+    else:
+        _check_place(dataset, path)
+        family = settings.data.task or ("IR" if path.is_dir() and beir.is_beir(path) else "")
+    if family != Family.IR:
+        return name, family, name
+    if settings.data.train_on:
+        return name, family, name_in_results(located(settings.data.train_on, data))
+    return name, family, hub.TRAINING_PAIRS if path is None and name in hub.HUB_SETS else name
+
+
+def _check_place(dataset: str, path: Path) -> None:
+    """InputError for a word that is no name and no file; a path may come into being until the study is run."""
+    if "=" in dataset or "/" in dataset:
+        return
+    names = [*hub.HUB_SETS, *demo.NAMES]
+    near = difflib.get_close_matches(dataset.lower(), names, n=1)
+    if near or not path.exists():
+        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
+        raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")

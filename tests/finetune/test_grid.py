@@ -146,7 +146,7 @@ def test_a_run_that_says_nothing_for_too_long_is_ended(tmp_path, capsys):
 
 def test_wrong_input_of_a_run_is_said_once_and_not_tried_again(tmp_path, capsys):
     model = make_model(tmp_path / "toy", all={"do": "refused"})
-    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, code=1)
+    go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, code=2)
     assert len(calls(model)) == 4
     assert "without result: toy sc1 1e-05 sd0 and 3 more: sc1: no column `text`" in capsys.readouterr().out
 
@@ -203,7 +203,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
     planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
     (model / "model.safetensors").write_bytes(b"others")
     failed = execute(planned.todo[:1], "fake_runs:run", Local(jobs=1))
-    assert "has changed since the grid began" in failed[0][1] and not calls(model)
+    assert "has changed since the grid began" in failed[0].why and failed[0].refused and not calls(model)
 
 
 @pytest.mark.parametrize(

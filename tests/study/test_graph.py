@@ -92,6 +92,15 @@ def test_what_differs_from_the_first_step_shares_nothing(tmp_path, change):
     assert {start for start, *_ in starts(graph(tmp_path, **manifests.models(*entries))).values()} == {"new"}
 
 
+@pytest.mark.parametrize("change", [{"pretrain": {"lr": 0.002}}, {"peak_rate": 2e-3}, {"pretrain": {"clip_grad": 1.0}}])
+def test_how_a_flag_is_spelled_changes_nothing(tmp_path, change):
+    """YAML reads 2e-3 as text; 1.0 is what clip_grad is anyway."""
+    pretrain = manifests.BASE["pretrain"] | {"lr": "2e-3"}
+    entries = [{"size": "toy", "steps": 400, "mask": 0.4}, {"size": "toy", "steps": 300, "mask": 0.4, "name": "other"} | change]
+    found = starts(graph(tmp_path, pretrain=pretrain, **manifests.models(*entries)))
+    assert [start for start, *_ in found.values()] == ["new", "branch"]
+
+
 @pytest.mark.parametrize(
     ("one", "other", "shared"),
     [
@@ -187,3 +196,12 @@ def test_local_data_sets_are_found_from_the_folder_of_data(tmp_path):
     found = build_graph(read_manifest(manifests.write(tmp_path, finetune=settings), tmp_path / "."))
     (grid, *_) = found.grids.values()
     assert grid.flags["datasets"] == (f"squad={tmp_path / 'qa'}", str(tmp_path / "qa"))
+
+
+def test_so_are_corpora_and_a_tokenizer_that_is_a_folder(tmp_path):
+    (tmp_path / "tok").mkdir()
+    for tokenizer, expected in (("tok", str(tmp_path / "tok")), ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m")):
+        pretrain = manifests.BASE["pretrain"] | {"data_path": ["1/3", "a/x", "0.5", "/b"], "tokenizer": tokenizer}
+        found = build_graph(read_manifest(manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}), tmp_path))
+        (run, *_) = found.runs.values()
+        assert (run.flags["data_path"], run.flags["tokenizer"]) == (["1/3", str(tmp_path / "a/x"), "0.5", "/b"], expected)

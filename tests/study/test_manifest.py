@@ -127,6 +127,11 @@ WRONG = {
     "schedule beside": (manifests.models(TOY | {"schedule": "mlm"}), "entry 1: found `mask` beside `schedule`"),
     "checkpoint": (manifests.models(TOY | {"checkpoints": [390]}), "field `checkpoints`: found 390, expected 1 to 380"),
     "name of several": (manifests.models(TOY | {"mask": [0.2, 0.4], "name": "one"}), "field `name`: found one for 2 models"),
+    "folder as a name": (
+        manifests.models(TOY | {"name": "../a b/c"}),
+        "entry 1: field `name`: found '../a b/c', expected letters, digits and . _ -",
+    ),
+    "folder as a size": ({"sizes": {"to/y": {"model": "tiny"}}}, "field `sizes`: found 'to/y', expected letters"),
     "data set": ({"finetune": {"datasets": ["sst"]}}, "found sst; did you mean sst2?"),
     "data set twice": ({"finetune": {"datasets": ["sst2", "sst2"]}}, "finetune: field `datasets`: found sst2 twice"),
     "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),

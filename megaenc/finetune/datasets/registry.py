@@ -42,7 +42,7 @@ def _trained_elsewhere(evaluated: Dataset, training: Dataset, split: SplitName) 
 
 
 def _find(name_or_path: str, flags: DataFlags) -> Dataset:
-    name, path = _name_and_path(name_or_path)
+    name, path = _existing(name_or_path)
     if path is not None:
         known = hub.HUB_SETS.get(name)
         is_pair = known is not None and "text_pair" in known.fields
@@ -54,29 +54,41 @@ def _find(name_or_path: str, flags: DataFlags) -> Dataset:
     return hub.load(base, revision)
 
 
-def _name_and_path(given: str) -> tuple[str, Path | None]:
-    """The data set's name, and where it is unless it is a known name."""
-    known = [*DATASETS, hub.TRAINING_PAIRS]
-    if given in known or given.partition("@")[0] in hub.HUB_SETS:
-        return given, None
+def name_and_path(given: str) -> tuple[str, Path | None]:
+    """The name that results have for the data set `given`, and where it is unless it is a known name. Nothing is read.
+
+    A file or folder need not be there; then it is called as it would be if it were a folder.
+    """
+    base = given.partition("@")[0]
+    if given in DATASETS or base in hub.HUB_SETS:
+        return base, None
     name, equals, place = given.partition("=")
     if not equals or "/" in name:
         name, place = "", given
     path = Path(place)
     try:
-        exists = path.exists()
+        there = path.is_file()
     except OSError:  # a name that is too long
+        there = False
+    return name or (formats.stem(path) if there else None) or path.resolve().name, path
+
+
+def _existing(given: str) -> tuple[str, Path | None]:
+    name, path = name_and_path(given)
+    if path is None:
+        return given, None
+    try:
+        exists = path.exists()
+    except OSError:
         exists = False
     if not exists:
-        if name or "/" in place:
-            raise InputError(f"data set {given}: found no file or folder {place}, expected one with labelled data")
-        near = difflib.get_close_matches(given.lower(), known, n=1)
+        if given.partition("=")[1] or "/" in given:
+            raise InputError(f"data set {given}: found no file or folder {path}, expected one with labelled data")
+        near = difflib.get_close_matches(given.lower(), [*DATASETS, hub.TRAINING_PAIRS], n=1)
         raise InputError(
             f"unknown data set `{given}`, expected one of {', '.join(DATASETS)}, a path or NAME=PATH"
             + (f"; did you mean `{near[0]}`?" if near else "")
         )
-    if not name:
-        name = (formats.stem(path) if path.is_file() else None) or path.resolve().name
     if not _NAME.fullmatch(name):
         raise InputError(f"data set {given}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)")
     return name, path
