@@ -192,14 +192,44 @@ def _lock(descriptor: int, path: Path) -> bool:
         return False
 
 
+def is_locked(path: Path) -> bool:
+    """Whether somebody has `path` (see `locked`), asked without writing anything. False where it cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # of a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 @contextlib.contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the block like Ctrl-C does, through its `finally` clauses, with exit code 143. For the main thread."""
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    """Let SIGTERM end the block like Ctrl-C does, through its `finally` clauses, with exit code 143. For the main thread.
+
+    So does SIGHUP (129), with which a terminal ends, unless it is ignored as under nohup. It comes from shell and kernel both, so
+    the second changes nothing.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import signal
@@ -212,3 +213,17 @@ def test_a_lock_ends_with_the_process_that_is_killed(tmp_path):
         holder.communicate()
     with locked(path) as mine:
         assert mine
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)  # as nohup does
+    try:
+        with contextlib.ExitStack() as stack:
+            if not ignored:
+                stop = stack.enter_context(pytest.raises(SystemExit))
+            with stopped_by_sigterm():
+                os.kill(os.getpid(), signal.SIGHUP)
+        assert ignored or stop.value.code == 129
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -28,6 +28,7 @@ from megaenc.files import make_parent, refuse_existing, whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Schedule
 from megaenc.training.run_folder import TOKENIZER
+from megaenc.training.start import digest
 
 CERTIFICATE = "conversion.json"
 
@@ -158,6 +159,7 @@ class Exporter:
         except InputError as error:
             raise InputError(f"step {found} of {run.folder}: the export is not the model: {error}; nothing is written") from None
         origin = {"megaenc": __version__, "run": run.folder.resolve().name, "step": found, "family": self.family.model_type}
+        origin["identity"] = digest(run.identity)
         origin["dtype"] = str(self.dtype).removeprefix("torch.")
         (folder / CERTIFICATE).write_text(json.dumps(origin | proof | {"tokenizer": tokens}, indent=1) + "\n", encoding="utf-8")
         return found

@@ -37,11 +37,11 @@ def check_model_folder(folder: str) -> None:
         raise InputError(f"{path / 'config.json'}: found a {type(config).__name__}, expected an object")
 
 
-def model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
+def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
     """SHA-256 of the configuration and the weights of each folder, a second or so for each gigabyte that is read the first time.
 
     What was read before is in a file of the folder `results`, if there is one, under where it is and the sizes and times of its
-    files.
+    files. `keep` adds to that file what is read.
     """
     path = Path(results, KNOWN)
     known, marks = _known(path), [_mark(folder) for folder in folders]
@@ -55,7 +55,7 @@ def model_fingerprints(folders: Sequence[str], results: str) -> list[str]:
             line.update(before, model=Path(folder).name)
             known[mark] = _digest(Path(folder), _OF_MODEL, lambda done, before=before: line.update(before + done))
             before += sizes[mark]
-    if path.parent.is_dir():
+    if keep and path.parent.is_dir():
         with contextlib.suppress(InputError):  # without it they are read again, and that is all
             write_whole(path, json.dumps({mark: known[mark] for mark in known if mark not in new or _mark(new[mark]) == mark}))
     return [known[mark] for mark in marks]

@@ -4,6 +4,7 @@ Retrieval names the set that was trained on too: MODEL/IR/EVALSET/TRAINSET_lr2e-
 makes the loss NaN, leaves `failed.json` there instead. Neither holds a time: the same run gives the same bytes.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -67,13 +68,18 @@ def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float
     return tree / family / dataset / (f"{train_on}_{run}" if family == Family.IR else run)
 
 
-def other_protocol(file: Path, asked: Protocol) -> str | None:
-    """The first choice of the protocol that a run's file was made with otherwise, with both; None where all are as asked."""
-    there = (_read(file) or {}).get("protocol")
-    if not isinstance(there, dict):
-        return None
-    other = (each for each in _different(there, dataclasses.asdict(asked)) if each[0] in there)
-    return next((f"{field} is {was} there, {value} here" for field, was, value in other), None)
+def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -> str | None:
+    """What a run's file was made with otherwise, with both values: a choice of the protocol, or one of `fingerprints`.
+
+    None where all are as asked, or the file does not say.
+    """
+    there = _head(file)
+    for section, wanted, length in (("protocol", dataclasses.asdict(asked), None), ("fingerprints", fingerprints, 12)):
+        if isinstance(there.get(section), dict):
+            for field, was, value in _different(there[section], wanted):
+                if field in there[section]:
+                    return f"{field} is {str(was)[:length]} there, {str(value)[:length]} here"
+    return None
 
 
 def write(
@@ -273,6 +279,17 @@ def _read(path: Path) -> dict[str, Any] | None:
     return values
 
 
+def _head(path: Path) -> dict[str, Any]:
+    """Of a run's file the fields before the scores, which are a line each, without reading those; nothing of another file."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(OSError), open(path, "rb") as stream:
+        for line in stream.read(_HEAD).split(b"\n")[:-1]:
+            with contextlib.suppress(ValueError):
+                found |= json.loads(b"{" + line.strip().removesuffix(b",") + b"}")
+    return found
+
+
+_HEAD = 8192  # bytes; they are some 1,200
 _LONG = re.compile(rb'"(scores_i|metrics_i)":\s*')  # inside of a string the quotes would be escaped
 
 

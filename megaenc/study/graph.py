@@ -8,13 +8,16 @@ longer runs come first and are the trunks. What is continued from a decayed end 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaenc.flags import flatten
 from megaenc.study.entries import Model, Trained
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training
+
+if TYPE_CHECKING:
+    from megaenc.study.begun import Begun
 
 CORPUS = "corpus"
 """Folder of the study's own corpus and tokenizer, and the name of the stage that makes them."""
@@ -218,9 +221,12 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def build_graph(manifest: Manifest) -> Graph:
-    """Work the stages out: what branches where, which checkpoints are kept, what is exported and fine-tuned."""
-    starts = _starts(manifest.models)
+def build_graph(manifest: Manifest, begun: "Begun | None" = None) -> Graph:
+    """Work the stages out: what branches where, which checkpoints are kept, what is exported and fine-tuned.
+
+    `begun`: a study that is gone on with. Its runs keep the start that they have had, and are branched where they can be.
+    """
+    starts = _starts(manifest.models, begun)
     owned = [(model, step, _owner(starts, model.name, step)) for model in manifest.models for step in model.checkpoints]
     keep: dict[str, set[int]] = {name: set() for name in starts}
     for _, step, owner in owned:
@@ -259,7 +265,7 @@ def _grids(manifest: Manifest, exports: Iterable[str]) -> dict[str, FineTuning]:
 _Start = tuple[Literal["new", "branch", "weights"], str, int]
 
 
-def _starts(models: Iterable[Model]) -> dict[str, _Start]:
+def _starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, _Start]:
     """How the run of each model begins, parents before children.
 
     What is left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals
@@ -267,25 +273,53 @@ def _starts(models: Iterable[Model]) -> dict[str, _Start]:
     """
     families: dict[tuple, list[Model]] = {}
     for model in models:
-        # Not as they are spelled: a default that is written down changes nothing. The schedule has its own comparison.
-        flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
-        same = (model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags))
-        families.setdefault(same, []).append(model)
-    found: dict[str, _Start] = {}
-    placed: list[Model] = []
+        families.setdefault(_family(model), []).append(model)
+    found = _kept_starts([model for members in families.values() for model in members], begun)
+    kept = set(found)
     for members in families.values():
-        before = len(placed)
-        for model in sorted(members, key=lambda model: (-model.undecayed, len(model.phases))):
-            best, at = None, 0
-            for other in placed[before:]:
-                if (common := shared_steps(model, other)) > at:  # of equals the first: it makes that step itself
-                    best, at = other, common
-            if best is not None:
-                found[model.name] = ("branch", best.name, at)
-            else:
-                found[model.name] = ("weights", model.after, 0) if model.after else ("new", "", 0)
+        placed: list[Model] = []
+        for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
+            if model.name not in kept:
+                found[model.name] = _best_start(model, placed, found, begun)
             placed.append(model)
     return _parents_first(found)
+
+
+def _family(model: Model) -> tuple:
+    """What runs that can share a beginning have in common."""
+    # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
+    flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
+    return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
+
+
+def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, _Start], begun: "Begun | None") -> _Start:
+    """As a branch of the one of its family that it shares most with, if any; of equals the first."""
+    best, at = "", 0
+    for other in placed:
+        common = shared_steps(model, other)
+        common = begun.branch_point(other.name, common) if begun else common
+        kind, _, its_own = starts[other.name]
+        if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
+            best, at = other.name, common
+    if best:
+        return "branch", best, at
+    return ("weights", model.after, 0) if model.after else ("new", "", 0)
+
+
+def _kept_starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, _Start]:
+    """How runs have begun, where that makes what the manifest says of them now."""
+    by_name = {model.name: model for model in models}
+    said = {name: start for name in by_name if begun and (start := begun.start(name))}
+
+    def fits(name: str, children: tuple[str, ...] = ()) -> bool:
+        model, (kind, parent, at) = by_name[name], said[name]
+        if kind != "branch":
+            return (kind, parent) == (("weights", model.after) if model.after else ("new", ""))
+        if parent not in said or parent in children or _family(model) != _family(by_name[parent]):
+            return False
+        return 0 < at <= shared_steps(model, by_name[parent]) and fits(parent, (*children, name))
+
+    return {name: said[name] for name in said if fits(name)}
 
 
 def _parents_first(starts: Mapping[str, _Start]) -> dict[str, _Start]:

@@ -1,15 +1,50 @@
 """The fine-tuning of one model as a stage of a study."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any, Self
 
+from megaenc.errors import InputError
 from megaenc.finetune import results
+from megaenc.finetune.datasets import demo
+from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
+from megaenc.finetune.model_folder import model_fingerprints, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
 from megaenc.study.graph import FineTuning, arguments
-from megaenc.study.node import OfStage, changed, megaenc
+from megaenc.study.node import Changed, OfStage, megaenc
 from megaenc.study.tasks import Training, name_in_results
+
+
+@dataclass(frozen=True)
+class LabelledData:
+    """The data sets that every model is fine-tuned on, as `megaenc finetune grid` is told them."""
+
+    datasets: tuple[str, ...]
+    flags: DataFlags
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], study: Path) -> Self:
+        """Out of the flags of a grid, for a study that is made in `study`."""
+        known = {field.name: given[field.name] for field in fields(DataFlags) if field.name in given}
+        return cls(tuple(given["datasets"]), DataFlags(**{"demo_folder": str(study / "demo"), **known}))
+
+    @cached_property
+    def fingerprints(self) -> dict[str, dict[str, str]]:
+        """By name, as results have them; of those that are there to be looked at. Read once."""
+        from megaenc.finetune.datasets.registry import find
+
+        found = {}
+        for text in self.datasets:
+            asked = {text, self.flags.train_on}.intersection(demo.NAMES)
+            if all(Path(self.flags.demo_folder, name).is_dir() for name in asked):  # a demo set is made when it is looked for
+                with contextlib.suppress(InputError):
+                    dataset = find(text, **asdict(self.flags))
+                    found[dataset.name] = {"dataset": dataset.fingerprint, "train_on": dataset.train_fingerprint}
+        return found
 
 
 @dataclass(frozen=True)
@@ -18,6 +53,7 @@ class GridNode(OfStage):
 
     stage: FineTuning
     protocol: Protocol
+    data: LabelledData
     jobs: int
     """runs at a time; 0: as many as the machine has room for"""
     planned: float | None
@@ -46,12 +82,20 @@ class GridNode(OfStage):
         seconds = self.planned and self.planned / len(self.stage.trainings)
         return replace(self, stage=stage, planned=seconds, part=training.train_on)
 
+    @property
+    def folder(self) -> Path:
+        """Of the model's results."""
+        return self.study / "results" / self.stage.name
+
+    @property
+    def _export(self) -> Path:
+        return self.study / "hf" / self.stage.name
+
     def command(self) -> list[str]:
         """`megaenc finetune grid`, which does what is missing."""
-        model, output = self.study / "hf" / self.stage.name, self.study / "results"
-        where = ["--model", str(model), "--output", str(output), "--jobs", str(self.jobs)]
+        where = ["--model", str(self._export), "--output", str(self.folder.parent), "--jobs", str(self.jobs)]
         if "demo_folder" not in self.stage.flags:
-            where += ["--demo-folder", str(self.study / "demo")]
+            where += ["--demo-folder", self.data.flags.demo_folder]
         return megaenc("finetune", "grid", *where, *arguments(self.stage.flags))
 
     def done(self) -> bool:
@@ -70,25 +114,28 @@ class GridNode(OfStage):
     def _files(self) -> list[Path]:
         """The result, or what says that there is none, of each run that has one."""
         found = []
-        for training in self.stage.trainings:
+        for training in self.stage.trainings if self.folder.is_dir() else ():
             families = [training.family] if training.family else list(Family)
             for dataset in training.datasets:
                 for rate in self.stage.flags["learning_rates"]:
                     for seed in range(self.stage.flags["seeds"]):
                         run = (dataset, training.train_on, float(rate), seed)
-                        found += self._first([results.run_folder(self._tree, family, *run) for family in families])
+                        found += self._first([results.run_folder(self.folder, family, *run) for family in families])
         return found
-
-    @property
-    def _tree(self) -> Path:
-        return self.study / "results" / self.stage.name
 
     def _first(self, folders: Sequence[Path]) -> list[Path]:
         files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
         return [file for file in files if file.is_file()][:1]
 
     def check(self) -> None:
-        """The protocol that the first result was made with."""
-        for file in self._files()[:1]:
-            if other := results.other_protocol(file, self.protocol):
-                raise changed(self._tree, f"finetune: {other}")
+        """What each result was made with: the protocol, the model, the data."""
+        files = self._files()
+        of_model = self._of_model() if files and (self._export / "config.json").is_file() else {}
+        for file in files:
+            fingerprints = {**of_model, **self.data.fingerprints.get(file.parent.parent.name, {})}
+            if other := results.other_origin(file, self.protocol, fingerprints):
+                raise Changed(self.folder, f"made otherwise than now: finetune: {other} ({file.relative_to(self.folder)})")
+
+    def _of_model(self) -> dict[str, str]:
+        weights = model_fingerprints([str(self._export)], str(self.folder.parent), keep=False)
+        return {"model": weights[0], "tokenizer": tokenizer_fingerprint(str(self._export))}

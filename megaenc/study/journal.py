@@ -6,18 +6,20 @@ it, or is under way: then its lock is held.
 
 import contextlib
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megaenc import files
 from megaenc.errors import InputError
-from megaenc.files import locked
 
 FINISHED, STOPPED = "finished", "stopped"
 
 _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
+_TOLD = re.compile(r"step \d+ of \d+: .*; stopped by SIG[A-Z0-9]+, the same command goes on")  # as pretraining says it
 _ERROR = re.compile(r"error: .+|without result: \D.+|[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b.*")
 _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  # of a traceback or of torchrun's own summary
 
@@ -32,6 +34,8 @@ class Try:
     """finished, stopped, `exit code 1`, `killed by SIGKILL`; "" where there is no end"""
     said: str
     """the line that says best why it failed: the last error, otherwise the last line"""
+    told: bool = False
+    """whether it said that it was told to stop, and has saved: torchrun makes a 1 of every exit code"""
 
     @property
     def failed(self) -> bool:
@@ -46,15 +50,12 @@ def log_of(study: Path, stage: str) -> Path:
 
 def lock(study: Path, stage: str) -> contextlib.AbstractContextManager[bool]:
     """Try to have a stage to oneself (see `megaenc.files.locked`)."""
-    return locked(study / ".locks" / stage)
+    return files.locked(study / ".locks" / stage)
 
 
 def is_locked(study: Path, stage: str) -> bool:
     """Whether somebody is at a stage."""
-    if not (study / ".locks" / stage).exists():
-        return False
-    with lock(study, stage) as got:
-        return not got
+    return files.is_locked(study / ".locks" / stage)
 
 
 def begin(log: Path, command: Sequence[str]) -> None:
@@ -62,7 +63,7 @@ def begin(log: Path, command: Sequence[str]) -> None:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         with open(log, "a", encoding="utf-8") as stream:
-            stream.write(f"{_new_line(log)}==> {_now()} $ {' '.join(command)}\n")
+            stream.write(f"{_new_line(log)}==> {_now()} $ {shlex.join(command)}\n")
     except OSError as error:
         raise InputError(f"{log}: cannot be written to: {error.strerror}") from None
 
@@ -84,10 +85,10 @@ def tries(log: Path) -> list[Try]:
     for line in [*lines, "==> end $ "]:
         if match := _BEGIN.fullmatch(line):
             if began is not None:
-                found.append(Try(began, None, "", best_line(said)))
+                found.append(Try(began, None, "", best_line(said), _told(said)))
             began, said = _seconds(match[1]), []
         elif (match := _END.fullmatch(line)) and began is not None:
-            found.append(Try(began, _seconds(match[1]), match[2], best_line(said)))
+            found.append(Try(began, _seconds(match[1]), match[2], best_line(said), _told(said)))
             began = None
         else:
             said.append(line)
@@ -101,6 +102,10 @@ def best_line(said: Sequence[str]) -> str:
     wrong = [line for line in errors if line.startswith("error: ")]
     chosen = (wrong or errors or plain or [""])[-1]
     return chosen if len(chosen) <= 400 else chosen[:397] + "..."
+
+
+def _told(said: Sequence[str]) -> bool:
+    return any(_TOLD.fullmatch(line.strip()) for line in said)
 
 
 def _new_line(log: Path) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,18 +24,23 @@ class Node(Protocol):
     """What its time grows with, among stages of its kind."""
     planned: float | None
     """Seconds that it takes by the plan; None where the plan does not know."""
+    folder: Path
+    """Where what it makes is."""
+
+    def prepare(self) -> None:
+        """Write down what its folder has to remember; called before its first command."""
 
     def command(self) -> list[str]:
         """The words of the next command that is left to do."""
 
     def done(self) -> bool:
-        """Whether what it makes is there."""
+        """Whether what it makes is there; `finished` asks what it needs too."""
 
     def progress(self) -> tuple[float, float]:
         """How much of how much is done."""
 
     def check(self) -> None:
-        """InputError where its folder holds something else than the manifest says now."""
+        """Changed where its folder holds something else than the manifest says, or was made of something else than is there."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,22 @@ class OfStage:
     def needs(self) -> tuple[str, ...]:
         """Those of the stage."""
         return self.stage.needs
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+
+def finished(nodes: Iterable[Node]) -> set[str]:
+    """The ids of those that are done with all that they need; `nodes` come after what they need, if that is among them.
+
+    What is left when that is made again is still to be compared with it (`Node.check`).
+    """
+    known, found = set(), set()
+    for node in nodes:
+        known.add(node.id)
+        if node.done() and all(need in found or need not in known for need in node.needs):
+            found.add(node.id)
+    return found
 
 
 def kind_of(node: Node) -> str:
@@ -74,11 +95,30 @@ def megaenc(*words: str, processes: int = 1, launcher: Sequence[str] = ("--stand
     return [*torchrun, "-m", "megaenc", *words]
 
 
-def changed(folder: Path, what: str) -> InputError:
-    return InputError(
-        f"{folder}: made from another manifest: {what}; take the change back, remove that folder and what was made of it, "
-        "or choose another --output"
-    )
+class Changed(InputError):
+    """A folder that does not fit the manifest, or what it was made of."""
+
+    def __init__(self, folder: Path, what: str, remove: str = "that folder and what was made of it") -> None:
+        super().__init__(f"{folder}: {what}; take the change back, remove {remove}, or choose another --output")
+        self.folder, self.what = folder, what
+
+
+def changed(folder: Path, what: str) -> Changed:
+    """`what` differs from what the manifest says."""
+    return Changed(folder, f"made from another manifest: {what}")
+
+
+def check(nodes: Iterable[Node], every: Mapping[str, Node], study: Path) -> None:
+    """Changed for the first of `nodes` that does not fit, with each folder that was made of it by others of `every`."""
+    for node in nodes:
+        try:
+            node.check()
+        except Changed as error:
+            made = {node.id}
+            for other in every.values():  # each after what it needs
+                made.update([other.id] if made.intersection(other.needs) else [])
+            folders = [str(every[id].folder.relative_to(study)) for id in every if id in made and every[id].folder.exists()]
+            raise Changed(error.folder, error.what, f"what was made so ({' '.join(folders)})") from None
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

@@ -2,17 +2,21 @@
 
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megaenc import flags
+from megaenc.data.blend import parse_data_path
+from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
 from megaenc.study.entries import schedule_of
 from megaenc.study.graph import Pretraining, arguments
-from megaenc.study.node import OfStage, changed, megaenc, read_json
+from megaenc.study.node import Changed, OfStage, changed, megaenc, read_json
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
+from megaenc.training.start import Start, digest
 
 _LAST_ROW = 8192  # bytes at the end of metrics.jsonl in which the last row is
 
@@ -26,6 +30,8 @@ class PretrainNode(OfStage):
     work: float
     """FLOP"""
     planned: float | None
+    text: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """data_path and tokenizer, where the study does not make them"""
     launcher: tuple[str, ...] = ("--standalone",)
     """how torchrun finds the others"""
     unit: str = "steps"
@@ -35,9 +41,13 @@ class PretrainNode(OfStage):
         """Of the run."""
         return self.study / "runs" / self.stage.name
 
+    @property
+    def _flags(self) -> dict[str, Any]:
+        return self.stage.flags_in(self.study) | dict(self.text)
+
     def command(self) -> list[str]:
         """`megaenc pretrain`; the same goes on with a run that was stopped."""
-        words = arguments(self.stage.flags_in(self.study))
+        words = arguments(self._flags)
         return megaenc("pretrain", *words, processes=self.processes, launcher=self.launcher)
 
     def done(self) -> bool:
@@ -54,15 +64,42 @@ class PretrainNode(OfStage):
         return max(0, _last_step(self.folder / METRICS) - self.stage.at), self.stage.steps
 
     def check(self) -> None:
-        """Its flags against those in run.json; and the checkpoint that it begins with, where the parent is done."""
-        identity = read_json(self.folder / FACTS).get("identity")
-        if isinstance(identity, dict):
-            wanted = {name: value for name, value in self._identity().items() if name in identity}
-            if other := difference({name: identity[name] for name in wanted}, wanted):
-                raise changed(self.folder, other)
-        parent = self.study / "runs" / self.stage.parent
-        if self.stage.start == "branch" and not self.done():
-            check_kept(parent, self.stage.at, f"{self.id} branches")
+        """Its flags against those in run.json, and what it began with and reads against what is there."""
+        facts, identity = read_json(self.folder / FACTS), identity_of(self.folder)
+        if identity is None:
+            return
+        wanted = {name: value for name, value in self._identity().items() if name in identity}
+        if other := difference({name: identity[name] for name in wanted}, wanted):
+            raise changed(self.folder, other)
+        self._check_start(Start.read(dict(facts)))
+        for name, here in self._text().items():
+            if here != identity.get(name, here):
+                raise Changed(self.folder, f"trained on another {name} than {' '.join(self._flags['data_path'])} is of now")
+
+    def _check_start(self, there: Start) -> None:
+        """How it began, as far as that can be told while the parent is not there."""
+        stage, parent = self.stage, identity_of(self.study / "runs" / self.stage.parent) if self.stage.parent else None
+        at = stage.at if parent is None or stage.start == "branch" else parent["train_iters"]
+        here = Start(stage.start, stage.parent, at)
+        if (there.kind, there.step, Path(there.run).name) != (here.kind, here.step, here.run):
+            raise changed(self.folder, f"it began {there.describe()}, now it would begin {here.describe()}")
+        if parent is not None and (there.at, there.parent) != (at, digest(parent)):
+            raise Changed(self.folder, f"began with another {stage.parent} than {self.study / 'runs' / stage.parent} is now")
+
+    def _text(self) -> dict[str, str]:
+        """Fingerprints of data and tokenizer as run.json has them, as far as what lies beside the data tells them."""
+        pairs = parse_data_path(tuple(map(str, self._flags.get("data_path", ()))))
+        if not pairs or not all(sidecar_path(prefix).is_file() for _, prefix in pairs):
+            return {}
+        beside = [read_sidecar(prefix) for _, prefix in pairs]
+        found = {"tokenizer": beside[0].tokenizer.fingerprint}
+        weights, prints = [weight for weight, _ in pairs], [each.sha256["bin"] for each in beside]
+        if len(pairs) == 1:
+            return found | {"data": prints[0]}
+        if None in weights:
+            return found  # their shares are those of the tokens that are trained on
+        shares = (weight / sum(weights) for weight in weights)
+        return found | {"data": ", ".join(f"{share} {each}" for share, each in zip(shares, prints, strict=True))}
 
     def _identity(self) -> dict[str, Any]:
         """What makes it this run, of what the manifest decides, as run.json has it."""
@@ -80,8 +117,14 @@ class PretrainNode(OfStage):
 
 
 # Of bf16 and of the rows of the vocabulary a run has what fits machine and tokenizer, unless it was given; the tokenizer is known
-# by its fingerprint.
-_FOUND_OUT = {"bf16", "vocab_size", "tokenizer"}
+# by its fingerprint. Where its samples begin follows from the parent, which is compared.
+_FOUND_OUT = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
+
+
+def identity_of(run: Path) -> dict[str, Any] | None:
+    """What makes it this run, by its folder; None where it has not begun."""
+    found = read_json(run / FACTS).get("identity")
+    return found if isinstance(found, dict) else None
 
 
 def has_checkpoint(run: Path, step: int) -> bool:

@@ -22,15 +22,17 @@ class Remaining:
                 self._needed_by[need].append(node.id)
             done = node.done()
             self._share[node.id] = float(done)
-            if done and (seconds := spent(journal.tries(journal.log_of(study, node.id)))):
+            tries = journal.tries(journal.log_of(study, node.id))
+            killed = any(one.ended is None for one in tries)  # how long that took nobody knows
+            if done and not killed and (seconds := spent(tries)):
                 self.measured(node, seconds)
 
-    def measured(self, node: Node, seconds: float) -> None:
-        """A stage is done, and took so long."""
+    def measured(self, node: Node, seconds: float, share: float = 1.0) -> None:
+        """A stage is done, of which so much, from 0 to 1, took so long."""
         self._share[node.id] = 1.0
         sums = self._measured[kind_of(node)]
         sums[0] += seconds
-        sums[1] += node.work
+        sums[1] += share * node.work
 
     def under_way(self, node: Node, share: float) -> None:
         """So much of a stage is done, from 0 to 1."""

@@ -15,7 +15,7 @@ from megaenc.console import clock
 from megaenc.errors import InputError
 from megaenc.processes import below, usable_cores
 from megaenc.study import journal
-from megaenc.study.node import Node
+from megaenc.study.node import Node, finished
 from megaenc.study.record import record
 from megaenc.study.remaining import Remaining
 from megaenc.study.screen import Screen
@@ -35,6 +35,8 @@ class _Running:
     process: subprocess.Popen
     slots: list[str]
     lock: contextlib.ExitStack
+    share: float
+    """of the stage, from 0 to 1, that was done before"""
     began: float = field(default_factory=time.monotonic)
 
 
@@ -73,7 +75,7 @@ class _Work:
 
     def __init__(self, nodes: Sequence[Node], study: Path, slots: list[str], tries: int) -> None:
         self.study, self.free, self.places, self.tries = study, slots, len(slots), tries
-        self.finished = {node.id for node in nodes if node.done()}
+        self.finished = finished(nodes)
         self.remaining = Remaining(nodes, study)
         order = sorted((node for node in nodes if node.id not in self.finished), key=self.remaining.after, reverse=True)
         self.waiting = {node.id: node for node in order}
@@ -107,9 +109,16 @@ class _Work:
                     self.elsewhere.add(node.id)
                     continue
                 del self.waiting[node.id]
-                if node.done():  # by that other, meanwhile
+                try:
+                    node.check()  # against what it needs, which may have been made meanwhile
+                except InputError as error:
+                    self.failed[node.id] = str(error)
+                    yield f"{node.id}: failed: {error}"
+                    continue
+                if node.done():  # before, or by that other
                     self.finished.add(node.id)
                     continue
+                node.prepare()
                 for slot in slots:
                     self.free.remove(slot)
                 self._launch(node, slots, stack.pop_all())
@@ -126,7 +135,7 @@ class _Work:
                 env=environment(slots, self.places),
                 start_new_session=True,  # Ctrl-C comes to this process alone
             )
-        self.running[node.id] = _Running(node, command, process, slots, lock)
+        self.running[node.id] = _Running(node, command, process, slots, lock, _share(node))
 
     def look(self) -> Iterator[str]:
         """See to those that have ended; what there is to say of them."""
@@ -139,9 +148,10 @@ class _Work:
         seconds, log = time.monotonic() - running.began, journal.log_of(self.study, node.id)
         done = node.done()
         more = not done and not code and node.command() != running.command  # this was one of several commands
-        how = journal.FINISHED if done or more else journal.STOPPED if code == _STOPPED else how_it_ended(code)
-        journal.end(log, how)
         last = journal.tries(log)[-1]
+        stopped = code == _STOPPED or (code != 0 and last.told)
+        how = journal.FINISHED if done or more else journal.STOPPED if stopped else how_it_ended(code)
+        journal.end(log, how)
         if more:
             self._launch(node, running.slots, running.lock)
             return
@@ -150,17 +160,17 @@ class _Work:
         self.free += running.slots
         if done:
             self.finished.add(node.id)
-            self.remaining.measured(node, seconds)
+            self.remaining.measured(node, seconds, 1 - running.share)
             yield f"{node.id}: done in {clock(seconds)}"
             return
         self._tried[node.id] += 1
-        refused = code in (_WRONG_INPUT, _STOPPED)
+        refused = stopped or code == _WRONG_INPUT
         refused |= node.processes > 1 and last.said.startswith("error: ")  # torchrun makes a 1 of every code
         if not refused and self._tried[node.id] < self.tries:
             self.waiting[node.id] = node  # behind the others
             yield f"{node.id}: {how}: {last.said}; is tried once more"
             return
-        why = last.said if refused else f"{how}: {last.said}"
+        why = "was told to stop, and has saved" if stopped else last.said if refused else f"{how}: {last.said}"
         self.failed[node.id] = f"{why} ({log})"
         yield f"{node.id}: failed: {self.failed[node.id]}"
 
@@ -170,7 +180,7 @@ class _Work:
         found = {}
         for id, running in self.running.items():
             done, total = running.node.progress()
-            self.remaining.under_way(running.node, done / total if total else 0)
+            self.remaining.under_way(running.node, done / total if total else 0.0)
             found[id] = (done, total, running.node.unit, now - running.began)
         return found
 
@@ -178,11 +188,11 @@ class _Work:
         """Tell what is running to stop, wait until it has saved, and kill what has not ended then."""
         if not self.running:
             return
-        say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
         for running in self.running.values():
             running.process.terminate()
         deadline = time.monotonic() + _TO_SAVE
         try:
+            say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
             for running in self.running.values():
                 running.process.wait(max(0.0, deadline - time.monotonic()))
         except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
@@ -193,6 +203,11 @@ class _Work:
                 running.process.wait()
                 journal.end(journal.log_of(self.study, id), journal.STOPPED)
                 running.lock.close()
+
+
+def _share(node: Node) -> float:
+    done, total = node.progress()
+    return done / total if total else 0.0
 
 
 def _different(slots: Sequence[str], count: int) -> list[str]:
@@ -207,7 +222,10 @@ def environment(slots: Sequence[str], places: int) -> dict[str, str]:
     threads = str(max(1, usable_cores() // places))
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     devices = {variable: ",".join(dict.fromkeys(slots))} if slots[0] else {}
-    return {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **devices}
+    torchrun = {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_TO_SAVE:.0f}"
+    }  # for which it waits when told to stop; read from torch 2.12 on
+    return {"OMP_NUM_THREADS": threads, **torchrun, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **devices}
 
 
 def how_it_ended(code: int) -> str:

@@ -12,10 +12,10 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -25,14 +25,18 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, make_parent, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.processes import usable_cores
-from megaenc.study.graph import build_graph
+from megaenc.study.begun import Begun
+from megaenc.study.graph import Graph, build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
-from megaenc.study.node import Node, name_of
+from megaenc.study.node import Node, check, finished, name_of
+from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
-from megaenc.study.stages import nodes_of
+from megaenc.study.stages import CorpusNode, nodes_of
+
+_TEXT = ("data_path", "tokenizer")  # flags of pretraining that say what it reads
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,10 @@ class RunFlags:
     """Folder of the study: runs, exports, results and logs."""
     data: str = ""
     """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    data_path: tuple[str, ...] = ()
+    """Corpus to pretrain on as --data-path of `megaenc pretrain`, where the manifest makes none; it wins over the manifest's."""
+    tokenizer: str = ""
+    """Tokenizer that this corpus was made with: a folder or a name."""
     jobs: int = 0
     """Stages at a time; 0: one for each GPU, without one a stage on every core."""
     processes: int = 0
@@ -65,16 +73,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
-    settings.slurm.check()
-    graph = build_graph(read_manifest(settings.manifest, settings.data or None))
     on_cluster = settings.slurm.slurm
-    nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1)
+    _check_cluster(settings.slurm, settings.jobs)
+    graph = graph_of(settings.manifest, settings.data, study)
+    text = text_of(graph, settings)
+    nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1, text=text)
     chosen = choose(nodes, settings.only)
-    for node in chosen:
-        node.check()
+    check(chosen, nodes, study)
     if settings.dry_run:
+        done = finished(chosen)
         for node in chosen:
-            say(_what_would_be_done(node))
+            for line in _what_would_be_done(node, done):
+                say(line)
         return
     make_parent(study / "study", "--output")
     with stopped_by_sigterm(), locked(study / ".locks" / "study") as mine:
@@ -86,10 +96,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_here(chosen, study, settings)
 
 
+def graph_of(manifest: str, data: str, study: Path) -> Graph:
+    """The stages of a manifest for a study in `study`, as far as that has come."""
+    return build_graph(read_manifest(manifest, data or None), Begun(study))
+
+
+def text_of(graph: Graph, settings: RunFlags) -> dict[str, Any]:
+    """data_path and tokenizer that the flags give pretraining.
+
+    InputError for what the manifest has no use for, and where neither says what is trained on.
+    """
+    given = {name: value for name in _TEXT if (value := getattr(settings, name))}
+    for name in given:
+        if graph.corpus:
+            raise InputError(
+                f"--{name.replace('_', '-')}: found here, and {settings.manifest} makes its own corpus; expected one"
+            )
+    for model in () if graph.corpus else graph.manifest.models:
+        for name in _TEXT:
+            if not (given.get(name) or model.flags.get(name)):
+                raise InputError(
+                    f"--{name.replace('_', '-')}: missing, and {settings.manifest} says no `{name}` for {model.name}; expected a "
+                    "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
+                )
+    return located_flags(given, Path.cwd())
+
+
+def _check_cluster(cluster: Cluster, jobs: int) -> None:
+    """InputError for numbers that cannot be, and for flags that would change nothing."""
+    cluster.check()
+    if cluster.slurm and jobs:
+        raise InputError(
+            "--jobs: found beside --slurm, expected nothing: --slurm-parallel says how many tasks of a grid go at a time"
+        )
+    for one in fields(cluster):
+        if not cluster.slurm and getattr(cluster, one.name) != one.default:
+            raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
+
+
 def run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
     """Do `nodes` on this machine and say how it went."""
     slots, began = places(settings.jobs), time.monotonic()
-    left = sum(not node.done() for node in nodes)
+    left = len(nodes) - len(finished(nodes))
     say(f"{study}: {len(nodes):,} stages, {len(nodes) - left:,} done, {left:,} to do, {len(slots)} at a time")
     try:
         failed = execute(nodes, study, slots)
@@ -101,7 +149,8 @@ def run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
 
 def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seconds: float, settings: RunFlags) -> None:
     """Say what is missing and what to do next. Ends with exit code 1 if something is."""
-    missing = [node.id for node in nodes if not node.done()]
+    done = finished(nodes).difference(failed)
+    missing = [node.id for node in nodes if node.id not in done]
     worthless = {node.id: node.failed() for node in nodes if isinstance(node, GridNode) and node.done() and node.failed()}
     for id, count in worthless.items():
         say(f"{id}: {count} runs without a score: their rate made the loss no number")
@@ -109,12 +158,12 @@ def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seco
         say(f"failed: {id}: {why}")
     if waiting := [id for id in missing if id not in failed]:
         say(f"not done, as they need what failed: {', '.join(waiting)}")
-    say(f"{len(nodes) - len(missing):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
+    say(f"{len(done):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
     if missing:
         say("the same command tries again what failed, and goes on")
         sys.exit(1)
-    where = f"--results {study / 'results'} --runs {study / 'runs'} --output {study / 'report'}"
-    say(f"read them with `megaenc study report {settings.manifest} {where}`")
+    where = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
+    say(f"read them with `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *where]))}`")
 
 
 def study_folder(output: str, command: str) -> Path:
@@ -152,12 +201,18 @@ def _devices() -> list[str]:
     return (chosen or [str(number) for number in range(count)])[:count]
 
 
-def _what_would_be_done(node: Node) -> str:
+def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
+    """Its state, with a command to a line."""
+    if node.id in finished:
+        yield f"{node.id}: done"
+        return
     if node.done():
-        return f"{node.id}: done"
+        yield f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}"
+        return
     done, total = node.progress()
     begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
-    return f"{node.id}: would run{begun}: {shlex.join(_shortened(node.command()))}"
+    for command in node.commands_left() if isinstance(node, CorpusNode) else [node.command()]:
+        yield f"{node.id}: would run{begun}: {shlex.join(_shortened(command))}"
 
 
 def _shortened(command: list[str]) -> list[str]:

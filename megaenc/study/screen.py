@@ -1,8 +1,13 @@
-"""What `megaenc study run` shows: a row for each stage under way and one for the whole, or plain lines where nobody watches."""
+"""What `megaenc study run` shows: a row for each stage under way and one for the whole, or plain lines where nobody watches.
 
+Whoever reads may leave, as `| head` or a terminal does: the study goes on, and its logs are files.
+"""
+
+import contextlib
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -40,7 +45,8 @@ class Screen:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
-            self._live.stop()
+            with _for_whoever_reads():
+                self._live.stop()
 
     def due(self) -> bool:
         """Whether it is time for `show`."""
@@ -48,10 +54,11 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            say(text)
+        with _for_whoever_reads():
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                say(text)
 
     def show(
         self, running: Mapping[str, tuple[float, float, str, float]], finished: int, failed: int, left: float | None
@@ -63,8 +70,12 @@ class Screen:
         tail = "" if left is None else f"about {clock(left)} left"
         if self._live is None:
             parts = [f"{id} {amount(*row[:3])}" for id, row in running.items()]
-            say("  ".join(filter(None, [words, tail, *parts])))
+            self.say("  ".join(filter(None, [words, tail, *parts])))
             return
+        with _for_whoever_reads():
+            self._draw(running, words, tail, share)
+
+    def _draw(self, running: Mapping[str, tuple[float, float, str, float]], words: str, tail: str, share: float) -> None:
         self._live.update(self._whole, description=words, completed=share, tail=tail)
         for id in [id for id in self._rows if id not in running]:
             self._live.remove_task(self._rows.pop(id))
@@ -72,6 +83,16 @@ class Screen:
             if id not in self._rows:
                 self._rows[id] = self._live.add_task(id, total=total, tail="")
             self._live.update(self._rows[id], completed=done, total=total, tail=f"{amount(done, total, unit)}  {clock(seconds)}")
+
+
+@contextlib.contextmanager
+def _for_whoever_reads() -> Iterator[None]:
+    """Nobody does any more: what is still said goes nowhere."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def amount(done: float, total: float, unit: str) -> str:

@@ -17,12 +17,13 @@ from megaenc.finetune.slurm import Cluster, import_submitit
 from megaenc.processes import below
 from megaenc.study import journal
 from megaenc.study.grid_stage import GridNode
-from megaenc.study.node import Node
+from megaenc.study.node import Node, finished
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.run import environment, execute
 
 _TIMEOUTS = 1000  # that a job may run into: each time it has come further
 _TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job
+_LOOK = 1.0  # seconds between looks at the first machine's log
 _TO_BE_ENDED = 300.0  # seconds after which nobody seems to want that any more
 _FIRST_PORT, _PORTS = 20_000, 20_000
 
@@ -36,8 +37,12 @@ class Task:
     machines: int = 1
 
     def __call__(self) -> None:
-        """Do the stage, as on one machine. RuntimeError where it was not done: then Slurm does not begin what needs it."""
+        """Do the stage, as on one machine. RuntimeError where it was not done: then Slurm does not begin what needs it.
+
+        So does InputError where what is there does not fit what it needs.
+        """
         quiet()
+        self.node.check()
         if self.machines > 1:
             self._with_others()
         else:
@@ -62,7 +67,19 @@ class Task:
             self._do(node, tries=1)
             return
         if not node.done() and (code := subprocess.run(below(node.command()), env=environment([""], each)).returncode):
+            if self._first_was_stopped():
+                time.sleep(_TO_BE_ENDED)
             raise RuntimeError(f"{node.id}: exit code {code} on {job.hostname}")
+
+    def _first_was_stopped(self) -> bool:
+        """What the first machine writes in the log, when it does."""
+        deadline = time.monotonic() + _TO_SAVE
+        while time.monotonic() < deadline:
+            tries = journal.tries(journal.log_of(self.study, self.node.id))
+            if tries and tries[-1].ended is not None:
+                return tries[-1].how == journal.STOPPED
+            time.sleep(_LOOK)
+        return False
 
     def checkpoint(self) -> Any:
         """What submitit queues when the job's time is over or it is preempted: the same, which goes on from what is saved now."""
@@ -76,8 +93,8 @@ class Task:
 
 
 def machines(cluster: Cluster, node: Node) -> int:
-    """Of a stage's job: as many as its processes take."""
-    if node.processes <= max(1, cluster.slurm_gpus):
+    """Of a stage's job: as many as its processes take, without GPUs one. InputError where they cannot be shared out."""
+    if not cluster.slurm_gpus or node.processes <= cluster.slurm_gpus:
         return 1
     if node.processes % cluster.slurm_gpus:
         raise InputError(
@@ -95,7 +112,8 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
     on_slurm = cluster.slurm_cluster == "slurm"
     ids = queued(study) if on_slurm else {}
     jobs: dict[str, list[Any]] = {}
-    left = [node for node in nodes if not node.done()]
+    done = finished(nodes)
+    left = [node for node in nodes if node.id not in done]
     before = [node.id for node in left if node.id in ids]
     for node in left:
         if node.id in before:
@@ -121,7 +139,8 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
 def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
     """The job of a stage, or the array of a grid's parts."""
     together = machines(cluster, node)
-    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else [node]
+    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else []
+    parts = parts or [node]  # a grid that is all there is still to be compared with what is made before
     executor = submitit.AutoExecutor(
         folder=study / ".slurm" / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_TIMEOUTS
     )

@@ -17,14 +17,12 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import clock, quiet, say
-from megaenc.errors import one_line_errors
+from megaenc.errors import InputError, one_line_errors
 from megaenc.study import journal
-from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
-from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
 from megaenc.study.remaining import Remaining, spent
-from megaenc.study.run_command import choose, study_folder
+from megaenc.study.run_command import choose, graph_of, study_folder
 from megaenc.study.screen import amount
 from megaenc.study.stages import nodes_of
 
@@ -63,21 +61,35 @@ class Row:
     """of a failure, or what is waited for"""
 
 
-def rows(nodes: Iterable[Node], study: Path) -> list[Row]:
-    """Every stage, in the given order."""
+def rows(nodes: Iterable[Node], study: Path, unfit: Mapping[str, str] | None = None) -> list[Row]:
+    """Every stage, in the given order; `unfit`: what is wrong with what is there of some."""
     found: dict[str, Row] = {}
     for node in nodes:
-        found[node.id] = _row(node, study, found)
+        found[node.id] = _row(node, study, found, (unfit or {}).get(node.id))
     return list(found.values())
 
 
-def _row(node: Node, study: Path, before: Mapping[str, Row]) -> Row:
+def unfit(nodes: Iterable[Node]) -> dict[str, str]:
+    """Why stages that are there are not those of the manifest, or not of what is there of those that they need."""
+    found = {}
+    for node in nodes:
+        try:
+            node.check()
+        except InputError as error:
+            found[node.id] = str(error)
+    return found
+
+
+def _row(node: Node, study: Path, before: Mapping[str, Row], unfit: str | None) -> Row:
     names = [node.id, *(part.id for part in node.parts())] if isinstance(node, GridNode) else [node.id]
     tries = {name: journal.tries(journal.log_of(study, name)) for name in names}
     done, total = node.progress()
     seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
     progress = amount(done, total, node.unit)
-    if node.done():
+    needs = [need for need in node.needs if need in before and before[need].state != "done"]
+    if unfit:
+        return Row(node.id, "failed", progress, share, seconds, unfit)
+    if node.done() and not needs:
         lost = node.failed() if isinstance(node, GridNode) else 0
         why = f"{lost} runs have no score: their rate made the loss no number" if lost else ""
         return Row(node.id, "done", progress, 1.0, seconds, why)
@@ -87,7 +99,6 @@ def _row(node: Node, study: Path, before: Mapping[str, Row]) -> Row:
     if failed := [(name, tries[name][-1]) for name in names if tries[name] and tries[name][-1].failed]:
         name, last = failed[-1]
         return Row(node.id, "failed", progress, share, seconds, f"{last.how}: {last.said} ({journal.log_of(study, name)})")
-    needs = [need for need in node.needs if need in before and before[need].state != "done"]
     why = f"needs {', '.join(needs)}" if needs else ""
     if any(before[need].state == "failed" for need in needs):
         why += ", which failed"
@@ -109,11 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
     study = study_folder(settings.output, "status")
-    nodes = choose(nodes_of(build_graph(read_manifest(settings.manifest, settings.data or None)), study), settings.only)
+    nodes = choose(nodes_of(graph_of(settings.manifest, settings.data, study), study), settings.only)
+    wrong = unfit(nodes)
     if sys.stdout.isatty():
-        _watch(nodes, study)
+        _watch(nodes, study, wrong)
         return
-    table = rows(nodes, study)
+    table = rows(nodes, study, wrong)
     say(headline(table, _left(nodes, study, table)))
     widths = [max(map(len, column)) for column in zip(*(_cells(row)[:4] for row in table), strict=True)]
     for row in table:
@@ -134,13 +146,13 @@ def _cells(row: Row) -> tuple[str, str, str, str, str]:
     return row.stage, row.state, row.progress, clock(row.seconds) if row.seconds else "", row.why
 
 
-def _watch(nodes: Sequence[Node], study: Path) -> None:
+def _watch(nodes: Sequence[Node], study: Path, unfit: Mapping[str, str] | None = None) -> None:
     """Show the table until all is done; what needs attention stands first."""
     from rich.live import Live
 
     with Live(auto_refresh=False, screen=False) as live:
         while True:
-            table = rows(nodes, study)
+            table = rows(nodes, study, unfit)
             live.update(_table(table, headline(table, _left(nodes, study, table))), refresh=True)
             if all(row.state == "done" for row in table):
                 return

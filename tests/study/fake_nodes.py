@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaenc.errors import InputError
+
 WELL = "touch $MADE"
 
 
@@ -18,10 +20,19 @@ class Fake:
     work: float = 1.0
     planned: float | None = 10.0
     unit: str = "parts"
+    wrong: str = ""
+    """what `check` finds"""
 
     @property
     def made(self) -> Path:
         return self.study / f"{self.id.replace('/', '_')}.made"
+
+    @property
+    def folder(self) -> Path:
+        return self.made
+
+    def prepare(self) -> None:
+        pass
 
     def command(self) -> list[str]:
         names = f"MADE={self.made} CALLS={self.study / 'calls'}"
@@ -34,7 +45,8 @@ class Fake:
         return float(self.done()), 1
 
     def check(self) -> None:
-        pass
+        if self.wrong:
+            raise InputError(self.wrong)
 
 
 def calls(study: Path) -> list[str]:

@@ -8,8 +8,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
-import manifests
 import pytest
 import runs
 import yaml
@@ -17,12 +17,11 @@ from fake_nodes import WELL, Fake, calls
 
 from megaenc.errors import InputError
 from megaenc.study import journal
-from megaenc.study.graph import build_graph
-from megaenc.study.manifest import read_manifest
-from megaenc.study.remaining import Remaining
-from megaenc.study.run import execute, needed
-from megaenc.study.run_command import choose, main, places
-from megaenc.study.stages import nodes_of
+from megaenc.study.node import finished
+from megaenc.study.run import environment, execute
+from megaenc.study.run_command import main
+from megaenc.training.introduction import conclusion
+from megaenc.training.start import digest
 
 
 def test_each_begins_when_what_it_needs_is_done(tmp_path):
@@ -151,14 +150,62 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_told_to_stop_it_lets_them_save(tmp_path, number):
     process, pid = begun(tmp_path)
     process.send_signal(number)
+    if number == signal.SIGHUP:  # it comes twice, from the shell and from the kernel
+        process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode not in (0, None) and "stopping: pretrain/b" in out
     assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
     assert journal.tries(journal.log_of(tmp_path, "pretrain/b"))[-1].how == journal.STOPPED
+
+
+def test_whoever_reads_may_leave(tmp_path):
+    """As `| head -1` does: the study goes on, and when it is told to stop lets them save."""
+    process, pid = begun(tmp_path)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) not in (0, None)
+    assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
+
+
+def test_what_is_said_to_nobody_ends_nothing(tmp_path):
+    code = WORKER.format(tests=str(Path(__file__).parent), study=str(tmp_path)).replace("{saves}", "")
+    code = code.replace("saves + WELL", "'sleep 0.2; ' + WELL")
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=runs.surroundings(), stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert calls(tmp_path)[-1] == "end pretrain/b"
+
+
+def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, capsys):
+    stale = Fake("export/a", tmp_path, ("pretrain/a",), wrong="hf/a: made of another a")
+    right = Fake("export/b", tmp_path, ("pretrain/a",))
+    nodes = [Fake("pretrain/a", tmp_path), stale, right, Fake("finetune/a", tmp_path, ("export/a",))]
+    for made in (stale.made, right.made, nodes[-1].made):
+        made.touch()
+    assert finished(nodes) == set()
+    assert execute(nodes, tmp_path, [""]) == {"export/a": "hf/a: made of another a"}
+    assert calls(tmp_path) == ["begin pretrain/a", "end pretrain/a"]
+    conclude = "export/a: failed: hf/a: made of another a"
+    assert conclude in capsys.readouterr().out
+
+
+def test_a_stop_under_torchrun_is_no_crash(tmp_path):
+    """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
+    told = conclusion(15, 300, SimpleNamespace(loss=2.5), "runs/a", "SIGTERM")
+    script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
+    node = Fake("pretrain/a", tmp_path, script=script, processes=2)
+    [why] = execute([node], tmp_path, ["", ""]).values()
+    assert why.startswith("was told to stop, and has saved (") and calls(tmp_path) == ["begin pretrain/a"]
+    assert journal.tries(journal.log_of(tmp_path, "pretrain/a"))[-1].how == journal.STOPPED
+    assert float(environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
 
 
 def test_killed_it_takes_them_along_and_goes_on(tmp_path):
@@ -183,51 +230,6 @@ def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
     assert execute([node, child], tmp_path, [""]) == {}
     assert other.wait() == 0 and "another process is at it" in capsys.readouterr().out
     assert calls(tmp_path) == ["begin export/a", "end export/a"]
-
-
-def test_time_left_follows_what_was_measured(tmp_path):
-    nodes = [Fake(f"pretrain/{number}", tmp_path, work=number, planned=1.0 * number) for number in (1, 2, 4)]
-    remaining = Remaining(nodes, tmp_path)
-    assert remaining.seconds(1) == 7 and remaining.seconds(7) == 4
-    remaining.measured(nodes[0], 10.0)
-    assert remaining.seconds(1) == 60 and remaining.seconds(2) == 40
-    remaining.under_way(nodes[2], 0.75)
-    assert remaining.seconds(1) == 30
-    unknown = [*nodes, Fake("export/x", tmp_path, planned=None)]
-    assert Remaining(unknown, tmp_path).seconds(1) is None
-
-
-def test_only_takes_what_is_needed_along(tmp_path):
-    nodes = nodes_of(build_graph(read_manifest(manifests.write(tmp_path))), tmp_path / "study")
-    found = [node.id for node in choose(nodes, ["toy-clm-dec400-mlm40-420"])]
-    name = "toy-clm-dec400-mlm40-420"
-    assert found == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]
-    assert [node.id for node in choose(nodes, ["pretrain/toy-clm-4*"])] == ["corpus", "pretrain/toy-clm-400"]
-    assert choose(nodes, []) == list(nodes.values()) == needed(nodes, nodes)
-    with pytest.raises(InputError, match="--only: found toy-clm-40, did you mean toy-clm-400"):
-        choose(nodes, ["toy-clm-40"])
-
-
-def test_places(monkeypatch):
-    monkeypatch.setattr("megaenc.study.run_command._devices", lambda: ["3", "5"])
-    assert places(0) == ["3", "5"] and places(3) == ["3", "5", "3"]
-    monkeypatch.setattr("megaenc.study.run_command._devices", list)
-    assert places(2) == ["", ""]
-
-
-def test_a_dry_run_says_each_command_and_does_nothing(tmp_path, capsys):
-    main([str(manifests.write(tmp_path)), "--output", str(tmp_path / "study"), "--dry-run", "--only", "toy-clm-400"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(": ")[0] for line in lines] == [
-        "corpus",
-        "pretrain/toy-clm-400",
-        "export/toy-clm-400",
-        "finetune/toy-clm-400",
-    ]
-    assert lines[0] == f"corpus: would run: megaenc demo --output {tmp_path / 'study' / 'corpus'}"
-    assert ": would run: megaenc pretrain --" in lines[1] and " --seq-length 64 " in lines[1]
-    assert " --objective-schedule clm --train-iters 400 " in lines[1]
-    assert not (tmp_path / "study").exists()
 
 
 SMALLEST = {
@@ -298,11 +300,24 @@ def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
         ({"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}}, "runs/toy-clm-6: made from another manifest: lr is 0.001 there"),
         ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
         ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
-        ({"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}, "without keeping step 2, where"),
     ]
+    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == digest(
+        json.loads((study / "runs" / "toy-clm-6" / "run.json").read_text())["identity"]
+    )
     for change, expected in changes:
         manifest.write_text(yaml.safe_dump(SMALLEST | change))
         with pytest.raises(SystemExit) as refused:
             main([str(manifest), "--output", str(study)])
         [line] = capsys.readouterr().err.splitlines()
         assert refused.value.code == 2 and expected in line
+    # A branch at a step that was not kept is no branch; one more model has its own run.
+    manifest.write_text(yaml.safe_dump(SMALLEST | {"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}))
+    main([str(manifest), "--output", str(study), "--dry-run"])
+    *done, pretrain, _, _ = sorted(capsys.readouterr().out.splitlines(), key=lambda line: "would run" in line)
+    assert len(done) == 5 and "pretrain/toy-clm-4: would run" in pretrain and "--branch-from" not in pretrain
+    manifest.write_text(yaml.safe_dump(SMALLEST))
+    with (manifest.parent / "sc" / "train.jsonl").open("a") as stream:
+        stream.write('{"id": "more", "text": "stan plerk", "label": 0}\n')
+    with pytest.raises(SystemExit):
+        main([str(manifest), "--output", str(study)])
+    assert "results/toy-clm-6: made otherwise than now: finetune: dataset is" in capsys.readouterr().err

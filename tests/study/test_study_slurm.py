@@ -100,6 +100,7 @@ def test_without_a_cluster_it_is_one_line(tmp_path, monkeypatch):
         submit([Fake("pretrain/a", tmp_path)], tmp_path, Cluster())
     with pytest.raises(InputError, match="has 6 processes, expected a number that divides it"):
         machines(Cluster(slurm_gpus=4), Fake("pretrain/a", tmp_path, processes=6))
+    assert machines(Cluster(slurm_gpus=0), Fake("pretrain/a", tmp_path, processes=6)) == 1  # all on the cores of one
     with pytest.raises(InputError, match="--slurm-cpus: found 0, expected at least 1"):
         Cluster(slurm_cpus=0).check()
 
@@ -160,6 +161,47 @@ def test_a_job_that_fails_says_so_to_the_queue(tmp_path):
     task = Task(Fake("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
     with pytest.raises(RuntimeError, match="error: --load: nothing there"):
         pickle.loads(pickle.dumps(task))()
+
+
+def test_a_job_compares_what_is_there_with_what_was_made_again(tmp_path):
+    stale = Fake("export/a", tmp_path, wrong="hf/a: made of another a")
+    stale.made.touch()
+    with pytest.raises(InputError, match="hf/a: made of another a"):
+        Task(stale, tmp_path)()
+
+
+def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
+    parent, child = Fake("pretrain/a", tmp_path), Fake("export/a", tmp_path, ("pretrain/a",))
+    child.made.touch()
+    assert list(submit([parent, child], tmp_path, Cluster())) == ["pretrain/a", "export/a"]
+
+
+def test_a_grid_that_waits_to_be_compared_is_one_job(tmp_path, sbatch, monkeypatch):
+    nodes = a_study(tmp_path)
+    monkeypatch.setattr(type(nodes[-1]), "done", lambda self: True)
+    assert [job.job_id for job in submit(nodes, tmp_path / "study", Cluster())["finetune/toy-clm-400"]] == ["14"]
+
+
+@pytest.mark.parametrize("how", [journal.STOPPED, "exit code 1"])
+def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkeypatch, how):
+    """It is about to be requeued, and an end before that would be a failure."""
+    *_, pretrain = a_study(tmp_path)[:2]
+    for name, value in {"JOB_ID": "77", "NODEID": "1", "JOB_NODELIST": "n[3-4]", "NTASKS": "2", "PROCID": "1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    log, waited = journal.log_of(tmp_path / "study", pretrain.id), []
+    journal.begin(log, ["torchrun"])
+    monkeypatch.setattr("megaenc.study.slurm.subprocess.run", lambda words, env: subprocess.CompletedProcess(words, 1))
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 1:  # it looks again until the first has said how it ended
+            journal.end(log, how)
+
+    monkeypatch.setattr("megaenc.study.slurm.time.sleep", sleep)
+    with pytest.raises(RuntimeError, match="exit code 1 on"):
+        Task(pretrain, tmp_path / "study", machines=2)()
+    assert [seconds > 60 for seconds in waited] == ([False, True] if how == journal.STOPPED else [False])
 
 
 def test_on_several_machines_each_has_a_torchrun(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from fake_nodes import WELL, Fake
 
 from megaenc.study import journal
 from megaenc.study.run import execute
-from megaenc.study.status import headline, main, rows
+from megaenc.study.status import headline, main, rows, unfit
 
 
 def test_a_table_of_every_state(tmp_path):
@@ -39,6 +39,31 @@ def test_a_table_of_every_state(tmp_path):
     assert table["export/b"].why == "needs pretrain/b, which failed" and table["finetune/a"].why == "needs export/a"
     assert table["pretrain/a"].seconds >= 1 and table["pretrain/a"].progress == "1 of 1 parts"
     assert headline(list(table.values()), 75.0) == "5 stages: 1 done, 1 running, 2 waiting, 1 failed; 20 %, about 1:15 left"
+
+
+def test_to_look_at_a_lock_changes_nothing(tmp_path):
+    lock = tmp_path / ".locks" / "pretrain" / "a"
+    assert not journal.is_locked(tmp_path, "pretrain/a") and not lock.parent.exists()
+    lock.parent.mkdir(parents=True)
+    lock.touch()  # of a process that was killed
+    lock.parent.chmod(0o500)
+    assert not journal.is_locked(tmp_path, "pretrain/a") and lock.exists()
+    with journal.lock(tmp_path, "pretrain/a") as mine:
+        assert mine and journal.is_locked(tmp_path, "pretrain/a")
+    lock.parent.chmod(0o700)
+
+
+def test_what_does_not_fit_has_failed_and_what_is_to_be_compared_waits(tmp_path):
+    nodes = [
+        Fake("pretrain/a", tmp_path),
+        Fake("export/a", tmp_path, ("pretrain/a",)),
+        Fake("pretrain/b", tmp_path, wrong="runs/b: made from another manifest"),
+    ]
+    for node in nodes[1:]:
+        node.made.touch()
+    table = {row.stage: (row.state, row.why) for row in rows(nodes, tmp_path, unfit(nodes))}
+    assert table["export/a"] == ("waiting", "needs pretrain/a")
+    assert table["pretrain/b"] == ("failed", "runs/b: made from another manifest")
 
 
 def test_what_was_killed_or_stopped_waits(tmp_path):
