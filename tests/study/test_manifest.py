@@ -28,7 +28,7 @@ def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names(
 @pytest.mark.parametrize("file", sorted(manifests.STUDY.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_manifest_of_the_package_can_be_read(file):
     manifest = read_manifest(file)
-    assert len({model.name for model in manifest.models}) == len(manifest.models) > 10
+    assert len({model.name for model in manifest.models}) == len(manifest.models) >= 10
 
 
 def test_an_entry_makes_every_combination_and_clm_alone_only_once(tmp_path):
