@@ -1,19 +1,14 @@
-"""From a manifest to the stages of the work, in which every shared beginning is trained once.
-
-A run of N steps that decays over the last D has the same first N - D steps as any other that trains the same objectives at the
-same rate up to there. So each model is a branch of the run with which it shares most, or all of its own where it shares nothing;
-longer runs come first and are the trunks. What is continued from a decayed end is a run of its own, which others can branch.
-"""
+"""From a manifest to the stages of the work: corpus, pretraining runs, exports, fine-tunings."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaenc.flags import flatten
-from megaenc.study.entries import Model, Trained
+from megaenc.study.entries import Model
 from megaenc.study.manifest import Manifest
 from megaenc.study.setting import Setting
+from megaenc.study.sharing import maker, starts_of
 from megaenc.study.tasks import Training
 
 if TYPE_CHECKING:
@@ -226,8 +221,8 @@ def build_graph(manifest: Manifest, begun: "Begun | None" = None) -> Graph:
 
     `begun`: a study that is gone on with. Its runs keep the start that they have had, and are branched where they can be.
     """
-    starts = _starts(manifest.models, begun)
-    owned = [(model, step, _owner(starts, model.name, step)) for model in manifest.models for step in model.checkpoints]
+    starts = starts_of(manifest.models, begun)
+    owned = [(model, step, maker(starts, model.name, step)) for model in manifest.models for step in model.checkpoints]
     keep: dict[str, set[int]] = {name: set() for name in starts}
     for _, step, owner in owned:
         keep[owner].add(step)
@@ -260,105 +255,3 @@ def _grids(manifest: Manifest, exports: Iterable[str]) -> dict[str, FineTuning]:
     if manifest.finetune is None:
         return {}
     return {name: FineTuning(name, manifest.trainings, manifest.finetune_flags) for name in exports}
-
-
-_Start = tuple[Literal["new", "branch", "weights"], str, int]
-
-
-def _starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, _Start]:
-    """How the run of each model begins, parents before children.
-
-    What is left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals
-    the one with the fewest objectives, which checkpoints on the way are named after.
-    """
-    families: dict[tuple, list[Model]] = {}
-    for model in models:
-        families.setdefault(_family(model), []).append(model)
-    found = _kept_starts([model for members in families.values() for model in members], begun)
-    kept = set(found)
-    for members in families.values():
-        placed: list[Model] = []
-        for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
-            if model.name not in kept:
-                found[model.name] = _best_start(model, placed, found, begun)
-            placed.append(model)
-    return _parents_first(found)
-
-
-def _family(model: Model) -> tuple:
-    """What runs that can share a beginning have in common."""
-    # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
-    flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
-    return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
-
-
-def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, _Start], begun: "Begun | None") -> _Start:
-    """As a branch of the one of its family that it shares most with, if any; of equals the first."""
-    best, at = "", 0
-    for other in placed:
-        common = shared_steps(model, other)
-        common = begun.branch_point(other.name, common) if begun else common
-        kind, _, its_own = starts[other.name]
-        if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
-            best, at = other.name, common
-    if best:
-        return "branch", best, at
-    return ("weights", model.after, 0) if model.after else ("new", "", 0)
-
-
-def _kept_starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, _Start]:
-    """How runs have begun, where that makes what the manifest says of them now."""
-    by_name = {model.name: model for model in models}
-    said = {name: start for name in by_name if begun and (start := begun.start(name))}
-
-    def fits(name: str, children: tuple[str, ...] = ()) -> bool:
-        model, (kind, parent, at) = by_name[name], said[name]
-        if kind != "branch":
-            return (kind, parent) == (("weights", model.after) if model.after else ("new", ""))
-        if parent not in said or parent in children or _family(model) != _family(by_name[parent]):
-            return False
-        return 0 < at <= shared_steps(model, by_name[parent]) and fits(parent, (*children, name))
-
-    return {name: said[name] for name in said if fits(name)}
-
-
-def _parents_first(starts: Mapping[str, _Start]) -> dict[str, _Start]:
-    """In the given order, but for parents that come later: what is continued may be a branch."""
-    found: dict[str, _Start] = {}
-
-    def place(name: str) -> None:
-        if name in found:
-            return
-        if parent := starts[name][1]:
-            place(parent)
-        found[name] = starts[name]
-
-    for name in starts:
-        place(name)
-    return found
-
-
-def shared_steps(one: Model, other: Model) -> int:
-    """The first steps that two models of the same flags, warm-up and start have in common, none of them decayed."""
-    last = min(one.undecayed, other.undecayed)
-    return min(last, _agreeing(one.phases, other.phases))
-
-
-def _agreeing(here: tuple[Trained, ...], there: tuple[Trained, ...]) -> int:
-    """The last step up to which two schedules train the same; a phase that changes is the same only as a whole."""
-    step, mine, other = 0, iter(here), iter(there)
-    one, two = next(mine, None), next(other, None)
-    while one and two and one.text == two.text:
-        if one.last_step != two.last_step and (one.changes or two.changes):
-            return step
-        step = min(one.last_step, two.last_step)
-        one = next(mine, None) if one.last_step == step else one
-        two = next(other, None) if two.last_step == step else two
-    return step
-
-
-def _owner(starts: Mapping[str, _Start], name: str, step: int) -> str:
-    """The run that makes `step` of the run `name`."""
-    while starts[name][0] == "branch" and step <= starts[name][2]:
-        name = starts[name][1]
-    return name
