@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megaenc.study.claim_tests import Draft
 from megaenc.study.comparisons import Comparison, Line
-from megaenc.study.evidence import Score
 from megaenc.study.models import Models
+from megaenc.study.score import Score
 
 _FEW = 3  # places that a sentence names
 

@@ -14,7 +14,8 @@ from typing import Literal
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import STUDY
 from megaenc.study import statistics
-from megaenc.study.evidence import AVERAGE, Evidence, Score
+from megaenc.study.evidence import AVERAGE, Evidence
+from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import is_average
 from megaenc.study.statistics import LEVEL, Test

@@ -2,7 +2,8 @@
 
 from collections import defaultdict
 
-from megaenc.study.evidence import Evidence, Grid
+from megaenc.study.evidence import Evidence
+from megaenc.study.score import Grid
 from megaenc.study.setups import dataset_label
 
 

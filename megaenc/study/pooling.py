@@ -13,7 +13,7 @@ import numpy as np
 
 from megaenc.study import statistics
 from megaenc.study.comparisons import Comparison, Line, Pool, Terms, pooled
-from megaenc.study.evidence import Score, examples_of
+from megaenc.study.score import Score, examples_of
 from megaenc.study.statistics import Components, Test
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megaenc.finetune.intervals import STUDY, Kind
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, PAPER, Evidence, Score, of_results
+from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
+from megaenc.study.score import Score
 from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"

@@ -8,8 +8,8 @@ import numpy as np
 from megaenc.study import statistics
 from megaenc.study.claim_tests import Draft, directional
 from megaenc.study.comparisons import Line
-from megaenc.study.evidence import Score
 from megaenc.study.models import Models
+from megaenc.study.score import Score
 from megaenc.study.setups import is_average
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from megaenc.finetune import intervals
 from megaenc.finetune.intervals import Sensitivity
 from megaenc.finetune.jobs import rate_name
-from megaenc.study.evidence import Evidence, Grid, Score, examples_of, trainings
+from megaenc.study.evidence import Evidence
+from megaenc.study.score import Grid, Score, examples_of, trainings
 from megaenc.study.setups import dataset_label, datasets_of
 from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
 from megaenc.study.table import Column, Row, Table, Value, score

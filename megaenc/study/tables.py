@@ -5,7 +5,8 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 
 from megaenc.study.bars import words
-from megaenc.study.evidence import Evidence, Score
+from megaenc.study.evidence import Evidence
+from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import (
     FAMILIES,

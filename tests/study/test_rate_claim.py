@@ -7,9 +7,10 @@ import simulated
 from scipy import stats
 from small_studies import by_claim
 
-from megaenc.study.evidence import Evidence, Score
+from megaenc.study.evidence import Evidence
 from megaenc.study.models import Models
 from megaenc.study.rate_claim import sensitivity
+from megaenc.study.score import Score
 from megaenc.study.setting import Setting, name_of
 
 
