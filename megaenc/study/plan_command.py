@@ -125,8 +125,8 @@ def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
     )
     also = " and one for each fine-tuning run" if graph.grids else ""
     yield f"longest wait, with {each}{also}, all at once:"
-    yield f"  {_clock(cost.at_the_branch.hours)} where a branch begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
-    yield f"  {_clock(cost.at_the_end.hours)} where it waits for its parent's end: {_chain(cost.at_the_end)}"
+    yield f"  {_clock(cost.at_the_end.hours)} where a branch waits for its parent's end (`study run`): {_chain(cost.at_the_end)}"
+    yield f"  {_clock(cost.at_the_branch.hours)} where it begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
     together = (cost.shared.device_hours or 0.0) + (cost.finetune_hours or 0.0)
     yield f"  {_clock(together / hardware.devices)} on {hardware.devices} x {hardware.device} in all, one thing after another"
 
