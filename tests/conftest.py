@@ -1,5 +1,6 @@
 """What several groups of tests need: one small corpus with its tokenizer, and a world of one process."""
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,12 @@ import runs
 
 # A file of these takes minutes: begun last, as `--dist loadfile` begins files of few tests, it would be waited for alone.
 _LONG = ("faults", "convert", "training")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What tests start can be told to stop, also where nohup or a shell's `&` has the suite itself ignore that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
