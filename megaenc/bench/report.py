@@ -1,0 +1,70 @@
+"""What every benchmark tells: the machine, medians with their spread, a JSON file."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+
+from megaenc.files import make_parent, write_whole
+from megaenc.processes import usable_cores
+
+_PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on: processor, usable cores, memory in GiB, accelerators, load before the start, versions, time."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "accelerators": _accelerators(),
+        "load": round(os.getloadavg()[0], 2),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "python": platform.python_version(),
+        "packages": _versions(),
+    }
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """`median`, `lowest` and `highest` of at least one value."""
+    return {"median": median(values), "lowest": min(values), "highest": max(values)}
+
+
+def write(path: str | Path, found: dict[str, Any]) -> None:
+    """Write `found` as JSON, whole or not at all. Raises InputError where the file cannot be written."""
+    make_parent(Path(path), "--output")
+    write_whole(Path(path), json.dumps(found, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _accelerators() -> list[str]:
+    import torch
+
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

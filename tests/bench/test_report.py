@@ -1,0 +1,35 @@
+import json
+import os
+
+import pytest
+
+from megaenc.bench import report
+from megaenc.errors import InputError
+
+
+def test_machine_is_this_one_and_goes_into_json():
+    found = report.machine()
+    assert found["cores"] == len(os.sched_getaffinity(0))
+    assert found["memory_gib"] > 0 and found["processor"]
+    assert found["packages"]["numpy"]
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_spread():
+    assert report.spread([3.0, 1.0, 2.0, 10.0]) == {"median": 2.5, "lowest": 1.0, "highest": 10.0}
+    assert report.spread([4.0]) == {"median": 4.0, "lowest": 4.0, "highest": 4.0}
+
+
+def test_written_whole_into_a_folder_that_is_made(tmp_path):
+    path = tmp_path / "new" / "bench.json"
+    report.write(path, {"a": [1, 2]})
+    assert json.loads(path.read_text()) == {"a": [1, 2]}
+    with pytest.raises(TypeError):
+        report.write(path, {"a": object()})
+    assert json.loads(path.read_text()) == {"a": [1, 2]} and len(list(path.parent.iterdir())) == 1
+
+
+def test_a_place_that_cannot_be_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--output .*file/bench.json: cannot create the folder"):
+        report.write(tmp_path / "file" / "bench.json", {})
