@@ -38,6 +38,7 @@ COMMANDS = {
         "megaenc.study.report_command:main",
         "tables, figures and verdicts of a study, in files and as one page",
     ),
+    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the speed of training with transformers' on the same work"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }

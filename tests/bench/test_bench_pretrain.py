@@ -1,0 +1,105 @@
+"""The training benchmark: all sides do the same work, and the figures follow from their turns."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import runs
+import torch
+
+from megaenc.bench import pretrain, turns
+from megaenc.bench.documents import Documents
+from megaenc.model.config import preset
+from megaenc.objectives import Attention
+
+TURNS = runs.ROOT / "megaenc" / "bench" / "turns.py"
+SMALL = pretrain.BenchFlags(model="tiny", vocab_size=300, documents=6, batch=2, shortest=3, longest=40, rounds=2, bf16=False)
+
+
+def test_documents_follow_from_the_seed_in_any_order():
+    documents = Documents(6, 3, 40, 300, seed=5)
+    lengths = [documents.length(number) for number in range(6)]
+    assert min(lengths) >= 3 and max(lengths) <= 40 and documents.tokens == sum(lengths)
+    ordered = dataclasses.replace(documents, order=documents.by_length())
+    assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
+    objective = documents.objective("mlm(mask=0.4)")
+    for place, number in enumerate(documents.by_length()):
+        (here, asked), (there, expected) = ordered.targets(objective, place), documents.targets(objective, number)
+        assert here.sample == there.sample and all(map(np.array_equal, asked[:3], expected[:3]))
+    assert np.array_equal(documents[7].tokens, documents[1].tokens), "numbers go on from the beginning"
+
+
+@pytest.mark.parametrize(("objective", "causal"), [("mlm(mask=0.4)", False), ("clm", True)])
+def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
+    work = dataclasses.replace(SMALL, objective=objective).work("")
+    documents = work.read()
+    inputs, predicted = turns.padded(work, documents, documents.objective(objective), 1, torch.device("cpu"))
+    assert inputs["attention_mask"].sum(1).tolist() == [documents.length(2), documents.length(3)]
+    for row, number in enumerate((2, 3)):
+        tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
+        asked = np.flatnonzero(labels != turns.IGNORED)
+        assert np.array_equal(labels[asked], tokens[asked])
+        assert not causal or np.array_equal(asked, np.arange(1, len(tokens))), "every token but the first has one before it"
+    assert predicted == int((inputs["labels"] != turns.IGNORED).sum()) > 0
+
+
+@pytest.mark.parametrize("objective", ["mlm(mask=0.4)", "clm"])
+def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
+    settings = dataclasses.replace(SMALL, objective=objective, tensor_model_parallel_size=2)
+    sides = pretrain.sides_of(settings, str(tmp_path / "weights.safetensors"))
+    found = {}
+    for name, side in {"weights": dataclasses.replace(sides[pretrain.OURS], program="weights"), **sides}.items():
+        work, result = tmp_path / "work.json", tmp_path / "result.json"
+        work.write_text(json.dumps(dataclasses.asdict(side.work)))
+        runs.script(TURNS, [side.program, str(work), str(result)], processes=side.processes)
+        found[name] = json.loads(result.read_text())
+    del found["weights"]
+    assert list(found) == [pretrain.OURS, pretrain.TENSOR_PARALLEL, pretrain.PADDED, pretrain.SORTED]
+    losses = [each["loss"] for each in found.values()]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
+    assert len({each["predicted"] for each in found.values()}) == 1
+    assert all(each["seconds"] > 0 and each["cpu_seconds"] > 0 and each["peak_memory"] > 0 for each in found.values())
+
+
+def test_other_work_is_found():
+    pretrain.check_losses({"a": 6.0, "b": 6.0 + 1e-4}, bf16=False)
+    for loss in (6.01, float("nan")):
+        with pytest.raises(RuntimeError, match=r"b 6\.01|b nan"):
+            pretrain.check_losses({"a": 6.0, "b": loss}, bf16=False)
+
+
+def test_figures_by_hand():
+    def turn(seconds):
+        return {"seconds": seconds, "cpu_seconds": 2 * seconds, "peak_memory": 2**30, "loss": 6.0, "predicted": 50}
+
+    made = {
+        pretrain.OURS: [turn(2.0), turn(4.0)],
+        pretrain.PADDED: [turn(8.0), turn(8.0)],
+        pretrain.SORTED: [turn(3.0), turn(6.0)],
+    }
+    found = pretrain.figures(SMALL, "sdpa", made, rate=1e9)
+    documents = SMALL.work("").read()
+    assert found["tokens"] == documents.tokens
+    assert found["sides"][pretrain.OURS]["tokens_per_second"] == pytest.approx(
+        {"median": documents.tokens * 3 / 8, "lowest": documents.tokens / 4, "highest": documents.tokens / 2}
+    )
+    assert (found["ratio_padded"], found["ratio_sorted"]) == (3.0, 1.5)
+    spans = documents.spans(Attention.BIDIRECTIONAL)
+    assert found["gemm_share"] == pytest.approx(preset("tiny").training_flops(300, 50, spans) / 3.0 / 1e9)
+    assert "3.00 times the padded peer" in pretrain.table(found)
+    assert json.loads(json.dumps(found))["ratio_padded"] == 3.0
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--documents", "7"], "--documents: found 7, expected a multiple of --batch 8"),
+        (["--longest", "4"], "--longest: found 4, expected 12 or more"),
+        (["--rounds", "0"], "--rounds: found 0, expected 1 or more"),
+        (["--objective", "mntp"], "--objective mntp: transformers has no loss for it, expected clm or mlm(...)"),
+        (["--model", "giant"], "--model: unknown preset 'giant'"),
+    ],
+)
+def test_wrong_settings_are_one_line(given, complaint, refusal):
+    assert complaint in refusal(pretrain.main, given)
