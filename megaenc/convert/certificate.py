@@ -238,8 +238,7 @@ def _narrow(own: list[torch.nn.Parameter], narrow: list[Tensor], module: Any, in
         parameter.data = data
 
 
-def _by_rows(head: Any, hidden: Tensor, weight: Tensor | None = None) -> Any:
-    """What the output layer computes: a plain product, of megatron-core's with a bias that is none."""
+def _by_rows(head: Any, hidden: Tensor, weight: Tensor | None = None, labels: None = None) -> Tensor:
+    """What the output layer computes without labels: a plain product."""
     weight = head.weight if weight is None else weight
-    logits = torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_ROWS)], dim=-1)
-    return logits if isinstance(head, torch.nn.Linear) else (logits, None)
+    return torch.cat([F.linear(hidden, rows.float()) for rows in weight.split(_ROWS)], dim=-1)

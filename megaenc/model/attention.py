@@ -11,6 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.attention.varlen import varlen_attn
 
+from megaenc.model.elementwise import Rotation
 from megaenc.objectives import Attention
 
 # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
@@ -56,6 +57,8 @@ class Packing(PackedSeqParams):
     """Of each document, under Attention.PREFIX."""
     prefix_rows: PrefixRows | None = None
     """The same for the kernels of accelerators."""
+    rotation: Rotation | None = None
+    """Which the encoder puts in: of each token by its place in its document."""
 
     @classmethod
     def of(cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None) -> "Packing":
@@ -96,7 +99,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class PackedAttention(MegatronModule):
-    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document.
+    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
 
     query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim], heads and groups being this rank's.
     """
@@ -106,6 +109,8 @@ class PackedAttention(MegatronModule):
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+        if packed_seq_params.rotation is not None:
+            query, key = (packed_seq_params.rotation(x) for x in (query, key))
         if query.is_cuda and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         return self._by_document(query, key, value, packed_seq_params)
@@ -138,15 +143,26 @@ class PackedAttention(MegatronModule):
         )
 
     def _by_document(self, query, key, value, packing):
-        """torch's scaled dot product on each document by itself: exact everywhere, and nothing is computed across an edge."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, s, dim]
+        """torch's scaled dot product on each document by itself: exact everywhere, and nothing is computed across an edge.
+
+        Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
+        """
+        spans = packing.spans()
+        sizes = [stop - start for start, _, stop in spans]
+        documents = zip(
+            *(x.permute(1, 2, 0, 3).split(sizes, dim=2) for x in (query, key, value)), strict=True
+        )  # [1, heads, s, dim]
         parts = []
-        for start, prefix, stop in packing.spans():
-            if start < prefix:
-                parts.append(self._dot_product(q[:, :, start:prefix], k[:, :, start:prefix], v[:, :, start:prefix]))
-            if prefix < stop:
-                parts.append(self._dot_product(q[:, :, prefix:stop], k[:, :, start:stop], v[:, :, start:stop], causal=True))
-        return torch.cat(parts, dim=2).permute(2, 0, 1, 3).reshape(query.size(0), 1, -1)
+        for (start, prefix, stop), (q, k, v) in zip(spans, documents, strict=True):
+            if prefix == stop:
+                parts.append(self._dot_product(q, k, v))
+            elif prefix == start:
+                parts.append(self._dot_product(q, k, v, causal=True))
+            else:
+                before, after = q.split([prefix - start, stop - prefix], dim=2)
+                parts.append(self._dot_product(before, k[:, :, : prefix - start], v[:, :, : prefix - start]))
+                parts.append(self._dot_product(after, k, v, causal=True))
+        return torch.cat([part.permute(2, 0, 1, 3) for part in parts]).flatten(2)
 
     def _dot_product(self, q, k, v, causal=False):
         """If causal, the last query sees all keys and each one before it one key less."""

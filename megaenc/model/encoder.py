@@ -15,6 +15,7 @@ from torch import Tensor
 from megaenc.backend import Layout, detect
 from megaenc.model.attention import Packing
 from megaenc.model.config import ModelConfig, padded_vocab_size
+from megaenc.model.elementwise import Rotation
 from megaenc.model.initial import draw_weights
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
@@ -88,7 +89,9 @@ class Encoder(LanguageModule):
         padding columns -inf). On the others [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
-        hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=self.angles[positions], packed_seq_params=packing)
+        # Once for all layers; the core attention turns queries and keys itself.
+        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions]))
+        hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
     def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:

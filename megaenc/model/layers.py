@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megaenc.backend import Layout
 from megaenc.model.attention import PackedAttention
 from megaenc.model.config import ModelConfig
+from megaenc.model.elementwise import SwiGLU
 
 
 class RMSNorm(torch.nn.Module):
@@ -54,6 +55,7 @@ def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -
         layernorm_epsilon=model.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
+        use_te_activation_func=True,  # takes the module of the recipe below, whoever made it
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -111,7 +113,10 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)),
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
+            ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
