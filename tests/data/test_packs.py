@@ -16,8 +16,9 @@ class Numbered:
     def __init__(self, lengths):
         self.document_lengths = np.array(lengths, dtype=np.int64)
 
-    def tokens(self, document, start, stop):
-        return 1000 * document + np.arange(start, stop)
+    def joined(self, documents, starts, stops):
+        pieces = zip(documents, starts, stops, strict=True)
+        return np.concatenate([1000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
 
 def stream(lengths, documents, seed):
