@@ -30,6 +30,11 @@ COMMANDS = {
         "megaenc.finetune.datasets.demo:main",
         "make four small data sets from what is installed here",
     ),
+    "bench data": ("megaenc.bench.data:main", "measure tokenising beside gigatoken alone and Hugging Face's ways"),
+    "bench loader": (
+        "megaenc.bench.loader:main",
+        "measure how fast a run gets its packs, and what ordering the documents costs",
+    ),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
     "study run": ("megaenc.study.run_command:main", "train, export and fine-tune all of a study, here or on a cluster"),

@@ -27,7 +27,32 @@ def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] =
 
 def permutation(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """int64[count]: a random order of range(count); equal words (one chance in 2**64 a pair) keep theirs, so it is unique."""
-    return np.argsort(words(seed, purpose, count, counters=counters), kind="stable")
+    return _stable_order(words(seed, purpose, count, counters=counters))
+
+
+def _stable_order(drawn: np.ndarray) -> np.ndarray:
+    """`np.argsort(drawn, kind="stable")` of uint64, several times faster: NumPy sorts numbers quicker than it sorts places.
+
+    A number is the high bits of a word with its place in the low ones; the few words that are alike in their high bits are put
+    right afterwards.
+    """
+    bits = np.uint64(max(len(drawn) - 1, 1).bit_length())
+    order = drawn >> bits
+    order <<= bits
+    order |= np.arange(len(drawn), dtype=np.uint64)
+    order.sort()
+    alike = np.zeros(len(drawn), dtype=bool)
+    chunk = 1 << 24  # at a time, so that intermediates are small
+    for start in range(0, len(drawn) - 1, chunk):
+        here, following = order[start : start + chunk], order[start + 1 : start + chunk + 1]
+        same = ((here[: len(following)] ^ following) >> bits) == 0
+        alike[start : start + len(same)] |= same
+        alike[start + 1 : start + 1 + len(same)] |= same
+    order &= (np.uint64(1) << bits) - np.uint64(1)
+    order = order.view(np.int64)
+    places = order[alike]
+    order[alike] = places[np.argsort(drawn[places], kind="stable")]
+    return order
 
 
 def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:

@@ -2,6 +2,7 @@ import heapq
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.processes import Workers
+from megaenc.processes import Threads, Workers
 
 # The helpers import what they run by name, so these tests use functions of the standard library.
 
@@ -111,3 +112,30 @@ def test_a_worker_whose_launcher_died_before_it_began_ends(monkeypatch):
     assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\n"
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert runs.run([sys.executable, "-c", ORPHAN]).stdout == "begins\ngoes on\n"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_threads_do_what_workers_do(count):
+    with Threads(lambda seconds: time.sleep(seconds) or seconds, count) as threads:
+        assert list(threads.map([0.05, 0, 0.02, 0, 0])) == [0.05, 0, 0.02, 0, 0]
+    with Threads(heapq.merge, count) as threads:
+        assert list(threads.map([[1, 2], [], [3], [4, 5, 6]])) == [1, 2, 3, 4, 5, 6]
+        assert list(threads.map([[7]])) == [7]
+        results = threads.map([[8], 9, [10]])
+        assert next(results) == 8
+        with pytest.raises(TypeError):
+            next(results)
+
+
+def test_threads_take_work_as_it_is_needed_and_leave_with_the_block():
+    taken, before = [], threading.active_count()
+
+    def items():
+        for number in range(100):
+            taken.append(number)
+            yield -number
+
+    with Threads(abs, 2) as threads:
+        next(threads.map(items()))
+        assert len(taken) <= 5
+    assert threading.active_count() == before

@@ -97,3 +97,23 @@ def test_a_sample_has_numbers_of_its_own():
     one = randomness.SampleRandomness(seed=1, sample=5, epoch=0)
     assert (one.uniforms("mask", 4) == randomness.uniforms(1, "mask", 4, counters=(5, 0))).all()
     assert (one.uniforms("mask", 4) != randomness.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000, 70_000])
+@pytest.mark.parametrize("kinds", [None, 1, 2, 300])
+def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kinds):
+    """As written at first, `np.argsort(words, kind="stable")`; also where words are alike, in their high bits or in all."""
+    words = randomness.words(3, "order", count, counters=(4,))
+    if kinds:
+        few = np.random.default_rng(0).integers(0, kinds, count, dtype=np.uint64)
+        words = few << np.uint64(40) | (words & np.uint64(3))
+    monkeypatch.setattr(randomness, "words", lambda *_, **__: words)
+    found = randomness.permutation(3, "order", count, counters=(4,))
+    assert found.dtype == np.int64
+    assert np.array_equal(found, np.argsort(words, kind="stable"))
+
+
+def test_a_permutation_of_more_than_is_compared_at_a_time():
+    count = (1 << 24) + 5
+    words = randomness.words(1, "order", count)
+    assert np.array_equal(randomness.permutation(1, "order", count), np.argsort(words, kind="stable"))

@@ -47,7 +47,7 @@ def _decompressed(raw: BinaryIO) -> BinaryIO:
     kind = _kind(raw)
     if kind == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")
-    return io.BufferedReader(_ZstdFrames(raw) if kind == "zstd" else raw, buffer_size=1 << 17)
+    return io.BufferedReader(_ZstdFrames(raw), buffer_size=1 << 17) if kind == "zstd" else raw
 
 
 class _ZstdFrames(io.RawIOBase):

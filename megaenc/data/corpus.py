@@ -32,7 +32,10 @@ class Corpus:
         self.sequence_lengths: np.ndarray = dataset.sequence_lengths
         ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
         np.cumsum(self.sequence_lengths, out=ends[1:])
-        self.document_lengths: np.ndarray = np.diff(ends[self.first_sequences])
+        self._starts = ends[self.first_sequences]  # int64[D + 1]: of the documents in .bin, in tokens
+        self.document_lengths: np.ndarray = np.diff(self._starts)
+        # Pages of the file itself: whatever ranks of a machine read, it is in memory once.
+        self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r"))
         self._id_limit: int | None = None
 
     @classmethod
@@ -97,13 +100,24 @@ class Corpus:
 
         Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
         """
-        if start == stop:  # an empty document may have no sequence to point at
+        if start == stop:
             return np.empty(0, dtype=np.int64)
+        return self.joined(np.array([document]), np.array([start]), np.array([stop]))
+
+    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """int64[sum(stops - starts)]: of each of `documents` its tokens starts..stops-1, at least one, end to end, a copy.
+
+        Raises InputError for a token id outside the vocabulary given to `check_vocabulary`.
+        """
+        counts = stops - starts
+        before = np.cumsum(counts) - counts
         # The sequences of a document lie one after the other in .bin, so that one read may run across them.
-        sequence = int(self.first_sequences[document])
-        found = self._dataset.get(sequence, offset=start, length=stop - start).astype(np.int64)
-        if self._id_limit is not None:
-            self._check_ids(found, f"document {document}", LocalInputError)
+        places = np.repeat(self._starts[documents] + starts - before, counts)
+        places += np.arange(len(places))
+        found = self._tokens[places].astype(np.int64)
+        if self._id_limit is not None and int(found.view(np.uint64).max()) >= self._id_limit:
+            for document, piece in zip(documents, np.split(found, before[1:]), strict=True):
+                self._check_ids(piece, f"document {document}", LocalInputError)
         return found
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -115,7 +129,7 @@ class Corpus:
             check_tokenizer(self.prefix, self.sidecar, vocabulary)
         self._id_limit = vocabulary.size
         count = min(_FIRST_LOOK, int(self.document_lengths.sum()))
-        self._check_ids(self._dataset.bin_reader.read(self._dataset.index.dtype, count, 0).astype(np.int64), "the start")
+        self._check_ids(self._tokens[:count].astype(np.int64), "the start")
 
     def _check_ids(self, found: np.ndarray, where: str, error: type[InputError] = InputError) -> None:
         # As unsigned numbers negative ids are huge: one comparison finds both kinds.

@@ -7,7 +7,8 @@ spell one, `"\\ud800"`; no encoding of Unicode can) becomes U+FFFD, the replacem
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -51,10 +52,10 @@ class Encoder:
         # Special tokens are text here, so the quick way never hears of them; other added tokens stay tokens.
         added = [token for token in config.get("added_tokens") or [] if not token.get("special")]
         spelled = sorted({token["content"] for token in added}, key=len, reverse=True)
-        self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else lambda text: None
+        self._spells_added_token = re.compile("|".join(map(re.escape, spelled))).search if spelled else None
         # An added token may be looked for in the normalised text, where the search in `_spells_added_token` cannot see it.
         findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
-        self._quick: Callable[[bytes], np.ndarray] | None = None
+        self._quick: Any = None  # a tokenizer of gigatoken
         if fast or (fast is None and findable):
             self._quick = _gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
         if fast is None and self._quick is not None and not self._agrees(self._quick):
@@ -77,30 +78,42 @@ class Encoder:
         rows: list[np.ndarray | None] = []
         slow = []
         for at, text in enumerate(texts):
-            if self._spells_added_token(text):
+            if self._spells_added_token is not None and self._spells_added_token(text):
                 slow.append(at)
                 rows.append(None)
             else:
-                rows.append(self._quick(text.encode()))
+                rows.append(self._quick.encode(text.encode()))
         for at, row in zip(slow, self._encode_reference([texts[at] for at in slow]), strict=True):
             rows[at] = row
         return rows
+
+    def joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """The documents end to end: token ids uint32[tokens], and int64[documents] how many each has. Other threads go on."""
+        if self._quick is None or self._spells_added_token is not None:
+            rows = self(texts)
+            return np.concatenate([np.empty(0, np.uint32), *rows]), np.array([len(row) for row in rows], np.int64)
+        return _batch(self._quick, texts)
 
     def _encode_reference(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
             return []
         return [np.array(row.ids, dtype=np.uint32) for row in self._reference.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def _agrees(self, quick: Callable[[bytes], np.ndarray]) -> bool:
+    def _agrees(self, quick: Any) -> bool:
         """Whether `quick` gives the reference's ids on the probes and on words of the tokenizer's own vocabulary."""
         size = self._reference.get_vocab_size()
         words = [self._reference.decode([token]) for token in range(0, size, max(1, size // 4000))]
         texts = [*PROBES, *(" ".join(words[start : start + 50]) for start in range(0, len(words), 50)), "".join(words)]
-        texts = [text for text in map(well_formed, texts) if not self._spells_added_token(text)]
+        texts = [*map(well_formed, texts)]
+        if self._spells_added_token is not None:
+            texts = [text for text in texts if not self._spells_added_token(text)]
+        rows = self._encode_reference(texts)
         try:
-            return all(
-                np.array_equal(quick(text.encode()), row) for text, row in zip(texts, self._encode_reference(texts), strict=True)
-            )
+            tokens, lengths = _batch(quick, texts)
+            alone = [quick.encode(text.encode()) for text in texts]
+            if not np.array_equal(tokens, np.concatenate(rows)) or lengths.tolist() != [*map(len, rows)]:
+                return False
+            return all(np.array_equal(found, row) for found, row in zip(alone, rows, strict=True))
         except Exception:  # whatever gigatoken cannot do, the reference can
             return False
 
@@ -114,10 +127,19 @@ def well_formed(text: str) -> str:
     return text
 
 
-def _gigatoken(tokenizer_json: str) -> Callable[[bytes], np.ndarray] | None:
+def _gigatoken(tokenizer_json: str) -> Any:
     try:
         from gigatoken.gigatoken_rs import load_hf_json
 
-        return load_hf_json(tokenizer_json).encode
+        return load_hf_json(tokenizer_json)
     except Exception:  # a kind of tokenizer that gigatoken does not know
         return None
+
+
+def _batch(quick: Any, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        # In this thread alone: whoever calls decides how many there are.
+        made = quick.encode_batch(list(texts), parallel=False).layout
+    except TypeError:  # half a surrogate pair
+        made = quick.encode_batch([well_formed(text) for text in texts], parallel=False).layout
+    return np.asarray(made.content.data, np.uint32), np.diff(made.offsets.data)

@@ -19,10 +19,11 @@ from megaenc.data.outputs import output_files, output_prefixes, refuse_outputs, 
 from megaenc.data.partitions import Parts, noted_outputs, work_folder
 from megaenc.data.sentences import Punkt, installed_punkt, learnt_punkt
 from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
+from megaenc.data.sources import LineFile
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm, whole_files
-from megaenc.processes import Workers, usable_cores
+from megaenc.processes import Threads, Workers, usable_cores
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PreprocessFlags(inputs.InputFlags):
     punkt_language: str = "english"
     """Language of nltk's Punkt model for --split-sentences; where it is not installed, one is learnt from the input."""
     workers: int = field(default_factory=usable_cores)
-    """Processes that tokenise."""
+    """Processes that tokenise; up to four threads, where JSONL or lines of text go through gigatoken."""
     partitions: int = 1
     """Cut the input into so many parts: after a stop the same command goes on with the parts that are missing."""
     skip_bad_lines: bool = False
@@ -120,7 +121,11 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
     the kind of file that a text came in. Raises InputError for input, tokenizer or output that cannot be used, for input that
     changes while it is read, and when a worker dies.
     """
-    started = time.monotonic()
+    return prepare(settings)()
+
+
+def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
+    """The part of `preprocess` that looks at flags and input and loads the tokenizer; calling what it returns does the rest."""
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
     tell_left_behind(*output_files(prefixes), folder)
@@ -136,11 +141,16 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
         say(remark)
     job = _job(settings, prefixes, found)
     make_parent(prefixes[0], "--output-prefix")
-    made = _write_at_once(job) if settings.partitions == 1 else _write_in_parts(job, folder)
+    return partial(_run, job, folder)
+
+
+def _run(job: _Job, folder: Path) -> list[Path]:
+    started = time.monotonic()
+    made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
     seconds = time.monotonic() - started
-    for prefix, corpus in zip(prefixes, made, strict=True):
+    for prefix, corpus in zip(job.prefixes, made, strict=True):
         say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
-    return prefixes
+    return job.prefixes
 
 
 def _job(settings: PreprocessFlags, prefixes: list[Path], found: inputs.Inputs) -> _Job:
@@ -219,8 +229,19 @@ def _write(
     return made
 
 
+# So many threads have the interpreter's lock, which parsing takes, to themselves most of the time; more wait for each other.
+_MOST_THREADS = 4
+
+
+def _workers(job: _Job, count: int) -> Workers | Threads:
+    """Threads where they do as well as processes, which take a second to start, and each a copy of the tokenizer in memory."""
+    in_lines = all(isinstance(source, LineFile) for source in job.found.sources)  # blocks of which are small, whatever they hold
+    threads = in_lines and count <= _MOST_THREADS and job.work.encoder.fast and job.work.punkt is None
+    return (Threads if threads else Workers)(job.work, count)
+
+
 def _write_at_once(job: _Job) -> list[Sidecar]:
-    with Workers(job.work, job.settings.workers) as workers:
+    with _workers(job, job.settings.workers) as workers:
         return _write(job, lambda writers: _tokenise(job, workers, writers), lambda hashes: refuse_outputs(job.prefixes))
 
 
@@ -257,7 +278,7 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
 
 
 def _make_parts(job: _Job, parts: Parts, spans: list[list[inputs.Span]], missing: list[int]) -> None:
-    with Workers(job.work, job.settings.workers if missing else 0) as workers:
+    with _workers(job, job.settings.workers if missing else 0) as workers:
         for number in missing:
             fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
             parts.write(
@@ -269,7 +290,7 @@ def _make_parts(job: _Job, parts: Parts, spans: list[list[inputs.Span]], missing
 
 def _tokenise(
     job: _Job,
-    workers: Workers,
+    workers: Workers | Threads,
     writers: list[IndexedWriter],
     spans: Sequence[inputs.Span] | None = None,
     label: str = "tokenising",

@@ -15,8 +15,8 @@ class Documents(Protocol):
     document_lengths: np.ndarray
     """int64[D] in tokens."""
 
-    def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
-        """int64[stop - start]."""
+    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """int64[sum(stops - starts)]: of each of `documents` its tokens starts..stops-1, at least one, end to end."""
 
 
 class Stream:
@@ -29,10 +29,10 @@ class Stream:
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
         lengths = corpus.document_lengths[documents]
         self.corpus = corpus
-        self.documents = documents[lengths > 0]
+        self.documents = narrow(documents[lengths > 0])
         self.seed = seed
-        self._lengths = lengths[lengths > 0]
-        self.tokens_per_epoch = int(self._lengths.sum())
+        self._lengths = narrow(lengths[lengths > 0])
+        self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
             raise InputError(
                 f"{getattr(corpus, 'prefix', 'corpus')}: found no tokens in {len(documents)} documents, expected at least one"
@@ -42,27 +42,26 @@ class Stream:
 
     def cut(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64[count] from position `start` on, and the edges int32[D + 1] of the documents, 0 first, `count` last."""
-        tokens = np.empty(count, dtype=np.int64)
-        edges = [0]
-        while edges[-1] < count:
-            epoch, begin = divmod(start + edges[-1], self.tokens_per_epoch)
+        tokens, edges, done = np.empty(count, dtype=np.int64), [np.zeros(1, dtype=np.int64)], 0
+        while done < count:
+            epoch, begin = divmod(start + done, self.tokens_per_epoch)
             order, ends = self.epoch_order(epoch)
-            end = min(begin + count - edges[-1], self.tokens_per_epoch)
+            end = min(begin + count - done, self.tokens_per_epoch)
             first, last = np.searchsorted(ends, (begin, end - 1), side="right")  # the places that hold tokens begin and end - 1
-            for place in range(first, last + 1):
-                at = int(order[place])
-                offset = int(ends[place] - self._lengths[at])  # of the document's first token within the epoch
-                piece = self.corpus.tokens(int(self.documents[at]), max(begin - offset, 0), min(end, int(ends[place])) - offset)
-                tokens[edges[-1] : edges[-1] + len(piece)] = piece
-                edges.append(edges[-1] + len(piece))
-        return tokens, np.array(edges, dtype=np.int32)
+            at, theirs = order[first : last + 1], ends[first : last + 1]
+            offsets = theirs - self._lengths[at]  # of each document's first token within the epoch
+            starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, theirs) - offsets
+            tokens[done : done + end - begin] = self.corpus.joined(self.documents[at], starts, stops)
+            edges.append(done + np.cumsum(stops - starts))
+            done += end - begin
+        return tokens, np.concatenate(edges).astype(np.int32)
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of `documents` lies at each place of the epoch, and int64[D] where it ends, in tokens from the epoch's start."""
         order = narrow(randomness.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
-        return order, np.cumsum(self._lengths[order])
+        return order, np.cumsum(self._lengths[order], dtype=np.int64)
 
 
-def narrow(order: np.ndarray) -> np.ndarray:
-    """int32 wherever it suffices: a hundred million documents are 400 MB less."""
-    return order.astype(np.int32) if len(order) < 2**31 else order
+def narrow(values: np.ndarray) -> np.ndarray:
+    """Numbers from 0 on as int32 where that suffices: of a hundred million documents 400 MB less."""
+    return values.astype(np.int32) if not len(values) or values.max() < 2**31 else values

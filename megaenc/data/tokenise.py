@@ -59,18 +59,19 @@ class Tokenise:
     def _column(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(tokens, length of each sequence, sequences of each document)."""
         if self.punkt is None:
-            rows, pieces = self.encoder(texts), np.ones(len(texts), np.int64)
+            tokens, lengths = self.encoder.joined(texts)
+            pieces = np.ones(len(texts), np.int64)
         else:
             cut = [self._sentences(well_formed(text)) for text in texts]
-            rows, pieces = self.encoder([piece for document in cut for piece in document]), np.array([*map(len, cut)], np.int64)
-        lengths = np.array([len(row) for row in rows], np.int32)
+            tokens, lengths = self.encoder.joined([piece for document in cut for piece in document])
+            pieces = np.array([*map(len, cut)], np.int64)
         owners = np.repeat(np.arange(len(texts)), pieces)[lengths > 0]
-        lengths = lengths[lengths > 0]
+        lengths = lengths[lengths > 0].astype(np.int32)
         counts = np.bincount(owners, minlength=len(texts)).astype(np.int32)
         counts = counts[counts > 0]
-        tokens = np.concatenate([np.empty(0, np.uint32), *rows])
+        tokens = tokens.astype(self.dtype)
         if self.eod is not None and len(counts):
             last = np.cumsum(counts) - 1  # the end of a document belongs to its last sequence
             tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], self.eod)
             lengths[last] += 1
-        return tokens.astype(self.dtype), lengths, counts
+        return tokens, lengths, counts

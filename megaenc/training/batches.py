@@ -46,6 +46,20 @@ def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """What a micro-batch is made of: see `micro_batch`."""
+
+    packs: Packs
+    samples: tuple[int, ...]
+    objective: Objective
+    seed: int
+
+    def made(self, device: torch.device) -> MicroBatch:
+        """The micro-batch."""
+        return micro_batch(self.packs, self.samples, self.objective, self.seed, device)
+
+
+@dataclass(frozen=True)
 class Share:
     """Which samples of a global batch this data-parallel rank reads."""
 

@@ -20,7 +20,8 @@ from megaenc.backend import Backend
 from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_chunks
 from megaenc.objectives import Objective
-from megaenc.training.batches import MicroBatch, Share, micro_batch
+from megaenc.training.ahead import Ahead
+from megaenc.training.batches import MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
 from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
 
@@ -90,6 +91,9 @@ class Engine:
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
         self.watch = Stopwatch()
+        # A host's cores all compute in any case: there a thread would but take turns with them.
+        self._make = partial(Wanted.made, device=backend.device)
+        self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
         self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
@@ -149,13 +153,18 @@ class Engine:
         self.watch.reset()
         reset_timers(self.timers)
         self.clear_gradient()
-        objective = self.plan.schedule.objective(step)
         with self.watch.measure(FORWARD_BACKWARD):
-            result = self._run(self.rows(step), self.plan.packs, objective, self.plan.settings.seed, train=True)
+            following = self._wanted(step + 1) if self._ahead and step < self.plan.settings.total_iters else ()
+            result = self._run(self._wanted(step), following, train=True)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate(step)
         with self.watch.measure(OPTIMIZER):
             return Update(result, *self._step(result.loss_sum))
+
+    def _wanted(self, step: int) -> list[Wanted]:
+        """The micro-batches of update number `step`."""
+        objective = self.plan.schedule.objective(step)
+        return [Wanted(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.rows(step)]
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """The samples of each micro-batch that this rank reads for update number `step`."""
@@ -213,7 +222,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
-            sums = self._sums([row] * repeated, self.plan.packs, objective, self.plan.settings.seed, train=True)
+            wanted = Wanted(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
+            sums = self._sums([wanted] * repeated, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
@@ -224,26 +234,30 @@ class Engine:
             if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
                 chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
-        results = [self._run(list(self.share.samples(start)), packs, objective, seed=0, train=False) for start in starts]
+        wanted = [[Wanted(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
+        results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
         for chunk in self.chunks:
             chunk.train()
             if self.layout.overlap_param_gather:
                 chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
-    def _run(self, rows: list[Sequence[int]], packs: Packs, objective: Objective, seed: int, train: bool) -> BatchResult:
-        """The global batch of which this rank reads `rows` through the pipeline, forward and, to train, backward."""
-        sums = self._sums(rows, packs, objective, seed, train)
+    def _run(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> BatchResult:
+        """The global batch of which this rank reads `wanted` through the pipeline, forward and, to train, backward.
+
+        `following` is what will be wanted next.
+        """
+        sums = self._sums(wanted, following, train)
         if train:
             self.own_loss = sums[0].clone()
         dist.all_reduce(sums)
         loss_sum, correct, predicted, flops = sums.tolist()
         return BatchResult(loss_sum, int(predicted), int(correct), flops)
 
-    def _sums(self, rows: list[Sequence[int]], packs: Packs, objective: Objective, seed: int, train: bool) -> torch.Tensor:
-        """float64[4] of this rank: loss, correct, predicted, FLOPs of its micro-batches, each of the samples of one of `rows`."""
+    def _sums(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> torch.Tensor:
+        """float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
-        batches = (micro_batch(packs, samples, objective, seed, self.device) for samples in rows)
+        batches = self._ahead.over(wanted, following) if self._ahead else map(self._make, wanted)
         batches = self.watch.over(DATA, batches)
         iterators = list(tee(batches, len(self.chunks)))  # each part goes through all of them, at its own pace
         with torch.set_grad_enabled(train):
@@ -251,8 +265,8 @@ class Engine:
                 forward_step_func=partial(self._forward_step, counts),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks,
-                num_microbatches=len(rows),
-                seq_length=len(rows[0]) * self.plan.settings.data.seq_length,
+                num_microbatches=len(wanted),
+                seq_length=len(wanted[0].samples) * self.plan.settings.data.seq_length,
                 micro_batch_size=1,  # a row holds all packs of the micro-batch
                 forward_only=not train,
             )

@@ -17,8 +17,9 @@ class Numbered:
         self.name = name
         self.document_lengths = np.array(lengths, dtype=np.int64)
 
-    def tokens(self, document, start, stop):
-        return 1_000_000 * self.name + 1000 * document + np.arange(start, stop)
+    def joined(self, documents, starts, stops):
+        pieces = zip(documents, starts, stops, strict=True)
+        return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
 
 
 def blend(weights, seq_length=8, seed=0):

@@ -174,6 +174,9 @@ def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch):
     assert corpus.tokens(0, 0, 3).tolist() == [1, 2, 3]
     with pytest.raises(InputError, match="document 1 holds token id -5"):
         corpus.tokens(1, 0, 2)
+    assert corpus.joined(np.array([1, 0, 0]), np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [4, 3, 1, 2]
+    with pytest.raises(InputError, match="document 1 holds token id -5"):
+        corpus.joined(np.array([0, 1, 0]), np.array([0, 1, 1]), np.array([3, 2, 2]))
 
 
 def test_split_is_fixed_exact_and_by_document():

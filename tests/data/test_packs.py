@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from megaenc import randomness
+from megaenc.data.corpus import Corpus
+from megaenc.data.indexed import IndexedWriter
 from megaenc.data.packs import ConcatPacks, Pack, RandomLengthPacks
 from megaenc.errors import InputError
 
@@ -16,8 +18,9 @@ class Numbered:
     def __init__(self, lengths):
         self.document_lengths = np.array(lengths, dtype=np.int64)
 
-    def tokens(self, document, start, stop):
-        return 1000 * document + np.arange(start, stop)
+    def joined(self, documents, starts, stops):
+        pieces = zip(documents, starts, stops, strict=True)
+        return np.concatenate([1000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
 
 def stream(lengths, documents, seed):
@@ -167,3 +170,34 @@ def test_random_lengths_are_uniform():
 def test_a_pack_too_short_for_two_chunks_is_refused():
     with pytest.raises(InputError, match="found --seq-length 23, expected at least 24"):
         RandomLengthPacks(Numbered([100]), np.array([0]), 23, seed=0)
+
+
+def cut_piece_by_piece(stream, start, count):
+    """`Stream.cut` as it was written at first: a document after the other."""
+    tokens, edges = np.empty(count, dtype=np.int64), [0]
+    while edges[-1] < count:
+        epoch, begin = divmod(start + edges[-1], stream.tokens_per_epoch)
+        order, ends = stream.epoch_order(epoch)
+        end = min(begin + count - edges[-1], stream.tokens_per_epoch)
+        first, last = np.searchsorted(ends, (begin, end - 1), side="right")
+        for place in range(first, last + 1):
+            document = int(stream.documents[order[place]])
+            offset = int(ends[place]) - int(stream.corpus.document_lengths[document])
+            piece = stream.corpus.tokens(document, max(begin - offset, 0), min(end, int(ends[place])) - offset)
+            tokens[edges[-1] : edges[-1] + len(piece)] = piece
+            edges.append(edges[-1] + len(piece))
+    return tokens, np.array(edges, dtype=np.int32)
+
+
+def test_packs_of_a_corpus_on_disk_are_those_cut_piece_by_piece(tmp_path):
+    draw = np.random.default_rng(0)
+    counts = draw.integers(0, 4, 200)  # of sequences, none in some documents
+    lengths = draw.integers(1, 40, counts.sum()).astype(np.int32)
+    writer = IndexedWriter(tmp_path / "a.bin", tmp_path / "a.idx", "uint16")
+    writer.add(draw.integers(0, 60_000, lengths.sum()), lengths, counts)
+    writer.finish()
+    stream = ConcatPacks(Corpus.open(tmp_path / "a"), np.arange(200), 64, seed=5).stream
+    for start in [*range(0, 3 * stream.tokens_per_epoch, 41), stream.tokens_per_epoch - 1]:
+        for count in (1, 64, 700):
+            for found, expected in zip(stream.cut(start, count), cut_piece_by_piece(stream, start, count), strict=True):
+                assert found.dtype == expected.dtype and np.array_equal(found, expected)

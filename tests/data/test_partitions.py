@@ -68,7 +68,7 @@ preprocess.main(sys.argv[1:])
 
 def command(settings, *more):
     flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
-    return [sys.executable, "-c", KILLED, *flags, "--append-eod", "--workers", "2", "--partitions", "4", *more]
+    return [sys.executable, "-c", KILLED, *flags, "--append-eod", "--workers", "5", "--partitions", "4", *more]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_after_a_kill_the_same_command_makes_the_missing_parts(
     ended = subprocess.run(command(settings, str(int(number)), victim), capture_output=True, text=True, timeout=60)
     assert ended.returncode == code, ended.stderr
     if victim == "worker":
-        assert ended.stderr.startswith("error: worker 2 of 2 (process ") and "was killed by SIGKILL" in ended.stderr
+        assert ended.stderr.startswith("error: worker 5 of 5 (process ") and "was killed by SIGKILL" in ended.stderr
         assert ended.stderr.count("\n") == 1
     else:  # the workers go without a word
         assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")

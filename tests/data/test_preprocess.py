@@ -420,8 +420,8 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
         yield from blocks * 50
 
     monkeypatch.setattr(inputs, "read_blocks", read_blocks)
-    with pytest.raises(InputError, match=r"worker \d of 2 \(process \d+\) was killed by SIGKILL"):
-        preprocess(flags(corpus, tokenizer_folder, workers=2))
+    with pytest.raises(InputError, match=r"worker \d of 5 \(process \d+\) was killed by SIGKILL"):
+        preprocess(flags(corpus, tokenizer_folder, workers=5))
     assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
 
 
@@ -442,7 +442,7 @@ preprocess.main(sys.argv[1:-1])
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, tokenizer_folder, number, code):
-    arguments = ["--input", corpus, "--output-prefix", corpus.parent / "out", "--tokenizer", tokenizer_folder, "--workers", "2"]
+    arguments = ["--input", corpus, "--output-prefix", corpus.parent / "out", "--tokenizer", tokenizer_folder, "--workers", "5"]
     command = [sys.executable, "-c", SUICIDE, *map(str, arguments), str(int(number))]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == code, ended.stderr
@@ -452,7 +452,7 @@ def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, token
     else:
         assert not left
     workers = [int(pid) for pid in ended.stdout.split("\n")[0].split()]
-    assert len(workers) == 2
+    assert len(workers) == 5
     deadline = time.monotonic() + 10
     while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in workers):
         assert time.monotonic() < deadline, "workers outlive their parent"

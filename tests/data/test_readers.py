@@ -2,6 +2,7 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 
 import pytest
 import zstandard
@@ -190,3 +191,53 @@ def test_whole_lines_added_to_a_file_are_not_read(tmp_path):
     with path.open("a") as stream:
         stream.write('{"text": "later"}\n')
     assert texts_of(path, 0, known) == TEXTS
+
+
+WELL_FORMED = [
+    b'{"id":"a/b","n":-1.5e3,"k":[1,2,{"x":null}],"text":"hello \\u00e9 \\ud83d\\ude00 \\n w\xc3\xb6rld","t":true}',
+    b'{"text":"x","text":"y","f":NaN,"g":-Infinity,"h":0.0,"i":12345678901234567890123}',
+    b' {"a" : {"text":1} , "text" : "q" }\r',
+]
+MISHAPS = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\\ud800",
+    b"\xff",
+    b"\xed\xa0\x80",
+    b"NaN",
+    b"-",
+    b"01",
+    b"null",
+    b"\x00",
+]
+MISHAPS += [b"\x00", b"\xef\xbb\xbf", b'"text":"z",', b"1e400", b"1.", b".5", b"/**/", b"\x1f", b"\x0b", b"9" * 5000, b"[" * 1100]
+
+
+def test_the_quick_parser_takes_nothing_that_the_other_does_not():
+    draw, both = random.Random(0), 0
+    for _ in range(20_000):
+        line = bytearray(draw.choice(WELL_FORMED))
+        for _ in range(draw.randint(0, 2)):
+            at = draw.randrange(len(line) + 1)
+            line[at : at + draw.choice([0, 0, 1, 3])] = draw.choice([*MISHAPS, b""])
+        quick = readers._quick_texts(bytes(line), ["text"])
+        if quick is not None:
+            assert readers._json_texts(bytes(line), ["text"]) == quick, line
+            both += 1
+    assert both > 3000
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"a": "\\ud800", "text": "x"}', '\ufeff{"text": "x"}', '{"text": "x", "n": NaN}', ' {"text": "x"} \r', '{"text":"x"}'],
+)
+def test_what_only_the_slow_parser_takes_is_read_too(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{line}\n\n   \n{line}", encoding="utf-8")
+    assert texts_of(path) == ["x", "x"]

@@ -19,8 +19,9 @@ class Sentences:
         self.first_sequences = np.cumsum([0, *map(len, documents)])
         self.document_lengths = np.array([sum(document) for document in documents], dtype=np.int64)
 
-    def tokens(self, document, start, stop):
-        return 10_000 * document + np.arange(start, stop)
+    def joined(self, documents, starts, stops):
+        pieces = zip(documents, starts, stops, strict=True)
+        return np.concatenate([10_000 * document + np.arange(start, stop) for document, start, stop in pieces])
 
 
 def expected_packs(documents, seq_length, seed, epochs):

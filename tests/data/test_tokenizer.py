@@ -231,3 +231,17 @@ def test_runs_are_as_short_as_characters_allow():
     assert decode_in_runs(tokenizer, ids[:-3]) == [(1, "Z"), (2, "ö"), (1, "\ufffd")]
     assert decode_in_runs(tokenizer, ids[2:]) == [(1, "\ufffd"), (2, "é"), (1, " "), (1, "x")]
     assert decode_in_runs(tokenizer, []) == []
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_joined_is_the_documents_end_to_end(fast):
+    encoder = Encoder(train_tokenizer(TEXTS, 400).backend_tokenizer.to_str(), fast)
+    assert encoder.fast == fast
+    texts = ["", *TEXTS, "half a pair \ud800 here", "", "<|eos|> spelled out", "x" * 5000]
+    rows = encoder(texts)
+    tokens, lengths = encoder.joined(texts)
+    assert tokens.dtype == np.uint32 and tokens.tolist() == np.concatenate(rows).tolist()
+    assert lengths.tolist() == [len(row) for row in rows]
+    for nothing in ([], [""]):
+        tokens, lengths = encoder.joined(nothing)
+        assert len(tokens) == 0 and lengths.tolist() == [0] * len(nothing)

@@ -141,7 +141,7 @@ def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
         "from megaenc.data.corpus import Corpus\n"
         "if __name__ == '__main__':\n"
         "    if os.environ['RANK'] == '1':\n"
-        "        Corpus.tokens = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
+        "        Corpus.joined = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"
         "    from megaenc.errors import LocalInputError\n"
         "    from megaenc.training.command import main\n"
         "    main()\n"

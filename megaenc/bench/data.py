@@ -1,0 +1,221 @@
+"""Tokenising speed beside the peers': the same JSONL through preprocessing, gigatoken alone, and Hugging Face's two ways.
+
+Each way runs in a process of its own, in turns. Timed is the work alone: interpreter, imports and tokenizer are there before.
+`megaenc` ends with .bin, .idx and .json on the disk, hashed and synced; the others with ids in memory. In a first turn, which is
+not counted, the ids of all are compared. Without --input it reads documentation that is installed here.
+
+megaenc bench data --output bench.json
+megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.json
+"""
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megaenc import flags
+from megaenc.bench import report
+from megaenc.bench.ways import WAYS
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.data import inputs
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent, stopped_by_sigterm
+from megaenc.processes import below, usable_cores
+
+
+@dataclass(frozen=True)
+class DataBenchFlags:
+    """What the benchmark takes."""
+
+    output: str = "bench.json"
+    """JSON file for the figures."""
+    input: tuple[str, ...] = ()
+    """Text, of any kind that preprocessing reads; documentation that is installed here unless given."""
+    json_key: str = "text"
+    """Key of the text in each JSON object, column of a table."""
+    tokenizer: str = ""
+    """Folder of a Hugging Face fast tokenizer, or its name on the Hub; one is learnt from the text unless given."""
+    megabytes: float = 200.0
+    """Size of the JSONL that all read: documents come again, in another order, until there are as many, or are cut off there."""
+    rounds: int = 3
+    """Turns that are timed."""
+    workers: int = field(default_factory=usable_cores)
+    """Threads or processes of each way."""
+
+
+def bench(settings: DataBenchFlags) -> dict[str, Any]:
+    """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
+    for name in ("rounds", "workers", "megabytes"):
+        if not getattr(settings, name) > 0:
+            raise InputError(f"--{name} {getattr(settings, name)}: expected more than 0")
+    make_parent(Path(settings.output), "--output")
+    with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
+        text, tokenizer = _prepared(settings, Path(folder))
+        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+        with ProgressLine("comparing ids", len(WAYS) * (settings.rounds + 1)) as progress:
+            for turn in range(settings.rounds + 1):
+                names = list(WAYS)
+                for way in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
+                    turns[way].append(_turn(way, text, tokenizer, settings.workers))
+                    progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {settings.rounds}: {way}")
+                if not turn:
+                    _compare(turns)
+        return {"settings": asdict(settings), "machine": report.machine(), **_figures(text.stat().st_size, turns)}
+
+
+def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
+    """(the JSONL that all read, the tokenizer)."""
+    given = settings.input
+    if not given:
+        from megaenc.data.demo import build_demo_corpus
+
+        given = (str(build_demo_corpus(folder / "demo").corpus),)
+    found = inputs.find_inputs(inputs.InputFlags(given), [settings.json_key])
+    documents, size, limit = [], 0, 1e6 * settings.megabytes
+    for text in inputs.read_texts(found, settings.json_key):
+        if text:
+            documents.append(json.dumps({"id": f"{given[0]}:{len(documents)}", "text": text}, ensure_ascii=False) + "\n")
+            size += len(text)
+        if size > limit:
+            break
+    if not documents:
+        raise InputError(f"{given[0]}: no document holds any text under `{settings.json_key}`")
+    order, size, path = random.Random(0), 0, folder / "text.jsonl"
+    with open(path, "wb") as stream:
+        while size < limit:
+            for document in documents:
+                size += stream.write(document.encode(errors="replace"))
+                if size >= limit:
+                    break
+            order.shuffle(documents)
+    if settings.tokenizer:
+        return path, settings.tokenizer
+    from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
+
+    make_tokenizer(TokenizerFlags(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key))
+    return path, str(folder / "tokenizer")
+
+
+def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
+    """What one process tells (see megaenc.bench.ways), and the most memory, in MiB, that it and those below it had together."""
+    command = [sys.executable, "-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)]
+    with tempfile.TemporaryFile() as complaints, tempfile.TemporaryFile() as told:
+        began = time.perf_counter()
+        process = subprocess.Popen(below(command), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
+        try:
+            peak = _watched(process)
+        finally:
+            process.kill()
+            process.wait()
+        seconds = time.perf_counter() - began
+        for stream in (complaints, told):
+            stream.seek(0)
+        lines = complaints.read().decode(errors="replace").strip().splitlines()
+        if process.returncode:
+            last = lines[-1].removeprefix("error: ") if lines else f"ended with exit code {process.returncode}"
+            raise InputError(last if process.returncode == 2 else f"{way}: {last}")
+        found = json.loads(told.read().decode().strip().splitlines()[-1])
+    return {**found, "process_seconds": seconds, "peak_mib": max(peak, found["peak_mib"])}
+
+
+def _watched(process: subprocess.Popen) -> float:
+    """Wait for the process; the most MiB resident in it and all below it at once, pages that they share counted in each."""
+    peak, own = 0, psutil.Process(process.pid)
+    while process.poll() is None:
+        size = 0
+        try:
+            for one in [own, *own.children(recursive=True)]:
+                size += one.memory_info().rss
+        except psutil.Error:  # has just ended
+            pass
+        peak = max(peak, size)
+        time.sleep(0.1)
+    return peak / 2**20
+
+
+def _compare(turns: dict[str, list[dict[str, Any]]]) -> None:
+    first = next(iter(turns))
+    for way, [found] in turns.items():
+        wanted = turns[first][0]
+        if found["sha256"] != wanted["sha256"]:
+            raise InputError(
+                f"{way}: found {found['documents']:,} documents, {found['tokens']:,} tokens, sha256 {found['sha256'][:12]}; "
+                f"expected the ids of {first}: {wanted['documents']:,}, {wanted['tokens']:,}, {wanted['sha256'][:12]}"
+            )
+
+
+def _figures(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Of each way speed and memory over the timed turns; how many times as fast ours is in the same turn."""
+    timed = {way: found[1:] for way, found in turns.items()}
+    [ours] = [way for way in timed if way == "megaenc"]
+    tokens = timed[ours][0]["tokens"]
+
+    def times(way: str) -> dict[str, float]:
+        pairs = zip(timed[way], timed[ours], strict=True)
+        return report.spread([theirs["seconds"] / mine["seconds"] for theirs, mine in pairs])
+
+    return {
+        "bytes": size,
+        "documents": timed[ours][0]["documents"],
+        "tokens": tokens,
+        "identical_ids": len({found["sha256"] for some in turns.values() for found in some}) == 1,
+        "ways": {
+            way: {
+                "megabytes_per_second": report.spread([size / 1e6 / found["seconds"] for found in some]),
+                "tokens_per_second": report.spread([tokens / found["seconds"] for found in some]),
+                "seconds": report.spread([found["seconds"] for found in some]),
+                "processor_seconds": report.spread([found["processor_seconds"] for found in some]),
+                "process_seconds": report.spread([found["process_seconds"] for found in some]),
+                "peak_mib": max(found["peak_mib"] for found in some),
+            }
+            for way, some in timed.items()
+        },
+        "ratio_encode_batch": times("encode_batch"),
+        "ratio_datasets_map": times("datasets.map"),
+        "share_of_gigatoken": times("gigatoken"),
+        "turns": turns,
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures for the eye."""
+    size = f"{found['bytes'] / 1e6:,.1f} MB of JSONL, {found['documents']:,} documents, {found['tokens']:,} tokens"
+    lines = [f"{size}; the ids of all are identical", f"{'':14}{'MB/s':>8}{'lowest':>8}{'highest':>8}{'tokens/s':>14}{'MiB':>8}"]
+    for way, row in found["ways"].items():
+        speed = row["megabytes_per_second"]
+        lines.append(
+            f"{way:14}{speed['median']:8.1f}{speed['lowest']:8.1f}{speed['highest']:8.1f}"
+            f"{row['tokens_per_second']['median']:14,.0f}{row['peak_mib']:8,.0f}"
+        )
+    for name, what in (
+        ("ratio_encode_batch", "times as fast as a loop of encode_batch"),
+        ("ratio_datasets_map", "times as fast as datasets.map"),
+        ("share_of_gigatoken", "of the speed of gigatoken alone"),
+    ):
+        row = found[name]
+        lines.append(f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {what}")
+    return "\n".join(lines)
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc bench data`."""
+    quiet()
+    settings = flags.parse(DataBenchFlags, argv, prog="megaenc bench data", description=__doc__)
+    with stopped_by_sigterm():
+        found = bench(settings)
+        report.write(settings.output, found)
+        say(table(found))
+        say(f"written to {settings.output}")
+
+
+if __name__ == "__main__":
+    main()

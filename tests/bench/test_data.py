@@ -1,0 +1,81 @@
+import json
+
+import pytest
+import runs
+
+from megaenc.bench import data, ways
+from megaenc.data.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(small_corpus, tmp_path_factory):
+    """What a small benchmark writes."""
+    output = tmp_path_factory.mktemp("bench") / "bench.json"
+    given = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", output]
+    data.main([*map(str, given), "--megabytes", "0.2", "--rounds", "2", "--workers", "2"])
+    return json.loads(output.read_text())
+
+
+def test_all_ways_have_read_the_same_and_found_the_same(made):
+    assert made["identical_ids"] is True
+    assert set(made["ways"]) == {"megaenc", "gigatoken", "encode_batch", "datasets.map"}
+    found = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in made["turns"].values() for turn in turns}
+    assert found == {(made["turns"]["megaenc"][0]["sha256"], made["documents"], made["tokens"])}
+    assert 0.2e6 <= made["bytes"] < 0.21e6
+    assert all(len(turns) == 3 for turns in made["turns"].values())  # the first is not counted
+
+
+def test_figures_follow_from_the_turns(made):
+    ours, theirs = ([turn["seconds"] for turn in made["turns"][way][1:]] for way in ("megaenc", "encode_batch"))
+    ratios = [there / here for here, there in zip(ours, theirs, strict=True)]
+    assert made["ratio_encode_batch"] == {"median": sum(ratios) / 2, "lowest": min(ratios), "highest": max(ratios)}
+    row = made["ways"]["megaenc"]
+    assert row["megabytes_per_second"]["highest"] == made["bytes"] / 1e6 / min(ours)
+    assert row["tokens_per_second"]["lowest"] == made["tokens"] / max(ours)
+    assert row["peak_mib"] > 50
+    assert "the ids of all are identical" in data.table(made) and "times as fast as a loop of encode_batch" in data.table(made)
+
+
+def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path, monkeypatch, refusal):
+    def turn(way, *_):
+        return {"sha256": "1" * 64 if way == "gigatoken" else "0" * 64, "documents": 5, "tokens": 70}
+
+    monkeypatch.setattr(data, "_turn", turn)
+    given = ["--input", small_corpus.text, "--tokenizer", small_corpus.tokenizer, "--output", tmp_path / "bench.json"]
+    line = refusal(data.main, given)
+    assert "gigatoken: found 5 documents, 70 tokens, sha256 111111111111; expected the ids of megaenc: 5, 70, 0000" in line
+    assert not (tmp_path / "bench.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0: expected more than 0"),
+        (["--megabytes", "-1"], "--megabytes -1.0: expected more than 0"),
+        (["--input", "missing.jsonl"], "missing.jsonl: no such file or folder"),
+        (["--input", "TEXT", "--json-key", "title"], "no key `title`"),
+        (["--input", "TEXT", "--tokenizer", "./nothing"], "--tokenizer ./nothing: no such folder"),
+    ],
+)
+def test_wrong_input_is_one_line(small_corpus, tmp_path, refusal, flags, message):
+    flags = [str(small_corpus.text) if flag == "TEXT" else flag for flag in flags]
+    assert message in refusal(data.main, [*flags, "--output", tmp_path / "bench.json"])
+
+
+def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
+    """From a demo of its own, here a small one."""
+    monkeypatch.setattr("megaenc.data.demo.build_demo_corpus", lambda folder: small_demo(tmp_path))
+    settings = data.DataBenchFlags(megabytes=0.1)
+    (tmp_path / "work").mkdir()
+    text, tokenizer = data._prepared(settings, tmp_path / "work")
+    assert text.stat().st_size >= 0.1e6
+    assert load_tokenizer(tokenizer).mask_token_id is not None
+    run = ways.by_megaenc(str(text), tokenizer, 2, str(tmp_path / "work"))
+    ids, lengths = run()()
+    assert len(ids) == lengths.sum() > 1000
+
+
+def small_demo(folder):
+    from megaenc.data.demo import DemoCorpus
+
+    return DemoCorpus(runs.write_text(folder / "demo.jsonl"), folder / "heldout.jsonl")

@@ -1,0 +1,43 @@
+import json
+
+import numpy as np
+import pytest
+
+from megaenc.bench import loader
+from megaenc.data.corpus import Corpus
+
+
+def test_the_made_up_index_is_one_that_opens(tmp_path):
+    lengths = loader.lengths_of(5000, 100)
+    assert lengths.dtype == np.int32 and lengths.min() >= 1 and 80 < lengths.mean() < 120
+    loader.write_index(tmp_path / "a", lengths)
+    with open(tmp_path / "a.bin", "wb") as stream:
+        stream.truncate(2 * int(lengths.sum()))
+    corpus = Corpus.open(tmp_path / "a")
+    assert np.array_equal(corpus.document_lengths, lengths)
+    loader.write_index(tmp_path / "a", lengths, np.full(2500, 2))
+    assert np.array_equal(Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2])
+
+
+def test_every_packing_is_measured(tmp_path):
+    output = tmp_path / "loader.json"
+    flags = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
+    loader.main([*flags, "--seconds", "0.05", "--output", str(output)])
+    found = json.loads(output.read_text())
+    for packing in loader.PACKINGS:
+        assert found["index"][packing]["seconds"]["median"] > 0 and found["index"][packing]["peak_gib"]["median"] > 0
+        reading = found["reading"][packing]
+        assert reading["packs_tokens_per_second"]["median"] > 0 and reading["micro_batches_tokens_per_second"]["median"] > 0
+    assert "3,000 documents" in loader.table(found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--documents", "0"], "--documents 0: expected more than 0"),
+        (["--packings", "padded"], "--packings padded: expected some of concat, random-length, sentences"),
+        (["--packings", "random-length", "--seq-length", "20", "--documents", "100", "--tokens", "5000"], "--seq-length 20"),
+    ],
+)
+def test_wrong_flags_are_one_line(tmp_path, refusal, flags, message):
+    assert message in refusal(loader.main, [*flags, "--output", tmp_path / "loader.json"])
