@@ -17,9 +17,9 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
 
     prepare_megatron()
     from megaenc.model import encoder
-    from megaenc.training import engine
+    from megaenc.training import batches
 
-    make, loss_of = engine.micro_batch, encoder.summed_loss
+    make, loss_of = batches.micro_batch, encoder.summed_loss
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
@@ -35,7 +35,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
             return loss, correct
         return loss * (float("nan") if how == "loss" else how), correct
 
-    put(engine, "micro_batch", marked)
+    put(batches, "micro_batch", marked)
     put(encoder, "summed_loss", spoiled)
 
 
