@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -53,11 +54,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     return out
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(MegatronModule):
     """silu(gate) * up, the halves of the last dimension (Shazeer 2020, arXiv 2002.05202). Backward computes silu(gate) again."""
-
-    def __init__(self, config: object):
-        super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., 2 F] to [..., F]."""

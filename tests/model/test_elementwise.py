@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 TOKENS, HEADS, DIM = 7, 3, 8
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.fixture(autouse=True)
