@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 _AT_ONCE = 1 << 24  # words of an order that are looked at together, so that intermediates are small
 
 
