@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_AT_ONCE = 1 << 24  # words of an order that are looked at together, so that intermediates are small
+
 
 def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = (), block: int = 0) -> np.ndarray:
     """uint64[count]: the random words of one stream.
@@ -39,12 +41,13 @@ def _stable_order(drawn: np.ndarray) -> np.ndarray:
     bits = np.uint64(max(len(drawn) - 1, 1).bit_length())
     order = drawn >> bits
     order <<= bits
-    order |= np.arange(len(drawn), dtype=np.uint64)
+    for start in range(0, len(drawn), _AT_ONCE):
+        some = order[start : start + _AT_ONCE]
+        some |= np.arange(start, start + len(some), dtype=np.uint64)
     order.sort()
     alike = np.zeros(len(drawn), dtype=bool)
-    chunk = 1 << 24  # at a time, so that intermediates are small
-    for start in range(0, len(drawn) - 1, chunk):
-        here, following = order[start : start + chunk], order[start + 1 : start + chunk + 1]
+    for start in range(0, len(drawn) - 1, _AT_ONCE):
+        here, following = order[start : start + _AT_ONCE], order[start + 1 : start + _AT_ONCE + 1]
         same = ((here[: len(following)] ^ following) >> bits) == 0
         alike[start : start + len(same)] |= same
         alike[start + 1 : start + 1 + len(same)] |= same

@@ -208,6 +208,7 @@ def everything(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
 def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(readers, "LINES_BYTES", 100)
     given = found(*everything(tmp_path))
     want = list(read_texts(given, "text"))
     assert len(want) == 23

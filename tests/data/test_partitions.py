@@ -53,7 +53,7 @@ KILLED = """
 import os, signal, sys, psutil
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
 from megaenc.data import inputs, preprocess, readers
-readers.BLOCK_BYTES = 300
+readers.BLOCK_BYTES = readers.LINES_BYTES = 300
 victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []
 def read_blocks(found, spans, real=inputs.read_blocks):
     parts.append(spans)
@@ -68,7 +68,7 @@ preprocess.main(sys.argv[1:])
 
 def command(settings, *more):
     flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
-    return [sys.executable, "-c", KILLED, *flags, "--append-eod", "--workers", "5", "--partitions", "4", *more]
+    return [sys.executable, "-c", KILLED, *flags, "--append-eod", "--workers", "5" if "worker" in more else "2", "--partitions", "4", *more]
 
 
 @pytest.mark.parametrize(

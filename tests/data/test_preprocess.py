@@ -72,6 +72,7 @@ def test_sidecar_tells_what_the_files_are(corpus, tokenizer_folder):
 def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folder, monkeypatch):
     write_jsonl(corpus, [f"{text} {number}" for number in range(40) for text in TEXTS])
     monkeypatch.setattr(readers, "BLOCK_BYTES", 2000)  # many blocks, so that order could be lost
+    monkeypatch.setattr(readers, "LINES_BYTES", 2000)  # many blocks, so that order could be lost
     compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
     compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
     compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
@@ -331,6 +332,7 @@ def changing(monkeypatch, change):
 )
 def test_input_that_changes_during_the_run_is_refused(corpus, tokenizer_folder, monkeypatch, change, message, partitions):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(readers, "LINES_BYTES", 100)
     changing(monkeypatch, lambda: corpus.write_bytes(change(corpus.read_bytes())))
     with pytest.raises(InputError, match=rf"corpus\.jsonl: changed while it was read: .*{message}|corpus\.jsonl: {message}"):
         preprocess(flags(corpus, tokenizer_folder, partitions=partitions))
@@ -410,6 +412,7 @@ def test_append_eod_needs_an_end_of_sequence_token(corpus, tmp_path):
 
 def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 50)
+    monkeypatch.setattr(readers, "LINES_BYTES", 50)
     blocks = list(readers.read_lines(str(corpus)))
     others = psutil.Process().children()  # of other tests
 

@@ -37,7 +37,7 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 40, 1000])
 def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    monkeypatch.setattr(readers, "LINES_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     blocks = list(read_lines(str(path), before=7))
     assert b"".join(block.data for block in blocks) == path.read_bytes()
@@ -49,7 +49,7 @@ def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
 
 @pytest.mark.parametrize("size", [1, 40, 1000])
 def test_a_file_can_be_read_in_parts_at_line_starts(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    monkeypatch.setattr(readers, "LINES_BYTES", size)
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     end = path.stat().st_size
     starts = [line_start(str(path), offset) for offset in range(end + 1)]
@@ -79,7 +79,7 @@ def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 10, 1000])
 def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(readers, "BLOCK_BYTES", size)
+    monkeypatch.setattr(readers, "LINES_BYTES", size)
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
 
@@ -145,7 +145,7 @@ def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
             texts_of(tmp_path / name)
         with pytest.raises(InputError, match="broken compressed data"):
             TextFiles((str(tmp_path / name),), 0).documents(["text"], False)
-    monkeypatch.setattr(readers, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(readers, "LINES_BYTES", 1000)
     with pytest.raises(InputError, match=r"broken compressed data after line [1-9]\d*: "):
         texts_of(tmp_path / "a.gz")
 
