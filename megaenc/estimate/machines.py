@@ -152,6 +152,10 @@ class Rates:
     """what comes on top at the worst moment (logits), as measured, by the formula's"""
     allocator: float = 0.0
     """bytes that the allocator has lost to pieces"""
+    gradients: Link | None = None
+    """for gradients, as measured; else as for activations"""
+    neighbour: Link | None = None
+    """from stage to stage, as measured; else as for activations"""
 
 
 def rates_of(machine: Machine) -> Rates:

@@ -145,7 +145,7 @@ def _border(case: Case, rates: Rates) -> Term:
     name = "stage to stage"
     if case.stages == 1:
         return Term(name, 0.0, "s", "one stage")
-    link = rates.inside if case.gpus <= rates.devices else rates.between
+    link = (rates.neighbour or rates.inside) if case.gpus <= rates.devices else rates.between
     one = link.send(case.row * case.shape.hidden_size * case.width / case.sharded)
     waited = 2 * (case.stages - 1) * case.turns + (0 if case.turns > 1 else 2 * (case.micro_batches - 1))
     return Term(name, waited * one, "s", f"{waited} messages x {one:.3g} s of {case.row:,} rows of H")
@@ -156,6 +156,8 @@ def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -
     if case.data == 1:
         return []
     layout, link = case.layout, group_link(rates, case.tensor, case.data)
+    if rates.gradients and link is rates.inside:
+        link = rates.gradients
     bucket = min(1.0, max(BUCKET, 1_000_000 * case.data) / stage.parameters)
     gradients, weights = 4.0 * stage.parameters, float(case.width * stage.parameters)
 
