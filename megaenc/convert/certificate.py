@@ -69,7 +69,7 @@ def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -
     device = next(encoder.parameters()).device
     packing = Packing.of(edges, attention, device)
     if not head:
-        encoder.logits = lambda hidden, predict_at: hidden.squeeze(1)
+        encoder.head = lambda hidden, predict_at, labels: hidden.squeeze(1)
     with torch.inference_mode(), _in_float32(encoder, encoder.output_layer if head else None):
         tokens, places = torch.cat(parts)[None].to(device), torch.cat(positions).to(encoder.angles.device)
         rows = encoder(tokens, places, packing, None).cpu()

@@ -17,6 +17,7 @@ from megaenc.model.attention import Packing
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.initial import draw_weights
 from megaenc.model.layers import block_spec, transformer_config
+from megaenc.model.loss import summed_loss
 
 
 class Encoder(LanguageModule):
@@ -58,10 +59,11 @@ class Encoder(LanguageModule):
             config, block_spec(config, chunk), pre_process=self.pre_process, post_process=self.post_process, vp_stage=chunk
         )
         if self.post_process:
-            # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
-            self.output_layer = ColumnParallelLinear(
+            self.output_layer = OutputLayer(
                 config.hidden_size,
                 padded,
+                vocab_size,
+                # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
                 config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
                 bias=False,
@@ -77,16 +79,19 @@ class Encoder(LanguageModule):
         """Take what the previous pipeline stage sent (megatron-core's schedules call this)."""
         self.decoder.set_input_tensor(input_tensor[0])
 
-    def forward(self, tokens: Tensor, positions: Tensor, packing: Packing, predict_at: Tensor | None) -> Tensor:
-        """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all.
+    def forward(
+        self, tokens: Tensor, positions: Tensor, packing: Packing, predict_at: Tensor | None, labels: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all, labels [N] or None.
 
-        Returns logits_NV (float32 or bfloat16, padding columns -inf) on the last pipeline stage, [S, 1, H] on the others.
+        On the last pipeline stage: the sums (loss, correct) of `summed_loss`, or without labels logits_NV (float32 or bfloat16,
+        padding columns -inf). On the others [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         hidden = self.decoder(hidden, attention_mask=None, rotary_pos_emb=self.angles[positions], packed_seq_params=packing)
-        return self.logits(hidden, predict_at) if self.post_process else hidden
+        return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
-    def logits(self, hidden_S1H: Tensor, predict_at: Tensor | None) -> Tensor:
+    def head(self, hidden_S1H: Tensor, predict_at: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """The output layer on the predicted positions alone: most of an MLM step's head would otherwise be thrown away."""
         if self.config.sequence_parallel:
             # Every rank then picks the same rows, and the output layer sums their gradients: so the way back is a plain split.
@@ -95,10 +100,26 @@ class Encoder(LanguageModule):
         if predict_at is not None:
             hidden_NH = hidden_NH.index_select(0, predict_at)
         tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        logits_NV, _ = self.output_layer(hidden_NH, weight=tied)
-        valid = self.vocab_size - logits_NV.size(1) * parallel_state.get_tensor_model_parallel_rank()
-        if valid < logits_NV.size(1):
-            logits_NV[:, max(valid, 0) :] = float("-inf")  # padding takes no part in the softmax
+        return self.output_layer(hidden_NH, tied, labels)
+
+
+class OutputLayer(ColumnParallelLinear):
+    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss, in one.
+
+    The loss is made in the module that has the weight: what fetches weights when they are used goes by calls of modules.
+    """
+
+    def __init__(self, hidden_size: int, padded: int, vocab_size: int, **others):
+        super().__init__(hidden_size, padded, **others)
+        share = self.output_size_per_partition
+        self.columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
+
+    def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        """`weight`: the embedding's, where they are tied. See Encoder.forward."""
+        if labels is not None:
+            return summed_loss(hidden_NH, self.weight if weight is None else weight, labels, self.columns, self.tp_group)
+        logits_NV, _ = super().forward(hidden_NH, weight)
+        logits_NV[:, self.columns :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV
 
 

@@ -1,29 +1,88 @@
-"""Loss and accuracy over a vocabulary that is spread over the tensor-parallel ranks: sums and counts, never means."""
+"""Output layer and loss in one, some predictions at a time: the logits of all of them never exist."""
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_AT_ONCE = 2**26
+"""Logits that exist at a time, as float32 a quarter of a GiB: enough rows for the matrix products to be as fast as undivided."""
 
 
-def summed_loss(logits_NV: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and correct guesses, each summed over the N predictions: (float32 with gradient, int64).
+def summed_loss(
+    hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, columns: int, group: dist.ProcessGroup, at_once: int = _AT_ONCE
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and correct guesses of softmax(hidden weight^T), each summed over the N predictions: (float32, int64).
 
-    `logits_NV` is this rank's share of the vocabulary and is overwritten; N may be 0.
+    `weight_VH` is this rank's share of the vocabulary, rows from `columns` on being padding; `labels_N` are ids of the whole
+    one; N may be 0. Of equally likely tokens the lowest id is the guess. At most `at_once` logits exist at a time.
+
+    The gradients are exact and made on the way, since a sum needs nothing of what comes after it; backward scales them and adds
+    those of `hidden_NH` up over `group`. So one softmax serves both ways, and nothing of it is kept.
     """
-    correct = (predictions(logits_NV.detach()) == labels_N).sum()  # first: the loss reuses the memory of the logits
-    return vocab_parallel_cross_entropy(logits_NV.float(), labels_N).sum(), correct
+    return _SummedLoss.apply(hidden_NH, weight_VH, labels_N, columns, group, max(1, at_once // weight_VH.size(0)))
 
 
-@torch.no_grad()
-def predictions(logits_NV: Tensor) -> Tensor:
-    """int64[N]: the most likely token over all ranks' shares, the lowest id among equals."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    first = logits_NV.size(1) * parallel_state.get_tensor_model_parallel_rank()
-    highest, at = logits_NV.float().max(dim=1)
-    best = highest.clone()
-    dist.all_reduce(best, dist.ReduceOp.MAX, group=group)
-    token = torch.where(highest == best, at + first, torch.iinfo(torch.int64).max)
-    dist.all_reduce(token, dist.ReduceOp.MIN, group=group)
-    return token
+class _SummedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, rows):
+        first = weight_VH.size(0) * group.rank()
+        losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
+        correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
+        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        # Parts are added up in float32: in bfloat16 each sum would be rounded as often as there are parts.
+        to_hidden_NH = torch.empty_like(hidden_NH) if train else None
+        to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if train else None
+        for start in range(0, len(labels_N), rows):
+            part = slice(start, start + rows)
+            hidden_nH, labels_n = hidden_NH[part], labels_N[part]
+            scores_nV = torch.mm(hidden_nH, weight_VH.t()).float()
+            scores_nV[:, columns:] = float("-inf")
+            own_n = (labels_n >= first) & (labels_n < first + columns)
+            at_n1 = (labels_n - first).clamp(0, weight_VH.size(0) - 1)[:, None]
+            target_n = torch.where(own_n, scores_nV.gather(1, at_n1).squeeze(1), 0.0)
+            highest_n, token_n = scores_nV.max(dim=1)
+            highest_n.clamp_(min=torch.finfo(torch.float32).min)  # a rank may hold padding alone
+            sum_n = scores_nV.sub_(highest_n[:, None]).exp_().sum(dim=1)
+            top_n, sum_n, target_n, token_n = _over_ranks(highest_n, sum_n, target_n, token_n + first, group)
+            losses_N[part] = sum_n.log() + top_n - target_n
+            correct += (token_n == labels_n).sum()
+            if train:
+                scores_nV.mul_(((highest_n - top_n).exp() / sum_n)[:, None])
+                scores_nV.scatter_add_(1, at_n1, -own_n[:, None].float())
+                error_nV = scores_nV.to(hidden_NH.dtype)
+                to_hidden_NH[part] = torch.mm(error_nV, weight_VH)
+                _add_product(to_weight_VH, error_nV.t(), hidden_nH)
+        ctx.gradients, ctx.group = (to_hidden_NH, to_weight_VH), group
+        ctx.mark_non_differentiable(correct)
+        return losses_N.sum(), correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale, _):
+        to_hidden_NH, to_weight_VH = ctx.gradients
+        del ctx.gradients
+        to_hidden_NH.mul_(scale)
+        if ctx.group.size() > 1:
+            dist.all_reduce(to_hidden_NH, group=ctx.group)
+        return to_hidden_NH, to_weight_VH.mul_(scale), None, None, None, None
+
+
+def _over_ranks(highest_n: Tensor, sum_n: Tensor, target_n: Tensor, token_n: Tensor, group: dist.ProcessGroup) -> tuple:
+    """Of the whole vocabulary, from each share: highest score, sum of exp(score - highest), label's score, likeliest token."""
+    if group.size() == 1:
+        return highest_n, sum_n, target_n, token_n
+    own_4n = torch.stack([highest_n, sum_n, target_n, token_n.float()])  # ids below 2^24 are exact
+    all_R4n = own_4n.new_empty(group.size(), *own_4n.shape)
+    dist.all_gather_into_tensor(all_R4n.flatten(0, 1), own_4n, group=group)
+    highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
+    top_n = highest_Rn.amax(0)
+    token_n = torch.where(highest_Rn == top_n, token_Rn, float("inf")).amin(0)
+    return top_n, (sum_Rn * (highest_Rn - top_n).exp()).sum(0), target_Rn.sum(0), token_n
+
+
+def _add_product(sum_VH: Tensor, a_Vn: Tensor, b_nH: Tensor) -> None:
+    if a_Vn.dtype == sum_VH.dtype:
+        sum_VH.addmm_(a_Vn, b_nH)
+    else:
+        sum_VH.add_(torch.mm(a_Vn, b_nH))

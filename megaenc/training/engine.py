@@ -19,7 +19,6 @@ from megatron.core.transformer.module import Float16Module
 from megaenc.backend import Backend
 from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_chunks
-from megaenc.model.loss import summed_loss
 from megaenc.objectives import Objective
 from megaenc.training.batches import MicroBatch, Share, micro_batch
 from megaenc.training.plan import Plan
@@ -267,10 +266,11 @@ class Engine:
     def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
         """megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""
         batch = next(iterator)
-        output = model(batch.tokens, batch.positions, packing=batch.packing, predict_at=batch.predict_at)
+        packing, labels = batch.packing, batch.labels
+        output = model(batch.tokens, batch.positions, packing=packing, predict_at=batch.predict_at, labels=labels)
 
-        def loss_of(logits_NV: torch.Tensor):
-            loss, correct = summed_loss(logits_NV, batch.labels)
+        def loss_of(sums: tuple[torch.Tensor, torch.Tensor]):
+            loss, correct = sums
             predicted = batch.labels.numel()
             counts["predicted"] += predicted
             shape, rows = self.plan.settings.shape, self.plan.vocab_size

@@ -16,17 +16,18 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
+    from megaenc.model import encoder
     from megaenc.training import engine
 
-    make, loss_of = engine.micro_batch, engine.summed_loss
+    make, loss_of = engine.micro_batch, encoder.summed_loss
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
         batch.labels.spoiled = next((packs[sample] for sample in samples if sample in packs), 1)
         return batch
 
-    def spoiled(logits_NV, labels):
-        loss, correct = loss_of(logits_NV, labels)
+    def spoiled(hidden_NH, weight_VH, labels, *others):
+        loss, correct = loss_of(hidden_NH, weight_VH, labels, *others)
         how = labels.spoiled if loss.requires_grad else 1  # held-out packs have the same numbers
         if how == "gradient":
             loss = loss * 1
@@ -35,7 +36,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
         return loss * (float("nan") if how == "loss" else how), correct
 
     put(engine, "micro_batch", marked)
-    put(engine, "summed_loss", spoiled)
+    put(encoder, "summed_loss", spoiled)
 
 
 if __name__ == "__main__":

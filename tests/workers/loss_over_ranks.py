@@ -1,0 +1,56 @@
+"""The loss over a vocabulary that is spread over all ranks, and how far it and its gradients are from one process's: `FILE`."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ROWS, HIDDEN, VOCABULARY = 50, 16, 45
+
+
+def main(file: str) -> None:
+    from megaenc import backend
+    from megaenc.backend import Layout, prepare_megatron
+    from megaenc.ranks import world_size
+
+    prepare_megatron()
+    backend.start(Layout(tensor_model_parallel_size=world_size()), 0)
+    from megatron.core import parallel_state
+
+    from megaenc.model.loss import summed_loss
+
+    torch.manual_seed(0)
+    share = 64 // world_size()
+    hidden, weight = torch.randn(ROWS, HIDDEN, requires_grad=True), torch.randn(64, HIDDEN, requires_grad=True)
+    logits = hidden @ weight[:VOCABULARY].T
+    labels = torch.randint(0, VOCABULARY, (ROWS,))
+    labels[:10] = logits[:10].argmax(1)
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    to_hidden, to_weight = torch.autograd.grad(expected, (hidden, weight))
+
+    group = parallel_state.get_tensor_model_parallel_group()
+    mine = slice(group.rank() * share, (group.rank() + 1) * share)
+    part = weight.detach()[mine].clone().requires_grad_()
+    here = hidden.detach().clone().requires_grad_()
+    columns = min(max(VOCABULARY - mine.start, 0), share)
+    loss, correct = summed_loss(here, part, labels, columns, group, at_once=7 * share)
+    loss.backward()
+    gathered = [torch.empty_like(part) for _ in range(world_size())]
+    dist.all_gather(gathered, part.grad, group=group)
+    if group.rank() == 0:
+        found = {
+            "loss": float((loss - expected).abs() / expected),
+            "to_hidden": float((here.grad - to_hidden).norm() / to_hidden.norm()),
+            "to_weight": float((torch.cat(gathered) - to_weight).norm() / to_weight.norm()),
+            "correct": int(correct),
+            "expected_correct": int((logits.argmax(1) == labels).sum()),
+        }
+        with open(file, "w") as out:
+            json.dump(found, out)
+    backend.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
