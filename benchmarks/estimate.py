@@ -158,7 +158,9 @@ def line(name: str, rounds: list[dict]) -> str:
     memory, seconds = (values[f"{key} said"] / values[f"{key} taken"] - 1 for key in ("bytes", "seconds"))
     gib = [values[f"bytes {word}"] / 2**30 for word in ("said", "taken")]
     times = [values[f"seconds {word}"] for word in ("said", "taken")]
-    return f"{name:<30}{gib[0]:>7.2f}{gib[1]:>7.2f} {100 * memory:>+6.1f} %{times[0]:>9.2f}{times[1]:>7.2f} {100 * seconds:>+6.1f} %"
+    return (
+        f"{name:<30}{gib[0]:>7.2f}{gib[1]:>7.2f} {100 * memory:>+6.1f} %{times[0]:>9.2f}{times[1]:>7.2f} {100 * seconds:>+6.1f} %"
+    )
 
 
 if __name__ == "__main__":

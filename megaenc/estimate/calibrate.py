@@ -17,31 +17,35 @@ from megaenc.processes import Workers, usable_cores
 from megaenc.training.settings import PretrainSettings
 
 
-def calibrate(settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Machine | None) -> Rates:
-    """Measure for about a minute; `known`: the machine of --gpu, whose links between nodes count where the run has more than one.
+def calibrate(
+    settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Machine | None, seconds: float = 4.0
+) -> Rates:
+    """Measure, `seconds` for each thing, a minute in all.
+
+    `known`: the machine of --gpu, whose links between nodes count where the run has more than one.
 
     Each process has one rank's share of a layer and of the vocabulary, and all compute at once, as they will in the run.
     """
-    from megaenc.backend.device import detect
-    from megaenc.estimate.measure import MICRO_BATCHES, Job, measure
-
     import torch  # here alone: estimates from the table need none of it
+
+    from megaenc.backend.device import detect
+    from megaenc.estimate.measure import Job, measure
 
     host = detect().is_host
     devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
-    share = _share(settings, case, MICRO_BATCHES)
+    share = share_of(settings, case)
     objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
     description = "cpu" if host else torch.cuda.get_device_name()
     say(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
     with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
-        jobs = [Job(rank, devices, folder, share, objectives, docs.lengths) for rank in range(devices)]
+        jobs = [Job(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
         each = list(workers.map(jobs))
     found = {name: mean(one[name] for one in each) for name in each[0]}
     memory = _memory(host, devices)
     return rates_from(found, share, demand, host, devices, memory, known, f"{description}, {devices} at once, measured here")
 
 
-def _share(settings: PretrainSettings, case: Case, micro_batches: int) -> PretrainSettings:
+def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
     """One rank's share of every layer and of the vocabulary, as a run of one process."""
     shape, tensor = settings.shape, case.tensor
     rows = padded_vocab_size(case.vocab_size, shape.make_vocab_size_divisible_by, tensor) // tensor
@@ -57,7 +61,7 @@ def _share(settings: PretrainSettings, case: Case, micro_batches: int) -> Pretra
         settings,
         shape=part,
         layout=Layout(),
-        global_batch_size=micro_batches * settings.micro_batch_size,
+        global_batch_size=2 * settings.micro_batch_size,
         rampup_batch_size=None,
         train_iters=10_000,
         train_tokens=None,

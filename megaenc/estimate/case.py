@@ -33,8 +33,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout. Letters in formulas: S tokens of a row, N predicted of them, H hidden, F inner, q and k widths of queries
-    and keys, V rows of the padded vocabulary, t tensor-parallel, p stages, d data-parallel ranks, m micro-batches, w bytes a number."""
+    """A model in a layout.
+
+    Letters in formulas: S tokens of a row, N predicted of them, H hidden, F inner, q and k widths of queries and keys, V rows of
+    the padded vocabulary; t tensor-parallel and d data-parallel ranks, p stages, m micro-batches, w bytes a number.
+    """
 
     shape: ModelConfig
     vocab_size: int

@@ -20,8 +20,8 @@ from megaenc.estimate.whole import Demand, estimate
 from megaenc.estimate.work import phases
 from megaenc.files import make_parent, write_whole
 
-# Vocabularies of the presets where neither a corpus nor --vocab-size says: Llama 3's, that of the small preset's measurements, the
-# demo tokenizer's.
+# Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
+# tokenizer's, and for the study's sizes Llama 3's.
 _USUAL = {"small": 32_768, "tiny": 8_192}
 _STUDY = 128_256
 

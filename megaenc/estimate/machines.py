@@ -72,7 +72,7 @@ def _machine(name, tflops, gib, tb_s, devices, inside, between, *shares) -> Mach
 
 # Peak, memory and bandwidths: the makers' data sheets; peaks as in megaenc.backend.device (dense, not sparse). Inside a node:
 # NVLink 3/4/5 have 600/900/1,800 GB/s both ways; an MI300X sends 64 GB/s to each of 7 others; an MI250X die has 200 GB/s to its
-# twin and 50 to 100 to others, and a node of 8 dies has four 25 GB/s links to the network (the node of LUMI, Frontier and Adastra).
+# twin and 50 to 100 to others, and a node of 8 dies (LUMI, Frontier, Adastra) has four 25 GB/s links to the network.
 # Between nodes: one link of 200 (A100) or 400 Gb/s a device, the usual layout of such nodes; give others with
 # --inter-node-bandwidth. The two shares of the peak are assumptions from published speeds: matrix products 0.6 to 0.75;
 # attention: FlashAttention-2 (Dao 2023, arXiv 2307.08691) about half of an A100's peak, a quarter of an H100's.

@@ -6,6 +6,7 @@ engine itself, and collectives. Times are medians, in seconds.
 
 import dataclasses
 import gc
+import itertools
 import os
 import re
 import time
@@ -22,8 +23,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from megaenc.console import quiet
 from megaenc.backend import Backend, Layout, prepare_megatron, start, stop
+from megaenc.console import quiet
 from megaenc.data.packs import Pack
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.estimate.case import Case
@@ -50,7 +51,7 @@ class Job:
     """the first is trained, the attention of all is measured"""
     lengths: tuple[int, ...]
     """of documents; none: packs as --packing cuts them"""
-    seconds: float = 5.0
+    seconds: float
     """for each measurement, about"""
 
 
@@ -91,7 +92,7 @@ def measure(job: Job) -> dict[str, float]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on the console when it starts and stops
     prepare_megatron()
     backend = start(Layout(), 1)
-    import megaenc.training.loop  # noqa: F401 - what a run has in memory before its model
+    import megaenc.training.loop
     import megaenc.training.planning  # noqa: F401
 
     if job.settings.data.tokenizer:
@@ -125,6 +126,7 @@ def measure(job: Job) -> dict[str, float]:
     found["memory"] = _memory(backend, job.seconds / 2)
     for depth in reversed(DEPTHS):  # the deeper first: what it takes is the most that is taken, profiles aside
         meeting.wait()
+        gc.collect()  # the model before
         found |= {f"{name} {depth}": value for name, value in _steps(backend, job, depth, packs, meeting).items()}
     meeting.wait()
     found["head"] = _product(backend, dtype, max(1, int(found["predicted 1"])), hidden, case.rows, job.seconds / 2)
@@ -168,8 +170,7 @@ def _wait(backend: Backend) -> None:
 def _product(backend: Backend, dtype: torch.dtype, rows: int, columns: int, outputs: int, seconds: float) -> float:
     """[rows, columns] by a weight [outputs, columns], forward and both ways back, as a parallel layer has them."""
     x, weight, gradient = (
-        torch.randn(shape, dtype=dtype, device=backend.device)
-        for shape in ((rows, columns), (outputs, columns), (rows, outputs))
+        torch.randn(shape, dtype=dtype, device=backend.device) for shape in ((rows, columns), (outputs, columns), (rows, outputs))
     )
 
     def call() -> None:
@@ -232,14 +233,12 @@ def _steps(backend: Backend, job: Job, depth: int, packs: MadePacks, meeting: Me
     total = settings.total_iters
     plan = Plan(settings, vocabulary, None, SimpleNamespace(train=packs), schedule, LearningRate(1e-6, 0, 1, total))
     engine = Engine(plan, backend)
-    step, parts, whole, predicted = 0, [], [], 0
+    steps, parts, whole = itertools.count(1), [], []
 
-    def update() -> None:
-        nonlocal step, predicted
-        step += 1
-        predicted = engine.update(step).result.predicted
+    def update() -> int:
+        return engine.update(next(steps)).result.predicted
 
-    update()
+    predicted = update()
     meeting.wait()
     while len(whole) < 3 or (sum(whole) < 2 * job.seconds and len(whole) < 50):
         clock = time.perf_counter()
@@ -249,8 +248,6 @@ def _steps(backend: Backend, job: Job, depth: int, packs: MadePacks, meeting: Me
         parts.append(engine.watch.seconds())
     taken = _most_taken(backend)
     peak = _peak_of(backend, update)
-    del engine
-    gc.collect()
     return {
         "data": median(part[DATA] for part in parts) / MICRO_BATCHES,
         "forward and backward": median(part[FORWARD_BACKWARD] for part in parts) / MICRO_BATCHES,
@@ -261,7 +258,7 @@ def _steps(backend: Backend, job: Job, depth: int, packs: MadePacks, meeting: Me
     }
 
 
-def _peak_of(backend: Backend, update: Callable[[], None]) -> float:
+def _peak_of(backend: Backend, update: Callable[[], Any]) -> float:
     """Bytes of tensors that an update needs at its worst moment beyond those that are there before."""
     if not backend.is_host:
         before = torch.cuda.memory_allocated(backend.device)
@@ -301,9 +298,7 @@ def _most_taken(backend: Backend) -> float:
 
 def _links(backend: Backend, job: Job, dtype: torch.dtype, row: int) -> dict[str, float]:
     """Collectives between all processes: a row of activations, gradients in float32, a message to the next rank."""
-    dist.init_process_group(
-        backend.process_group, init_method=f"file://{job.folder}/links", rank=job.rank, world_size=job.ranks
-    )
+    dist.init_process_group(backend.process_group, init_method=f"file://{job.folder}/links", rank=job.rank, world_size=job.ranks)
     small = torch.ones(8, device=backend.device)
     activations = torch.ones(row, dtype=dtype, device=backend.device)
     gradients = torch.ones(_TOGETHER_MIB << 18, device=backend.device)

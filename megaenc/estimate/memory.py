@@ -10,6 +10,8 @@ from megaenc.estimate.case import Case, Stage, Term
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.work import Work
 
+LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -133,15 +135,14 @@ def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, st
         layer += layer_bytes(case, host)["mlp"]
     if not stage.last:
         return layer, what
-    picked = case.predicted(work.predicted)
-    logits = picked * case.rows
-    numbers = 6 if case.bf16 else 4  # the logits, and in bfloat16 a float32 copy that becomes their softmax and gradient
-    matrix = w * case.rows * shape.hidden_size
+    picked, matrix = case.predicted(work.predicted), case.rows * shape.hidden_size
+    logits = min(picked * case.rows, max(LOGITS_AT_ONCE, case.rows))
     norm = layer_bytes(case, host)["norms"] / 2 + (case.row * shape.hidden_size * w if case.sharded > 1 else 0)
-    head = norm + w * picked * shape.hidden_size + max(numbers * logits, w * logits + matrix)
+    numbers, gradient = (6, 6) if case.bf16 else (4, 4)
+    head = norm + 2 * w * picked * shape.hidden_size + numbers * logits + gradient * matrix
     if head < layer:
         return layer, what
-    return (
-        head,
-        f"head: {numbers} N V / t of N = {picked:,.0f} predictions, or w N V / t and a gradient of w V H / t; norm, w N H",
+    return head, (
+        f"head: {numbers} x {logits:,.0f} logits at once, of N = {picked:,.0f} predictions; {gradient} V H / t of its gradient; "
+        "2 w N H; the norm's w S H"
     )

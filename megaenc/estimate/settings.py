@@ -9,7 +9,7 @@ from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.training.settings import PretrainSettings, over_defaults
 
-DESCRIPTION = """What a pretraining run takes, before it starts: operations, memory, time, hours and what is sent, and a layout that suits.
+DESCRIPTION = """What a pretraining run takes, before it starts: memory, time, hours, what is sent, and a layout that suits.
 
 megaenc estimate --config configs/pretrain/encoder-610m.yaml --gpu mi250x --gpus 192
 megaenc estimate --model small --seq-length 1024 --calibrate --gpus 2 --tensor-model-parallel-size 2
@@ -92,8 +92,8 @@ def read(argv: Sequence[str], prog: str) -> EstimateSettings:
     pretrain = settings.pretrain
     layout = PaperLayout(**flags.flatten(pretrain.layout))
     settings = replace(settings, pretrain=replace(pretrain, layout=layout))
-    settings.pretrain.check(settings.gpus) if settings.gpus > 0 else None
     _check(settings)
+    settings.pretrain.check(settings.gpus)
     return settings
 
 

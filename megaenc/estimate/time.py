@@ -1,9 +1,11 @@
 """Seconds of a step: computation by kind of operation, what is sent, the pipeline's idle time, the update."""
 
+import math
 from dataclasses import dataclass
 
 from megaenc.estimate.case import Case, Stage, Term
 from megaenc.estimate.machines import Link, Rates
+from megaenc.estimate.memory import LOGITS_AT_ONCE
 from megaenc.estimate.work import Work
 
 BUCKET = 40_000_000  # parameters that megatron-core sends at once where gradients leave early, or 1,000,000 x ranks
@@ -56,8 +58,8 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
 def layer_bytes_moved(case: Case) -> float:
     """Bytes that everything but matrix products and attention reads and writes in a layer for a row, forward and backward.
 
-    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 18 (q + k) + 4 q, SwiGLU 22 F; and the layer's
-    gradient is read and added to the float32 buffer, 8 + 2 w a parameter.
+    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 18 (q + k) + 4 q, SwiGLU 22 F; and the
+    layer's gradient is read and added to the float32 buffer, 8 + 2 w a parameter.
     """
     shape = case.shape
     hidden = 24 * shape.hidden_size / case.sharded
@@ -66,14 +68,20 @@ def layer_bytes_moved(case: Case) -> float:
 
 
 def ends_bytes_moved(case: Case, work: Work, stage: Stage) -> float:
-    """The same of embedding and loss: 58 bytes a logit in bfloat16, 40 in float32, 12 w H a token, and the matrices' gradients."""
-    shape = case.shape
-    matrix = (8 + 3 * case.width) * case.rows * shape.hidden_size
+    """The same of embedding and loss, with the gradients of their matrices, 8 + 3 w a parameter, and 12 w H a token.
+
+    A logit is 46 bytes in bfloat16, 36 in float32; each part of the logits adds to the output matrix's gradient, 12 or 8 bytes a
+    parameter, which is then scaled and cast.
+    """
+    shape, matrix = case.shape, case.rows * case.shape.hidden_size
+    each, adding, scaling = (46, 12, 14) if case.bf16 else (36, 8, 8)
     moved = 0.0
     if stage.first:
-        moved += matrix + 12 * case.width * case.row * shape.hidden_size
+        moved += (8 + 3 * case.width) * matrix + 12 * case.width * case.row * shape.hidden_size
     if stage.last:
-        moved += matrix + (58 if case.bf16 else 40) * case.predicted(work.predicted) * case.rows
+        logits = case.predicted(work.predicted) * case.rows
+        parts = math.ceil(logits / max(LOGITS_AT_ONCE, case.rows))
+        moved += (8 + 2 * case.width + scaling + adding * parts) * matrix + each * logits
     return moved
 
 
@@ -152,7 +160,7 @@ def _border(case: Case, rates: Rates) -> Term:
 
 
 def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -> list[Term]:
-    """Gradients to all copies, and weights back where the optimizer is distributed; what overlaps is hidden by one micro-batch."""
+    """Gradients to all copies, and weights back where the optimizer is distributed; what overlaps hides behind a micro-batch."""
     if case.data == 1:
         return []
     layout, link = case.layout, group_link(rates, case.tensor, case.data)
