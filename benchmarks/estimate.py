@@ -92,6 +92,8 @@ def measured(settings: Settings, layout: str, folder: str) -> list[dict]:
 
 def train_and_note(file: str, flags: list[str]) -> None:
     """The pretraining command in this process; `file` gets the seconds of each update and the most memory."""
+    import psutil
+
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
@@ -99,7 +101,11 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
 
-    seconds, update = [], Engine.update
+    seconds, base, update, build = [], [], Engine.update, Engine.__init__
+
+    def built(engine: Engine, *arguments):
+        base.append(psutil.Process().memory_info().rss)
+        build(engine, *arguments)
 
     def noted(engine: Engine, step: int):
         clock = time.perf_counter()
@@ -107,9 +113,9 @@ def train_and_note(file: str, flags: list[str]) -> None:
         seconds.append(time.perf_counter() - clock)
         return made
 
-    Engine.update = noted
+    Engine.update, Engine.__init__ = noted, built
     main(flags)
-    found = {"bytes": highest_resident(), "seconds": seconds[WARM_UP:]}
+    found = {"bytes": highest_resident(), "base": base[0], "seconds": seconds[WARM_UP:]}
     Path(file + os.environ.get("RANK", "0")).write_text(json.dumps(found))
 
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.output:
         make_parent(Path(settings.output), "--output")
     report = make_report(settings)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 150, highlight=False, markup=False)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
     report.show(console, explain=settings.explain)
     if settings.output:
         write_whole(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")

@@ -58,8 +58,8 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
             "activations",
             activations,
             "bytes",
-            f"{flying:g} micro-batches in flight x {stage.layers} layers{' in turns' if case.turns > 1 else ''}: "
-            f"{per_layer}, of S = {case.row:,}{measured}",
+            f"{flying:g} micro-batch{'es' if flying > 1 else ''} in flight x {stage.layers} layers: {per_layer}, "
+            f"of S = {case.row:,}{measured}",
         ),
         Term("stage borders", flying * border, "bytes", "in flight x 2 S H w: what came and what was sent"),
         Term("on top", extra, "bytes", why + ("" if rates.ends_kept == 1.0 else f" x {rates.ends_kept:.2f} as measured here")),
@@ -87,7 +87,7 @@ def layer_bytes(case: Case, host: bool) -> dict[str, float]:
     shape, w, t = case.shape, case.width, case.tensor
     hidden, queries, keys, inner = shape.hidden_size, shape.query_size, case.keys, shape.ffn_hidden_size
     norm = (8 * hidden if host else w * hidden) + 4 + w * hidden  # what it needs, 1 / rms, and its output
-    heads = 8 * (queries + keys) if host else w * (queries + keys)
+    heads = (8 if case.bf16 else 4) * (queries + keys) * host + 4 * (shape.num_attention_heads + shape.num_query_groups)
     core = w * queries * host + 4 * shape.num_attention_heads
     parts = {
         "norms": 2 * norm / case.sharded,

@@ -161,7 +161,7 @@ def _layout(found: Estimate) -> str:
     )
     return (
         f"{told}{more}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
-        f"{case.micro_batches:,} micro-batches of {case.micro_batch_size} on each rank"
+        f"{case.micro_batches:,} x {case.micro_batch_size} at once on each rank"
     )
 
 

@@ -41,7 +41,11 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
     computing = sum(term.value for term in each[slowest] if "all-reduce" not in term.name)
     reducing = _data_parallel(case, stages[slowest], rates, computing)
     update = _update(case, stages[slowest], rates)
-    terms = [Term(t.name, count * t.value, "s", f"{count:,} micro-batches x {t.formula}") for t in each[slowest] if t.value]
+    terms = [
+        Term(t.name, count * t.value, "s", f"{count:,} micro-batch{'es' if count > 1 else ''} x {t.formula}")
+        for t in each[slowest]
+        if t.value
+    ]
     others = "the other stages' micro-batch" if case.turns == 1 else f"the other stages' micro-batch / {case.turns} turns"
     terms += [
         Term("pipeline fills and drains", idle, "s", f"{others}; even stages: (p - 1) of m + p - 1 = {count + case.stages - 1}"),
