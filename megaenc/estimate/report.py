@@ -166,10 +166,10 @@ def _layout(found: Estimate) -> str:
 
 
 def _memory(found: Estimate, rates: Rates) -> Table:
-    table = _table("memory of a rank", *(term.name for term in found.memory.terms), "together", "of")
+    table = _table("GiB", *(term.name for term in found.memory.terms), "together", "of")
     values = [f"{term.value / GIB:.2f}" for term in found.memory.terms]
     total = f"{found.memory.total / GIB:.1f}"
-    table.add_row("GiB", *values, total, f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much"))
+    table.add_row("a rank", *values, total, f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much"))
     return table
 
 
