@@ -6,9 +6,10 @@ from statistics import mean
 
 from megaenc.backend.layout import Layout
 from megaenc.console import say
+from megaenc.errors import InputError
 from megaenc.estimate.case import Case
 from megaenc.estimate.documents import Documents
-from megaenc.estimate.machines import BETWEEN_LATENCY, Link, Machine, Rates
+from megaenc.estimate.machines import BETWEEN_LATENCY, INSIDE_LATENCY, Link, Machine, Rates
 from megaenc.estimate.memory import kept_bytes, stage_memory
 from megaenc.estimate.time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
 from megaenc.estimate.whole import Demand
@@ -33,6 +34,10 @@ def calibrate(
 
     host = detect().is_host
     devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
+    if devices == 1 < case.gpus and known is None:
+        raise InputError(
+            f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; give --gpu too, for the table's links"
+        )
     share = share_of(settings, case)
     objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
     description = "cpu" if host else torch.cuda.get_device_name()
@@ -104,7 +109,7 @@ def rates_from(
     deep = Case.of(dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=many)), case.vocab_size, 1)
     in_batches = MICRO_BATCHES * (found[f"forward and backward {many}"] + found[f"data {many}"])
     update = max(found[f"whole {many}"] - in_batches, 1e-6)
-    inside, gradients, neighbour = _links(found, devices)
+    inside, gradients, neighbour = _links(found, devices, known)
     kept = (found[f"peak {many}"] - found[f"peak {few}"]) / (many - few)
     plain = Rates(
         peak=found["peak"],
@@ -133,15 +138,18 @@ def rates_from(
         layer_kept=kept / kept_bytes(case, stage, host)[0],
         ends_kept=max(found[f"peak {few}"] - kept, 0.0) / terms["on top"],
     )
-    deepest = stage_memory(deep, work, deep.stage(0), plain).total
-    explained = deepest if host else deepest - found["base"]
-    return dataclasses.replace(plain, allocator=max(0.0, found[f"taken {many}"] - explained))
+    lost = []
+    for depth, one in ((few, case), (many, deep)):
+        explained = stage_memory(one, work, one.stage(0), plain).total - (0.0 if host else found["base"])
+        lost.append(max(0.0, found[f"taken {depth}"] - explained))
+    growing = min(max(0.0, (lost[1] - lost[0]) / ((many - few) * kept)), 1.0)
+    return dataclasses.replace(plain, pieces=max(0.0, lost[1] - growing * many * kept), pieces_of_kept=growing)
 
 
-def _links(found: dict[str, float], devices: int) -> tuple[Link, Link | None, Link | None]:
+def _links(found: dict[str, float], devices: int, known: Machine | None) -> tuple[Link, Link | None, Link | None]:
     """Of activations, of gradients, and of a message to the next stage, from what took how long."""
     if devices == 1:
-        return Link(1e9, 1e-4), None, None
+        return (Link(known.wire * known.inside, INSIDE_LATENCY) if known else Link(float("inf"), 0.0)), None, None
     messages = 2 * min(devices - 1, 5 * (devices - 1).bit_length())
     latency = found["reduce small"] / messages
     volume = 2 * (devices - 1) / devices

@@ -150,8 +150,10 @@ class Rates:
     """activations of a layer as measured, by the formula's"""
     ends_kept: float = 1.0
     """what comes on top at the worst moment (logits), as measured, by the formula's"""
-    allocator: float = 0.0
-    """bytes that the allocator has lost to pieces"""
+    pieces: float = 0.0
+    """bytes that the allocator loses to pieces, whatever is kept"""
+    pieces_of_kept: float = 0.0
+    """and of each byte of activations"""
     gradients: Link | None = None
     """for gradients, as measured; else as for activations"""
     neighbour: Link | None = None

@@ -32,7 +32,7 @@ from megaenc.objectives import Attention, Schedule
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.settings import PretrainSettings
 
-DEPTHS = (1, 3)
+DEPTHS = (1, 4)
 MICRO_BATCHES = 2  # of a measured step
 _TOGETHER_MIB = 64
 
@@ -124,7 +124,7 @@ def measure(job: Job) -> dict[str, float]:
         found |= _attention(backend, dtype, case, packs, objective, job)
     meeting.wait()
     found["memory"] = _memory(backend, job.seconds / 2)
-    for depth in reversed(DEPTHS):  # the deeper first: what it takes is the most that is taken, profiles aside
+    for depth in DEPTHS:  # the shallower first: the most that was taken grows alone
         meeting.wait()
         gc.collect()  # the model before
         found |= {f"{name} {depth}": value for name, value in _steps(backend, job, depth, packs, meeting).items()}

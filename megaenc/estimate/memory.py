@@ -63,7 +63,12 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
         ),
         Term("stage borders", flying * border, "bytes", "in flight x 2 S H w: what came and what was sent"),
         Term("on top", extra, "bytes", why + ("" if rates.ends_kept == 1.0 else f" x {rates.ends_kept:.2f} as measured here")),
-        Term("allocator", rates.allocator, "bytes", "lost to pieces, as measured here"),
+        Term(
+            "allocator",
+            rates.pieces + rates.pieces_of_kept * activations,
+            "bytes",
+            f"lost to pieces, as measured here, and {rates.pieces_of_kept:.2f} of each byte of activations",
+        ),
     ]
     return RankMemory(stage, tuple(term for term in terms if term.value))
 

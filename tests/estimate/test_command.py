@@ -9,6 +9,7 @@ import runs
 
 from megaenc import cli
 from megaenc.estimate.command import main
+from megaenc.estimate.machines import TABLE
 
 STUDY = ["--config", str(runs.ROOT / "configs" / "pretrain" / "encoder-610m.yaml"), "--gpu", "mi250x", "--gpus", "192"]
 
@@ -52,6 +53,7 @@ def test_help_teaches(capsys):
         main(["--help"])
     assert stop.value.code == 0
     said = capsys.readouterr().out
+    assert all(name in said for name in TABLE)
     for words in ("--gpu ", "--calibrate", "--explain", "--document-tokens", "--objective-schedule", "mi250x --gpus 192"):
         assert words in said
 
