@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 ROOT = Path(__file__).resolve().parents[1]
-WARM_UP = 2
+WARM_UP = 1
 MODEL = ["--model", "small", "--vocab-size", "32768", "--objective-schedule", "mlm", "--eval-interval", "0"]
 
 # name: (processes, flags)
@@ -38,13 +38,13 @@ class Settings:
     """JSON file for the figures"""
     rounds: int = 3
     """times that each layout is estimated and run"""
-    steps: int = 6
-    """steps that are timed, after two that are not"""
+    steps: int = 4
+    """steps that are timed, after one that is not"""
     seq_length: int = 512
     """tokens of a pack"""
-    micro_batch_size: int = 4
+    micro_batch_size: int = 2
     """packs of a row"""
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     """packs of a step"""
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     """which layouts"""

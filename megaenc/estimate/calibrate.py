@@ -36,7 +36,8 @@ def calibrate(
     devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
     if devices == 1 < case.gpus and known is None:
         raise InputError(
-            f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; give --gpu too, for the table's links"
+            f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; "
+            "give --gpu too, for the table's links"
         )
     share = share_of(settings, case)
     objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
