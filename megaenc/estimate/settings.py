@@ -22,8 +22,8 @@ class EstimateSettings:
     """One estimate."""
 
     gpu: str = ""
-    """device: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (a die each), mi300a, mi300x, mi325x,
-    mi355x"""
+    """device: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (a die each), mi300a, mi300x,
+    mi325x, mi355x"""
     gpus: int = 1
     """devices of the run, all alike: processes of torchrun; a die of an MI250X is one"""
     calibrate: bool = False
