@@ -16,6 +16,7 @@ COMMANDS = {
     "data inspect": ("megaenc.objectives.inspect:main", "show a corpus in figures, and one pack as an objective sees it"),
     "data verify": ("megaenc.data.verify:main", "check that the files of a corpus are whole, down to the last token"),
     "pretrain": ("megaenc.training.command:main", "pretrain an encoder with CLM, MLM or a schedule of them"),
+    "estimate": ("megaenc.estimate.command:main", "say what a run takes before it starts: memory, time, hours, a layout"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
     "finetune run": ("megaenc.finetune.command:run_main", "fine-tune a model on one data set, with one rate and one seed"),
     "finetune grid": (

@@ -194,14 +194,21 @@ With nothing given it trains the tiny preset on the demo corpus. Each flag is al
 
 def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
     """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    default = over_defaults(argv, prog, PretrainSettings())
+    return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+
+
+def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> PretrainSettings:
+    """`default` with the `--config` and the preset that `argv` names, and without what its flags overrule. Raises InputError."""
     config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
-    default = settings_from(config) if config else PretrainSettings()
+    if config:
+        default = flags.from_yaml(default, config, first=("model", with_preset))
     if model:
         default = with_preset(default, model)
     for pair in _PAIRS:
         if sum(flags.value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
             default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
-    return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+    return default
 
 
 def settings_from(path: str) -> PretrainSettings:

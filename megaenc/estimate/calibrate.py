@@ -1,0 +1,173 @@
+"""Rates of this machine for this model: `measure` in as many processes as the run has here, and what follows from it."""
+
+import dataclasses
+import tempfile
+from statistics import mean
+
+from megaenc.backend.layout import Layout
+from megaenc.console import say
+from megaenc.errors import InputError
+from megaenc.estimate.case import Case
+from megaenc.estimate.documents import Documents
+from megaenc.estimate.machines import BETWEEN_LATENCY, INSIDE_LATENCY, Link, Machine, Rates
+from megaenc.estimate.memory import kept_bytes, stage_memory
+from megaenc.estimate.time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
+from megaenc.estimate.whole import Demand
+from megaenc.model.config import padded_vocab_size
+from megaenc.processes import Workers, usable_cores
+from megaenc.training.settings import PretrainSettings
+
+
+def calibrate(
+    settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Machine | None, seconds: float = 4.0
+) -> Rates:
+    """Measure, `seconds` for each thing, a minute in all.
+
+    `known`: the machine of --gpu, whose links between nodes count where the run has more than one.
+
+    Each process has one rank's share of a layer and of the vocabulary, and all compute at once, as they will in the run.
+    """
+    import torch  # here alone: estimates from the table need none of it
+
+    from megaenc.backend.device import detect
+    from megaenc.estimate.measure import Job, measure
+
+    host = detect().is_host
+    devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
+    if devices == 1 < case.gpus and known is None:
+        raise InputError(
+            f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; "
+            "give --gpu too, for the table's links"
+        )
+    share = share_of(settings, case)
+    objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
+    description = "cpu" if host else torch.cuda.get_device_name()
+    say(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
+    with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
+        jobs = [Job(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
+        each = list(workers.map(jobs))
+    found = {name: mean(one[name] for one in each) for name in each[0]}
+    memory = _memory(host, devices)
+    return rates_from(found, share, demand, host, devices, memory, known, f"{description}, {devices} at once, measured here")
+
+
+def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
+    """One rank's share of every layer and of the vocabulary, as a run of one process."""
+    shape, tensor = settings.shape, case.tensor
+    rows = padded_vocab_size(case.vocab_size, shape.make_vocab_size_divisible_by, tensor) // tensor
+    part = dataclasses.replace(
+        shape,
+        num_attention_heads=shape.num_attention_heads // tensor,
+        num_query_groups=shape.num_query_groups // tensor,
+        ffn_hidden_size=shape.ffn_hidden_size // tensor,
+        kv_channels=shape.head_dim,
+        vocab_size=rows,
+    )
+    return dataclasses.replace(
+        settings,
+        shape=part,
+        layout=Layout(),
+        global_batch_size=2 * settings.micro_batch_size,
+        rampup_batch_size=None,
+        train_iters=10_000,
+        train_tokens=None,
+    )
+
+
+def rates_from(
+    found: dict[str, float],
+    share: PretrainSettings,
+    demand: Demand,
+    host: bool,
+    devices: int,
+    memory: float,
+    known: Machine | None,
+    source: str,
+) -> Rates:
+    """Rates such that the formulas give what was measured, for the model of one layer and for each layer more.
+
+    The difference between the two depths is a layer; without its products and attention it is everything else. What one layer
+    does not explain is embedding, head and loss; what is neither is the update.
+    """
+    from megaenc.estimate.measure import DEPTHS, MICRO_BATCHES
+
+    few, many = DEPTHS
+    work = dataclasses.replace(demand.works[0], predicted=found[f"predicted {few}"] / share.micro_batch_size)
+    one = dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=1))
+    case = Case.of(one, share.shape.vocab_size, 1)
+    packs, stage = case.micro_batch_size, case.stage(0)
+    products = packs * work.body_flops(one.shape)
+    gemm = products / sum(found[f"product {name}"] for name in ("qkv", "proj", "fc1", "fc2"))
+    attention = found.get("attention") or found["causal attention"]
+    causal = found.get("causal attention") or found["attention"]
+    core = packs * work.attention_flops(one.shape) / (causal if work.causal else attention)
+    layer = (found[f"forward and backward {many}"] - found[f"forward and backward {few}"]) / (many - few)
+    rest = max(layer - products / gemm - core, layer_bytes_moved(case) / (4 * found["memory"]))
+    head = packs * work.head_flops(one.shape, case.rows)
+    ends = found[f"forward and backward {few}"] - products / gemm - core - rest - found["head"]
+    moved = ends_bytes_moved(case, work, stage)
+    ends = max(ends, moved / (4 * found["memory"]))
+    deep = Case.of(dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=many)), case.vocab_size, 1)
+    in_batches = MICRO_BATCHES * (found[f"forward and backward {many}"] + found[f"data {many}"])
+    update = max(found[f"whole {many}"] - in_batches, 1e-6)
+    inside, gradients, neighbour = _links(found, devices, known)
+    kept = (found[f"peak {many}"] - found[f"peak {few}"]) / (many - few)
+    plain = Rates(
+        peak=found["peak"],
+        gemm=gemm,
+        head_gemm=head / found["head"],
+        attention=attention,
+        causal_attention=causal,
+        elementwise=layer_bytes_moved(case) / rest,
+        loss=moved / ends,
+        optimizer=update_bytes_moved(deep, deep.stage(0)) / update,
+        layer_floor=0.0,
+        start=found[f"data {few}"],
+        inside=inside,
+        between=inside if known is None else Link(known.wire * known.between, BETWEEN_LATENCY),
+        devices=devices if known is None or host else known.devices,
+        memory=memory,
+        base=found["base"],
+        host=host,
+        source=source,
+        gradients=gradients,
+        neighbour=neighbour,
+    )
+    terms = {term.name: term.value for term in stage_memory(case, work, stage, plain).terms}
+    plain = dataclasses.replace(
+        plain,
+        layer_kept=kept / kept_bytes(case, stage, host)[0],
+        ends_kept=max(found[f"peak {few}"] - kept, 0.0) / terms["on top"],
+    )
+    lost = []
+    for depth, one in ((few, case), (many, deep)):
+        explained = stage_memory(one, work, one.stage(0), plain).total - (0.0 if host else found["base"])
+        lost.append(max(0.0, found[f"taken {depth}"] - explained))
+    growing = min(max(0.0, (lost[1] - lost[0]) / ((many - few) * kept)), 1.0)
+    return dataclasses.replace(plain, pieces=max(0.0, lost[1] - growing * many * kept), pieces_of_kept=growing)
+
+
+def _links(found: dict[str, float], devices: int, known: Machine | None) -> tuple[Link, Link | None, Link | None]:
+    """Of activations, of gradients, and of a message to the next stage, from what took how long."""
+    if devices == 1:
+        return (Link(known.wire * known.inside, INSIDE_LATENCY) if known else Link(float("inf"), 0.0)), None, None
+    messages = 2 * min(devices - 1, 5 * (devices - 1).bit_length())
+    latency = found["reduce small"] / messages
+    volume = 2 * (devices - 1) / devices
+
+    def link(name: str) -> Link:
+        return Link(volume * found[f"bytes {name}"] / max(found[f"reduce {name}"] - found["reduce small"], 1e-6), latency)
+
+    there = max(found["send activations"] - found["send small"], 1e-6) / 2
+    return link("activations"), link("gradients"), Link(found["bytes activations"] / there, found["send small"] / 2)
+
+
+def _memory(host: bool, devices: int) -> float:
+    """Bytes that one of `devices` processes may take here."""
+    if host:
+        import psutil
+
+        return psutil.virtual_memory().total / devices
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory

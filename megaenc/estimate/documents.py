@@ -1,0 +1,105 @@
+"""How documents lie in packs on average: what attention costs and how many positions predict follow from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megaenc.data.blend import parse_data_path
+from megaenc.data.corpus import check_index
+from megaenc.data.indexed import IndexArrays
+from megaenc.data.sidecar import read_sidecar, sidecar_path
+from megaenc.errors import InputError
+from megaenc.training.options import DataSettings
+
+SHORTEST_CHUNK = 12  # of --packing random-length, as in the study
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What a pack holds on average."""
+
+    squares: float
+    """sum of the squared lengths of its documents and pieces"""
+    pieces: float
+    """documents and pieces"""
+    special: float
+    """tokens that end documents: no objective hides them"""
+    source: str
+    lengths: tuple[int, ...] = ()
+    """some lengths of documents, equally likely, to make packs like these of; none: see `source`"""
+
+
+def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
+    """From `given` lengths, equally likely; else from the corpora, where they are on this disk; else one document a pack.
+
+    Packs of random length have two chunks whatever the documents are. InputError for a length or corpus that cannot be.
+    """
+    if min(given, default=1) < 1:
+        raise InputError(f"--document-tokens: found {min(given)}, expected lengths of 1 token or more")
+    if data.packing == "random-length":
+        return _random_length(data.seq_length)
+    if given:
+        lengths = np.array(given, dtype=np.int64)
+        text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
+        return _laid_end_to_end(lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}")
+    found = [(weight, prefix) for weight, prefix in parse_data_path(data.data_path)] if data.data_path else []
+    if not found or not all(Path(f"{prefix}.idx").is_file() for _, prefix in found):
+        return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
+    each = [_of_corpus(prefix, data.seq_length) for _, prefix in found]
+    weights = np.array(
+        [tokens if weight is None else float(weight) for (weight, _), (tokens, _) in zip(found, each, strict=True)]
+    )
+    parts = [part for _, part in each]
+    mean = [
+        float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in ("squares", "pieces", "special")
+    ]
+    return Documents(*mean, source=", ".join(part.source for part in parts), lengths=parts[int(weights.argmax())].lengths)
+
+
+def vocabulary(data: DataSettings) -> int | None:
+    """Ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
+    prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
+    sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if sidecar_path(prefix).is_file()]
+    return max(sizes, default=None)
+
+
+def _random_length(length: int) -> Documents:
+    """Two chunks, cut anywhere that leaves both 12 tokens or more."""
+    if length <= 2 * SHORTEST_CHUNK:
+        return Documents(float(length) ** 2, 1.0, 0.0, "packs too short to be cut")
+    cuts = np.arange(SHORTEST_CHUNK, length - SHORTEST_CHUNK + 1, dtype=np.float64)
+    return Documents(float((cuts**2 + (length - cuts) ** 2).mean()), 2.0, 0.0, "two chunks a pack, cut at random")
+
+
+def _of_corpus(prefix: str, seq_length: int) -> tuple[int, Documents]:
+    """Tokens of a corpus, and how its documents lie in packs."""
+    check_index(prefix)
+    index = IndexArrays.map(f"{prefix}.idx")
+    ends = np.concatenate([[0], np.cumsum(index.lengths[:], dtype=np.int64)])
+    lengths = np.diff(ends[index.documents[:]])
+    lengths = lengths[lengths > 0]
+    sidecar = read_sidecar(prefix) if sidecar_path(prefix).is_file() else None
+    ended = 1.0 if sidecar is None or sidecar.append_eod else 0.0
+    source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
+    return int(lengths.sum()), _laid_end_to_end(lengths, seq_length, ended, source)
+
+
+def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> Documents:
+    """Documents of `lengths`, int64[D], in any order, cut wherever a pack ends: averaged over all places of a document.
+
+    A document of d tokens meets d + L - 1 windows of L tokens, with the shorter of both, m, for |d - L| + 1 of them, and with
+    1, 2, ..., m - 1 twice; each place in a pack is as likely, so a document has 1 / L of these sums, and a pack L / mean(d)
+    documents.
+    """
+    d = lengths.astype(np.float64)
+    m = np.minimum(d, pack)
+    squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
+    few = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
+    return Documents(
+        squares=float(squares.mean() / d.mean()),
+        pieces=float((d.mean() + pack - 1) / d.mean()),
+        special=ended * pack / float(d.mean()),
+        source=source,
+        lengths=tuple(few.tolist()),
+    )

@@ -1,0 +1,153 @@
+"""Bytes that a rank takes at its worst moment: what this implementation keeps, tensor by tensor.
+
+The worst moment is when the last forward pass of all that are in flight is done and the head's gradient begins, or, where the
+vocabulary is small, when the first layer's gradient does.
+"""
+
+from dataclasses import dataclass
+
+from megaenc.estimate.case import Case, Stage, Term
+from megaenc.estimate.machines import Rates
+from megaenc.estimate.work import Work
+
+LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Of a rank of one stage."""
+
+    stage: Stage
+    terms: tuple[Term, ...]
+
+    @property
+    def total(self) -> float:
+        """Bytes."""
+        return sum(term.value for term in self.terms)
+
+
+def worst_memory(case: Case, works: list[Work], rates: Rates) -> RankMemory:
+    """That of the rank that takes most, under the objective that takes most."""
+    found = [stage_memory(case, work, stage, rates) for work in works for stage in case.every_stage()]
+    return max(found, key=lambda memory: memory.total)
+
+
+def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemory:
+    """Each term of a rank of `stage`."""
+    weights, width = stage.parameters, case.width
+    shared = case.data if case.layout.use_distributed_optimizer else 1
+    kept, per_layer = kept_bytes(case, stage, rates.host)
+    kept *= rates.layer_kept
+    top, why = _on_top(case, work, stage, rates.host)
+    top *= rates.ends_kept
+    flying = in_flight(case, stage)
+    border = 2 * case.row * case.shape.hidden_size * width / case.sharded if case.stages > 1 else 0.0
+    activations = flying * kept
+    embedding = case.rows * case.shape.hidden_size * width if stage.first else 0.0
+    extra = max(top, embedding - activations)
+    masters = 4 * weights / shared if case.bf16 else 0.0
+    share = f" / {shared} data-parallel ranks" if shared > 1 else ""
+    measured = "" if rates.layer_kept == 1.0 else f" x {rates.layer_kept:.2f} as measured here"
+    terms = [
+        Term("base", rates.base, "bytes", "libraries, device context and buffers of collectives, before there is a model"),
+        Term("weights", float(width * weights), "bytes", f"{width} x {weights:,} parameters of this rank"),
+        Term("gradients", 4.0 * weights, "bytes", f"4 x {weights:,}: a float32 buffer"),
+        Term("master weights", masters, "bytes", f"4 x {weights:,}{share}: float32" if masters else "none in float32"),
+        Term("AdamW's moments", 8 * weights / shared, "bytes", f"8 x {weights:,}{share}"),
+        Term(
+            "activations",
+            activations,
+            "bytes",
+            f"{flying:g} micro-batch{'es' if flying > 1 else ''} in flight x {stage.layers} layers: {per_layer}, "
+            f"of S = {case.row:,}{measured}",
+        ),
+        Term("stage borders", flying * border, "bytes", "in flight x 2 S H w: what came and what was sent"),
+        Term("on top", extra, "bytes", why + ("" if rates.ends_kept == 1.0 else f" x {rates.ends_kept:.2f} as measured here")),
+        Term(
+            "allocator",
+            rates.pieces + rates.pieces_of_kept * activations,
+            "bytes",
+            f"lost to pieces, as measured here, and {rates.pieces_of_kept:.2f} of each byte of activations",
+        ),
+    ]
+    return RankMemory(stage, tuple(term for term in terms if term.value))
+
+
+def in_flight(case: Case, stage: Stage) -> float:
+    """Micro-batches whose activations a stage holds at once, in whole stages.
+
+    1F1B: as many as stages from here to the end. Interleaved (megatron-core): 2 (p - s - 1) + (v - 1) p + 1 parts of a stage.
+    """
+    after = case.stages - stage.number
+    if case.turns == 1:
+        return float(min(case.micro_batches, after))
+    return min(case.micro_batches, (2 * (after - 1) + (case.turns - 1) * case.stages + 1) / case.turns)
+
+
+def layer_bytes(case: Case, host: bool) -> dict[str, float]:
+    """What autograd saves of one layer for a row, by part, without recomputation.
+
+    On the host torch's RMSNorm of bfloat16 saves two float32 copies, and attention by document its output twice.
+    """
+    shape, w, t = case.shape, case.width, case.tensor
+    hidden, queries, keys, inner = shape.hidden_size, shape.query_size, case.keys, shape.ffn_hidden_size
+    norm = (8 * hidden if host else w * hidden) + 4 + w * hidden  # what it needs, 1 / rms, and its output
+    heads = (8 if case.bf16 else 4) * (queries + keys) * host + 4 * (shape.num_attention_heads + shape.num_query_groups)
+    core = w * queries * host + 4 * shape.num_attention_heads
+    parts = {
+        "norms": 2 * norm / case.sharded,
+        "projections": w * (3 * queries + 3 * keys) / t + shape.qk_layernorm * heads / t,  # q, k; q k v; what the next one reads
+        "rotary": 4 * w * shape.head_dim,
+        "attention": core / t,
+        "mlp": 5 * w * inner / t,  # gate and up, silu, up again, their product
+    }
+    return {name: case.row * value for name, value in parts.items()}
+
+
+def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
+    """Activations of one micro-batch on a stage, with recomputation, and the formula of a layer's."""
+    layout, parts = case.layout, layer_bytes(case, host)
+    whole = sum(parts.values())
+    entering = case.row * case.shape.hidden_size * case.width / case.sharded
+    per_token = f"{whole / case.row:,.0f} bytes a token and layer (" + ", ".join(
+        f"{name} {value / case.row:,.0f}" for name, value in parts.items()
+    )
+    if layout.recompute_granularity == "full":
+        method, number = layout.recomputed
+        if method == "uniform":
+            return entering * -(
+                -stage.layers // number
+            ), f"{entering / case.row:,.0f} bytes a token and {number} layers recomputed"
+        again = min(stage.layers, number * case.turns)
+        return entering * again + whole * (stage.layers - again), f"{again} layers recomputed, others {per_token})"
+    if layout.recompute_granularity == "selective":
+        modules = layout.recompute_modules or ("core_attn",)
+        left_out = [part for part, module in (("attention", "core_attn"), ("mlp", "mlp")) if module in modules]
+        return stage.layers * (whole - sum(parts[part] for part in left_out)), f"{per_token}) without {' and '.join(left_out)}"
+    return stage.layers * whole, f"{per_token})"
+
+
+def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, str]:
+    """The head's at its worst, or the first layer's on the way back, whichever is more."""
+    shape, w = case.shape, case.width
+    layer = case.row * w * (5 * shape.ffn_hidden_size + shape.query_size) / case.tensor + 2 * case.row * w * shape.hidden_size
+    what = "gradients of one layer, about w S (5 F + q) / t + 2 w S H"
+    layout = case.layout
+    if layout.recompute_granularity == "full":
+        layer += (layout.recomputed[1] if layout.recomputed[0] == "uniform" else 1) * sum(layer_bytes(case, host).values())
+        what += " and the layers computed again"
+    elif "mlp" in layout.recompute_modules:
+        layer += layer_bytes(case, host)["mlp"]
+    if not stage.last:
+        return layer, what
+    picked, matrix = case.predicted(work.predicted), case.rows * shape.hidden_size
+    logits = min(picked * case.rows, max(LOGITS_AT_ONCE, case.rows))
+    norm = layer_bytes(case, host)["norms"] / 2 + (case.row * shape.hidden_size * w if case.sharded > 1 else 0)
+    numbers, gradient = (6, 6) if case.bf16 else (4, 4)
+    head = norm + 2 * w * picked * shape.hidden_size + numbers * logits + gradient * matrix
+    if head < layer:
+        return layer, what
+    return head, (
+        f"head: {numbers} x {logits:,.0f} logits at once, of N = {picked:,.0f} predictions; {gradient} V H / t of its gradient; "
+        "2 w N H; the norm's w S H"
+    )

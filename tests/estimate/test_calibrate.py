@@ -1,0 +1,92 @@
+"""What is made of measurements: the formulas then give back what was measured. Nothing here depends on how fast anything is."""
+
+import dataclasses
+
+import pytest
+from cases import WORK, demand
+
+from megaenc.errors import InputError
+from megaenc.estimate.calibrate import calibrate, rates_from, share_of
+from megaenc.estimate.case import Case
+from megaenc.estimate.documents import documents
+from megaenc.estimate.machines import TABLE
+from megaenc.estimate.memory import worst_memory
+from megaenc.estimate.settings import read
+from megaenc.estimate.time import step_time
+from megaenc.estimate.whole import Demand
+from megaenc.estimate.work import phases
+
+FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
+FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8", "--objective-schedule", "mlm", "--train-iters", "10"]
+
+# As `measure` tells: of one row, in seconds, bytes and FLOP/s.
+MADE_UP = {
+    "base": 3e8, "peak": 1e11, "memory": 1e10, "attention": 1e10,
+    "product qkv": 0.02, "product proj": 0.01, "product fc1": 0.03, "product fc2": 0.02, "head": 0.05,
+    "data 1": 0.003, "forward and backward 1": 0.4, "whole 1": 0.9, "predicted 1": 50, "peak 1": 5e6, "taken 1": 5e8,
+    "data 4": 0.003, "forward and backward 4": 1.0, "whole 4": 2.3, "predicted 4": 50, "peak 4": 11e6, "taken 4": 6.02e8,
+    "reduce small": 1e-3, "reduce activations": 2e-3, "reduce gradients": 0.1, "send small": 1e-3, "send activations": 2e-3,
+    "bytes activations": 1e6, "bytes gradients": 6e7,
+}  # fmt: skip
+
+
+def made(*more):
+    settings = read([*FLAGS, *more], "test").pretrain
+    docs = documents(settings.data, ())
+    wanted = Demand(tuple(phases(settings, 1000, docs)), 0, 0)
+    case = Case.of(settings, 1000, 2 if more else 1)
+    return settings, case, wanted, docs
+
+
+def test_a_step_is_made_of_the_measured_layers_and_ends():
+    """A layer took (1 - 0.4) / 3 s, all else of a row 0.4 - 0.2 s and its data 0.003; an update 2.3 - 2 (1 + 0.003) s."""
+    settings, case, wanted, _ = made()
+    share = share_of(settings, case)
+    rates = rates_from(MADE_UP, share, wanted, True, 1, 1e10, None, "made up")
+    work = dataclasses.replace(wanted.works[0], predicted=25.0)
+    found = step_time(case, work, rates)
+    parameters = [dataclasses.replace(case, split=(depth,)).stage(0).parameters for depth in (5, 4)]
+    update = (2.3 - 2 * 1.003) * parameters[0] / parameters[1]
+    assert found.seconds == pytest.approx(4 * (5 * 0.2 + 0.2 + 0.003) + update, rel=1e-3)
+
+
+def test_memory_is_made_of_the_measured_layers_and_what_the_allocator_lost():
+    settings, case, wanted, _ = made()
+    rates = rates_from(MADE_UP, share_of(settings, case), wanted, True, 1, 1e10, None, "made up")
+    four = dataclasses.replace(case, split=(4,))
+    work = dataclasses.replace(wanted.works[0], predicted=25.0)
+    found = worst_memory(four, [work], rates)
+    assert found.total == pytest.approx(6.02e8)  # what was taken with four layers
+    kept = {term.name: term.value for term in found.terms}
+    assert kept["activations"] == pytest.approx(4 * 2e6) and kept["on top"] == pytest.approx(3e6)
+
+
+def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
+    settings, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    share = share_of(settings, case)
+    whole = case.stage(0)
+    assert Case.of(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
+    assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == settings.shape.head_dim
+
+
+def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
+    monkeypatch.setattr("megaenc.estimate.calibrate.usable_cores", lambda: 1)
+    settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    with pytest.raises(InputError, match="--calibrate: found one device here, which cannot say how 2 are connected"):
+        calibrate(settings, case, wanted, docs, None)
+    rates = rates_from(MADE_UP, share_of(settings, case), wanted, False, 1, 1e10, TABLE["h100"], "made up")
+    assert rates.inside.bandwidth == 0.75 * 450e9 and rates.between.bandwidth == 0.75 * 50e9 and rates.devices == 8
+
+
+def test_this_machine_is_measured_in_two_processes():
+    """What it has in memory is what the formulas say, as near as counting tensors is; no time is looked at but that it is one."""
+    settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
+    settings, case = dataclasses.replace(settings, bf16=False), dataclasses.replace(case, bf16=False)
+    rates = calibrate(settings, case, wanted, docs, None, seconds=0.01)
+    assert rates.host and "2 at once" in rates.source
+    assert rates.layer_kept == pytest.approx(1, rel=0.1) and rates.ends_kept == pytest.approx(1, rel=0.15)
+    assert 1e8 < rates.base < 2e9
+    for name in ("peak", "gemm", "head_gemm", "attention", "elementwise", "loss", "optimizer"):
+        assert 0 < getattr(rates, name) < 1e16
+    assert min(rates.inside.bandwidth, rates.gradients.bandwidth, rates.neighbour.bandwidth) > 0
+    assert demand().works == [WORK]

@@ -1,0 +1,88 @@
+"""The command: its words, its JSON, what it refuses, and that it needs no torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import runs
+
+from megaenc import cli
+from megaenc.estimate.command import main
+from megaenc.estimate.machines import TABLE
+
+STUDY = ["--config", str(runs.ROOT / "configs" / "pretrain" / "encoder-610m.yaml"), "--gpu", "mi250x", "--gpus", "192"]
+
+
+def test_the_studys_run_in_words(capsys):
+    cli.main(["estimate", *STUDY, "--explain"])
+    said = capsys.readouterr().out
+    assert "610m: 755.6M parameters in bf16, vocabulary of 128,256" in said
+    assert "192 x AMD MI250X, one die" in said and "DP 192" in said
+    for term in ("AdamW's moments", "gradients' all-reduce", "2 (d - 1) / d", "device hours"):
+        assert term in said
+
+
+def test_the_json_holds_every_term(tmp_path, capsys):
+    file = tmp_path / "said.json"
+    stages = ["--pipeline-model-parallel-size", "4", "--tensor-model-parallel-size", "2", "--sequence-parallel"]
+    main([*STUDY, *stages, "--objective-schedule", "clm:0.25,mlm:0.75", "--price-per-hour", "2", "--output", str(file)])
+    said = json.loads(file.read_text())
+    found = said["estimate"]
+    assert said["parameters"] == 755_625_600 and found["layout"]["split"] == [6, 7, 7, 6]
+    assert sum(term["value"] for term in found["memory"]["terms"]) == pytest.approx(found["memory"]["bytes"])
+    for step in found["steps"]:
+        assert sum(term["value"] for term in step["terms"]) == pytest.approx(step["seconds"])
+        assert step["model_flops_utilization"] == pytest.approx(step["flops"] / step["seconds"] / 192 / 191.5e12)
+    assert [phase["text"] for phase in found["phases"]] == ["clm", "mlm"]
+    hours = sum(phase["device_hours"] for phase in found["phases"]) + found["validation_seconds"] * 192 / 3600
+    assert found["device_hours"] == pytest.approx(hours)
+    assert said["suggestion"]["device_hours"] < found["device_hours"]
+    assert "cost" in capsys.readouterr().out
+
+
+def test_the_table_needs_no_torch():
+    lines = ["import sys", "from megaenc.cli import main"]
+    lines += [f"main({['estimate', *STUDY, '--pipeline-model-parallel-size', '2']})", "assert 'torch' not in sys.modules"]
+    lines.append("assert 'megatron' not in sys.modules and 'transformers' not in sys.modules")
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, env=runs.surroundings(), capture_output=True)
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in TABLE)
+    for words in ("--gpu ", "--calibrate", "--explain", "--document-tokens", "--objective-schedule", "mi250x --gpus 192"):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["--gpus", "4"], "--gpu: missing"),
+        (["--gpu", "h10"], "--gpu: unknown machine 'h10', did you mean h100?"),
+        (["--gpu", "h100", "--gpus", "0"], "--gpus: found 0"),
+        (["--gpu", "h100", "--gpus", "3"], "--global-batch-size: found 16"),
+        (["--gpu", "h100", "--mfu", "40"], "--mfu: found 40.0"),
+        (["--gpu", "h100", "--no-bf16"], "--no-bf16: the table's speeds"),
+        (["--gpu", "h100", "--memory-gib", "-1"], "--memory-gib: found -1.0"),
+        (["--gpu", "h100", "--tensor-model-parallel-size", "2"], "1 processes cannot be laid out"),
+        (["--gpu", "h100", "--objective-schedule", "mlmm"], "mlm"),
+        (["--gpu", "h100", "--config", "nowhere.yaml"], "--config nowhere.yaml"),
+        (["--gpu", "h100", "--gpsu", "1"], "--gpsu"),
+        (["--gpu", "h100", "--gpus", "2", "--micro-batch-size", "1", "--pipeline-model-parallel-size", "2",
+          "--pipeline-model-parallel-layout", "Et|tL"], "layout Et|tL: expected E, t for each of the 4 layers"),
+        (["--gpu", "h100", "--overlap-param-gather"], "--overlap-param-gather: needs"),
+        (["--gpu", "h100", "--document-tokens", "0"], "--document-tokens: found 0"),
+        (["--gpu", "h100", "--output", "/proc/nowhere/said.json"], "--output"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(refusal, given, expected):
+    assert expected in refusal(main, given)
+
+
+def test_overlap_can_be_planned_on_a_machine_without_an_accelerator(capsys):
+    main([*STUDY, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--no-suggest"])
+    assert "gradients overlap" in capsys.readouterr().out

@@ -1,0 +1,63 @@
+"""What is suggested fits, can be run, and is read back as it was written."""
+
+import dataclasses
+
+import pytest
+from cases import WORK, case, demand, rates
+
+from megaenc.backend.layout import Layout
+from megaenc.errors import InputError
+from megaenc.estimate.layouts import balanced, best_layout, flags_of
+from megaenc.estimate.settings import PaperLayout, read_split, write_split
+from megaenc.estimate.whole import estimate
+from megaenc.model.config import PRESETS, ModelConfig
+from megaenc.training.settings import read_settings
+
+
+@pytest.mark.parametrize(
+    ("text", "layers", "stages"),
+    [("Et*6|t*7|t*7|t*6L", 26, 4), ("E|t*13|t*13|L", 26, 4), ("Et|(tt|)*3tL", 8, 5), ("Ett|tt,|ttL", 6, 3), ("Et|t|t|tL", 4, 2)],
+)
+def test_megatrons_notation_is_read_as_megatron_reads_it(text, layers, stages):
+    flags = {"pipeline_model_parallel_size": stages, "pipeline_model_parallel_layout": text}
+    split = PaperLayout(**flags).split(layers)
+    assert split == Layout(**flags).split(layers)
+    if len(split) == stages:
+        assert read_split(write_split(split), layers, stages) == split
+
+
+@pytest.mark.parametrize("text", ["Ettt|ttL", "tt|ttL", "Ett|tt", "E(tt|ttL", "Ett||ttL", "Et|t|ttL"])
+def test_what_says_no_split_is_refused(text):
+    with pytest.raises(InputError, match=r"--pipeline-model-parallel-layout .*: (expected|found)"):
+        read_split(text, 4, 2)
+
+
+def test_the_stage_with_a_large_head_has_fewer_layers():
+    shape = dataclasses.replace(PRESETS["610m"])
+    laid = case(shape, gpus=4, vocab_size=128_256, pipeline_model_parallel_size=4)
+    split = balanced(laid, WORK, rates())
+    assert sum(split) == 26 and split[-1] < min(split[:-1])
+    assert read_split(write_split(split), 26, 4) == split
+    faster = dataclasses.replace(laid, split=split)
+    assert estimate(faster, demand(), rates()).seconds < estimate(laid, demand(), rates()).seconds
+
+
+def test_a_layout_that_does_not_fit_gets_one_that_does():
+    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=8, batch=64, micro=8), demand(batch=64)
+    whole = estimate(laid, wanted, rates())
+    small = rates(memory=whole.memory.total * 0.6)
+    own, found = estimate(laid, wanted, small), best_layout(laid, wanted, small)
+    assert not own.fits and found.fits and found.memory.total <= small.memory
+    assert found.case.global_batch_size == 64 and found.case.gpus == 8
+    settings = read_settings([word for word in flags_of(found.case) if not word.startswith("--overlap")], "test")
+    assert settings.micro_batch_size == found.case.micro_batch_size
+    assert settings.layout.tensor_model_parallel_size == found.case.tensor
+    assert best_layout(laid, wanted, rates(memory=2e6)) is None
+
+
+def test_no_layout_is_better_than_the_best():
+    laid, wanted = case(ModelConfig(8, 256, 768, 8, 4), gpus=4, batch=32), demand(batch=32)
+    found = best_layout(laid, wanted, rates())
+    assert found.seconds <= estimate(laid, wanted, rates()).seconds
+    again = best_layout(found.case, wanted, rates())
+    assert again.case == found.case

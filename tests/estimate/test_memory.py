@@ -1,0 +1,123 @@
+"""Memory by hand, and what autograd really saves of a layer."""
+
+import pytest
+import torch
+from cases import SHAPE, WORK, case, rates
+
+from megaenc.backend import Layout
+from megaenc.estimate.memory import LOGITS_AT_ONCE, in_flight, kept_bytes, layer_bytes, stage_memory, worst_memory
+from megaenc.model.config import ModelConfig
+
+SMALL = ModelConfig(2, 64, 160, 8, 4)
+
+
+def terms(found):
+    return {term.name: term.value for term in found.terms}
+
+
+def test_a_tiny_model_by_hand():
+    """Parameters: 2 x (10,752 + 64) of layers, 32 of the last norm, 2 x 1,024 x 32 of the two vocabulary matrices."""
+    parameters = 2 * 10_816 + 32 + 2 * 32_768
+    assert SHAPE.parameters(1024) == parameters
+    found = terms(stage_memory(case(), WORK, case().stage(0), rates()))
+    assert found["weights"] == 2 * parameters
+    assert found["gradients"] == found["master weights"] == 4 * parameters
+    assert found["AdamW's moments"] == 8 * parameters
+    norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (3 * 32 + 3 * 16)
+    per_token = norms + projections + 4 * 2 * 8 + 4 * 4 + 5 * 2 * 80
+    assert found["activations"] == 2 * 64 * per_token
+    in_float32 = terms(stage_memory(case(bf16=False), WORK, case().stage(0), rates()))
+    assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
+
+
+def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
+    whole, shared = (terms(worst_memory(case(gpus=4, use_distributed_optimizer=on), [WORK], rates())) for on in (False, True))
+    for name in ("master weights", "AdamW's moments"):
+        assert shared[name] == whole[name] / 4
+    assert shared["gradients"] == whole["gradients"]
+
+
+def test_stages_hold_what_the_pipeline_has_in_flight():
+    four = case(ModelConfig(8, 32, 80, 4, 2), gpus=4, batch=16, pipeline_model_parallel_size=4)
+    assert [in_flight(four, stage) for stage in four.every_stage()] == [4, 3, 2, 1]
+    assert [in_flight(four.with_batch(2), stage) for stage in four.every_stage()] == [2, 2, 2, 1]
+    turns = case(ModelConfig(8, 32, 80, 4, 2), gpus=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
+    assert [in_flight(turns, stage) for stage in turns.every_stage()] == [5 / 2, 3 / 2]  # of parts, two to a stage
+
+
+def test_the_chunked_loss_is_the_models_own():
+    import inspect
+
+    from megaenc.model.loss import summed_loss
+
+    assert inspect.signature(summed_loss).parameters["at_once"].default == LOGITS_AT_ONCE
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("layout", [{}, {"num_layers": 3}])
+def test_parameters_are_those_of_the_model(layout):
+    from megaenc.model.encoder import build_encoder
+
+    for tied in (False, True):
+        shape = ModelConfig(3, 64, 160, 8, 4, add_qkv_bias=tied, qk_layernorm=tied, untie_embeddings_and_output_weights=not tied)
+        encoder = build_encoder(shape, 1000, 64, Layout(), torch.float32, seed=None)
+        mine = case(shape, vocab_size=1000).stage(0).parameters
+        assert mine == sum(parameter.numel() for parameter in encoder.parameters())
+        stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).every_stage()
+        assert sum(stage.parameters for stage in stages) - mine == tied * 1024 * 64  # tied, the last stage has a copy
+        assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameters(1024)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [SMALL, ModelConfig(2, 96, 96, 2, 2, kv_channels=32, qk_layernorm=True)])
+def test_layers_keep_what_autograd_saves_of_them(dtype, shape):
+    """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""
+    from megaenc.model.attention import Packing
+    from megaenc.model.encoder import build_encoder
+    from megaenc.objectives import Attention
+
+    rows = 256
+    encoder = build_encoder(shape, 512, rows, Layout(), dtype, seed=3)
+    kept, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
+
+    def pack(tensor):
+        keeping.append(tensor)  # or its address would be given out again
+        storage = tensor.untyped_storage()
+        kept.setdefault(storage.data_ptr(), storage.nbytes())
+        return tensor
+
+    found = []
+    for layer in encoder.decoder.layers:
+        layer.register_forward_hook(lambda *_: found.append(sum(kept.values())))
+    packing = Packing.of([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
+    mine = sum(layer_bytes(case(shape, micro=4, bf16=dtype == torch.bfloat16), host=True).values())
+    assert found[1] - found[0] == pytest.approx(mine, rel=0.03)
+
+
+def test_recomputation_keeps_less():
+    shape = ModelConfig(4, 64, 160, 8, 4)
+    plain, core, mlp, full, block = (
+        kept_bytes(one, one.stage(0), host=True)[0]
+        for one in (
+            case(shape),
+            case(shape, recompute_granularity="selective"),
+            case(shape, recompute_granularity="selective", recompute_modules=("mlp",)),
+            case(shape, recompute_granularity="full"),
+            case(shape, recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+        )
+    )
+    assert plain > core > mlp > full == 4 * 64 * 2 * 64  # what enters each of 4 layers, 64 tokens of 2 x 64 bytes
+    assert block == pytest.approx(plain * 3 / 4 + full / 4)
+
+
+def test_sequence_parallelism_shards_norms_and_borders():
+    plain, sharded = (
+        layer_bytes(case(gpus=2, tensor_model_parallel_size=2, sequence_parallel=on), host=False) for on in (False, True)
+    )
+    assert sharded["norms"] == plain["norms"] / 2
+    assert all(sharded[name] == plain[name] for name in plain if name != "norms")
+    one = layer_bytes(case(), host=False)
+    assert plain["mlp"] == one["mlp"] / 2 and plain["norms"] == one["norms"]

@@ -1,0 +1,55 @@
+"""Operations and predictions against those that a run counts."""
+
+import pytest
+import runs
+
+from megaenc.estimate.command import demand_of, vocabulary_size
+from megaenc.estimate.documents import documents
+from megaenc.estimate.settings import read
+from megaenc.study.cost import pack_flops
+from megaenc.study.entries import Part
+
+RUN = [*runs.SHORT_RUN, "--train-iters", "24", "--global-batch-size", "16", "--eval-interval", "0"]
+RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm:0.25", "--lr-warmup-iters", "2"]
+
+
+def demanded(*given):
+    settings = read(["--gpu", "h100", *given], "megaenc estimate")
+    vocab_size, _ = vocabulary_size(settings)
+    return settings, demand_of(settings, vocab_size, documents(settings.pretrain.data, settings.document_tokens))
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length"])
+def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
+    """The sum that model_flops_utilization is made of, phase by phase: its packs are drawn, so some percent differ."""
+    flags = [*RUN, *small_corpus.flags, "--packing", packing]
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "run")])
+    rows = runs.metrics(tmp_path / "run")
+    settings, demand = demanded(*flags)
+    run = settings.pretrain
+    for phase in demand.phases:
+        [(work, steps)] = phase.parts
+        first, last = rows[phase.first - 2] if phase.first > 1 else {"flops": 0, "predicted_tokens": 0}, rows[phase.last - 1]
+        packs = steps * run.global_batch_size
+        assert last["predicted_tokens"] - first["predicted_tokens"] == pytest.approx(packs * work.predicted, rel=0.06)
+        assert last["flops"] - first["flops"] == pytest.approx(packs * work.flops(run.shape, 400), rel=0.04)
+
+
+def test_operations_are_those_of_the_study_plan():
+    settings, demand = demanded("--model", "610m", "--seq-length", "2048", "--objective-schedule", "mlm")
+    [work] = demand.works
+    told = pack_flops(settings.pretrain, 128_256, Part("mlm", 1, 0.4, 1.0))
+    assert work.flops(settings.pretrain.shape, 128_256) == pytest.approx(told)
+
+
+def test_phases_mixtures_branches_and_growing_batches():
+    batch = ["--global-batch-size", "16", "--micro-batch-size", "4", "--train-iters", "100"]
+    _, demand = demanded(*batch, "--objective-schedule", "clm:0.25,mix(clm:1,mlm:3):0.75")
+    assert [(phase.first, phase.last) for phase in demand.phases] == [(1, 25), (26, 100)]
+    assert [steps for _, steps in demand.phases[1].parts] == [18.75, 56.25]
+    assert [work.objective for work in demand.works] == ["mlm", "clm"]  # the more frequent first
+    _, branch = demanded(*batch, "--objective-schedule", "clm:0.25,mlm:0.75", "--branch-from", "runs/a", "--branch-at", "40")
+    assert [(phase.first, phase.last) for phase in branch.phases] == [(41, 100)]
+    _, growing = demanded(*batch, "--objective-schedule", "mlm", "--rampup-batch-size", "4", "4", "120")
+    sizes = dict(growing.phases[0].batches)
+    assert sizes.keys() == {4, 8, 12, 16} and sum(sizes.values()) == 100
