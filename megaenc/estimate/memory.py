@@ -97,9 +97,8 @@ def layer_bytes(case: Case, host: bool) -> dict[str, float]:
     parts = {
         "norms": 2 * norm / case.sharded,
         "projections": w * (3 * queries + 3 * keys) / t + shape.qk_layernorm * heads / t,  # q, k; q k v; what the next one reads
-        "rotary": 4 * w * shape.head_dim,
         "attention": core / t,
-        "mlp": 5 * w * inner / t,  # gate and up, silu, up again, their product
+        "mlp": 3 * w * inner / t,  # gate and up, their product
     }
     return {name: case.row * value for name, value in parts.items()}
 
@@ -130,8 +129,8 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
 def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, str]:
     """The head's at its worst, or the first layer's on the way back, whichever is more."""
     shape, w = case.shape, case.width
-    layer = case.row * w * (5 * shape.ffn_hidden_size + shape.query_size) / case.tensor + 2 * case.row * w * shape.hidden_size
-    what = "gradients of one layer, about w S (5 F + q) / t + 2 w S H"
+    layer = case.row * w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor + 2 * case.row * w * shape.hidden_size
+    what = "gradients of one layer, about w S (4 F + q) / t + 2 w S H"
     layout = case.layout
     if layout.recompute_granularity == "full":
         layer += (layout.recomputed[1] if layout.recomputed[0] == "uniform" else 1) * sum(layer_bytes(case, host).values())

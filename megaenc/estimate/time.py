@@ -62,12 +62,12 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
 def layer_bytes_moved(case: Case) -> float:
     """Bytes that everything but matrix products and attention reads and writes in a layer for a row, forward and backward.
 
-    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 18 (q + k) + 4 q, SwiGLU 22 F; and the
+    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 10 (q + k), heads side by side 4 q, SwiGLU 16 F; and the
     layer's gradient is read and added to the float32 buffer, 8 + 2 w a parameter.
     """
     shape = case.shape
     hidden = 24 * shape.hidden_size / case.sharded
-    inner = (22 * shape.query_size + 18 * case.keys + 22 * shape.ffn_hidden_size) / case.tensor
+    inner = (14 * shape.query_size + 10 * case.keys + 16 * shape.ffn_hidden_size) / case.tensor
     return case.width * case.row * (hidden + inner) + (8 + 2 * case.width) * case.layer_parameters
 
 

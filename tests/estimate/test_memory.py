@@ -24,7 +24,7 @@ def test_a_tiny_model_by_hand():
     assert found["gradients"] == found["master weights"] == 4 * parameters
     assert found["AdamW's moments"] == 8 * parameters
     norms, projections = 2 * (2 * 32 + 4 + 2 * 32), 2 * (3 * 32 + 3 * 16)
-    per_token = norms + projections + 4 * 2 * 8 + 4 * 4 + 5 * 2 * 80
+    per_token = norms + projections + 4 * 4 + 3 * 2 * 80
     assert found["activations"] == 2 * 64 * per_token
     in_float32 = terms(stage_memory(case(bf16=False), WORK, case().stage(0), rates()))
     assert in_float32["weights"] == 4 * parameters and "master weights" not in in_float32
