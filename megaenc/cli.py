@@ -31,6 +31,7 @@ COMMANDS = {
         "megaenc.finetune.datasets.demo:main",
         "make four small data sets from what is installed here",
     ),
+    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the speed of training with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "measure tokenising beside gigatoken alone and Hugging Face's ways"),
     "bench loader": (
         "megaenc.bench.loader:main",
@@ -44,7 +45,6 @@ COMMANDS = {
         "megaenc.study.report_command:main",
         "tables, figures and verdicts of a study, in files and as one page",
     ),
-    "bench pretrain": ("megaenc.bench.pretrain:main", "compare the speed of training with transformers' on the same work"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
 }

@@ -62,8 +62,8 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
 def layer_bytes_moved(case: Case) -> float:
     """Bytes that everything but matrix products and attention reads and writes in a layer for a row, forward and backward.
 
-    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 10 (q + k), heads side by side 4 q, SwiGLU 16 F; and the
-    layer's gradient is read and added to the float32 buffer, 8 + 2 w a parameter.
+    Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 10 (q + k), heads side by side 4 q, SwiGLU
+    16 F; and the layer's gradient is read and added to the float32 buffer, 8 + 2 w a parameter.
     """
     shape = case.shape
     hidden = 24 * shape.hidden_size / case.sharded

@@ -68,7 +68,18 @@ preprocess.main(sys.argv[1:])
 
 def command(settings, *more):
     flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
-    return [sys.executable, "-c", KILLED, *flags, "--append-eod", "--workers", "5" if "worker" in more else "2", "--partitions", "4", *more]
+    return [
+        sys.executable,
+        "-c",
+        KILLED,
+        *flags,
+        "--append-eod",
+        "--workers",
+        "5" if "worker" in more else "2",
+        "--partitions",
+        "4",
+        *more,
+    ]
 
 
 @pytest.mark.parametrize(
