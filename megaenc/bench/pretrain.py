@@ -23,7 +23,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 from megaenc.processes import below, usable_cores
-from megaenc.training.settings import _has_bf16
+from megaenc.training.settings import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
 TOLERANCE = {True: 1e-2, False: 1e-4}  # of the loss, in bfloat16 and in float32, relative
@@ -62,7 +62,7 @@ class BenchFlags:
     """times that a turn reads the documents"""
     rounds: int = 3
     """turns of each side"""
-    bf16: bool = field(default_factory=_has_bf16)
+    bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16; on where the processor has the instructions"""
     tensor_model_parallel_size: int = 1
     """above 1: one side more, megaenc on so many processes that share what one has"""

@@ -18,16 +18,15 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
 
 from megaenc.backend import Backend, Layout, prepare_megatron, start, stop
 from megaenc.console import quiet
-from megaenc.data.packs import Pack
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.estimate.case import Case
+from megaenc.estimate.made_packs import MadePacks
 from megaenc.objectives import Attention, Schedule
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.settings import PretrainSettings
@@ -53,36 +52,6 @@ class Job:
     """of documents; none: packs as --packing cuts them"""
     seconds: float
     """for each measurement, about"""
-
-
-@dataclass(frozen=True)
-class MadePacks:
-    """Packs of random tokens, whose documents have lengths drawn from `lengths`, or are the pack, or its two chunks."""
-
-    settings: PretrainSettings
-    lengths: tuple[int, ...]
-    vocab_size: int
-
-    @property
-    def seq_length(self) -> int:
-        """Tokens of a pack."""
-        return self.settings.data.seq_length
-
-    def __getitem__(self, sample: int) -> Pack:
-        rng, length = np.random.default_rng(sample), self.seq_length
-        tokens = rng.integers(2, self.vocab_size, length)
-        if self.settings.data.packing == "random-length" and length > 24:
-            cuts = [int(rng.integers(12, length - 11))]
-        elif self.lengths:
-            weights = np.array(self.lengths, dtype=np.float64)
-            first = rng.choice(self.lengths, p=weights / weights.sum())  # a pack begins inside long documents more often
-            cuts = [int(rng.integers(1, first + 1))]
-            while cuts[-1] < length:
-                cuts.append(cuts[-1] + int(rng.choice(self.lengths)))
-            cuts = [cut for cut in cuts if cut < length]
-        else:
-            cuts = []
-        return Pack(sample, 0, tokens, np.array([0, *cuts, length], dtype=np.int32))
 
 
 def measure(job: Job) -> dict[str, float]:

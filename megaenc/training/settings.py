@@ -20,7 +20,8 @@ from megaenc.training.options import (
 )
 
 
-def _has_bf16() -> bool:
+def has_bf16() -> bool:
+    """Whether this machine computes in bfloat16 by itself."""
     from megaenc.backend.device import detect  # imports torch
 
     return detect().has_bf16
@@ -47,7 +48,7 @@ class PretrainSettings:
     --global-batch-size"""
     seed: int = 1
     """initial weights, order of the data and masks follow from it"""
-    bf16: bool = field(default_factory=_has_bf16)
+    bf16: bool = field(default_factory=has_bf16)
     """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
     model: str = "tiny"
     """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
