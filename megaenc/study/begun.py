@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaenc.study.node import read_json
+from megaenc.study.json_file import read_json
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS
 from megaenc.training.start import Start

@@ -1,11 +1,10 @@
 """A stage of a study that can be done: what the executor knows of it."""
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megaenc.errors import InputError
 from megaenc.study.graph import Stage
@@ -119,12 +118,3 @@ def check(nodes: Iterable[Node], every: Mapping[str, Node], study: Path) -> None
                 made.update([other.id] if made.intersection(other.needs) else [])
             folders = [str(every[id].folder.relative_to(study)) for id in every if id in made and every[id].folder.exists()]
             raise Changed(error.folder, error.what, f"what was made so ({' '.join(folders)})") from None
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """What is in a file; nothing where there is none, or no object."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}

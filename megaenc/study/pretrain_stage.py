@@ -13,7 +13,8 @@ from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
 from megaenc.study.entries import schedule_of
 from megaenc.study.graph import Pretraining, arguments
-from megaenc.study.node import Changed, OfStage, changed, megaenc, read_json
+from megaenc.study.json_file import read_json
+from megaenc.study.node import Changed, OfStage, changed, megaenc
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
 from megaenc.training.start import Start, digest

@@ -19,7 +19,7 @@ import megaenc
 from megaenc.errors import InputError
 from megaenc.files import locked, write_whole
 from megaenc.processes import usable_cores
-from megaenc.study.node import read_json
+from megaenc.study.json_file import read_json
 
 NOTES = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""

@@ -21,7 +21,8 @@ from megaenc.files import write_whole
 from megaenc.study.cost import amount
 from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
 from megaenc.study.grid_stage import GridNode, LabelledData
-from megaenc.study.node import Changed, Node, OfStage, changed, megaenc, read_json
+from megaenc.study.json_file import read_json
+from megaenc.study.node import Changed, Node, OfStage, changed, megaenc
 from megaenc.study.pretrain_stage import PretrainNode, check_kept, identity_of
 from megaenc.training.run_folder import difference
 from megaenc.training.start import digest
