@@ -16,21 +16,21 @@ from torch.autograd.function import once_differentiable
 class Rotation:
     """Rotary positions (Su et al. 2021, arXiv 2104.09864): the halves of a head's width as points, turned by a token's angles.
 
-    cos and sin: float32[S, 1, 1, dim / 2].
+    cos and sin: [S, 1, 1, dim / 2], in the numbers of what is turned.
     """
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def by(cls, angles: Tensor) -> "Rotation":
-        """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal."""
+    def by(cls, angles: Tensor, dtype: torch.dtype) -> "Rotation":
+        """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal; `dtype`: of what is turned."""
         half = angles[..., : angles.size(-1) // 2]
-        return cls(half.cos(), half.sin())
+        return cls(half.cos().to(dtype), half.sin().to(dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [S, 1, heads, dim], turned, computed in its own numbers."""
-        return _Rotate.apply(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+        """x [S, 1, heads, dim], turned."""
+        return _Rotate.apply(x, self.cos, self.sin)
 
 
 class _Rotate(torch.autograd.Function):
