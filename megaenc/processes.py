@@ -22,24 +22,11 @@ import megaenc
 from megaenc.errors import InputError
 
 _PR_SET_PDEATHSIG = 1
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def usable_cores() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees for what it wants next; without it each large piece comes from the system anew.
-
-    Training wants the same sizes again every step, and pages that are new are filled with zeros first. Elsewhere than with glibc
-    nothing happens.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def die_with_parent(parent: int) -> None:

@@ -1,7 +1,6 @@
 import heapq
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -140,21 +139,3 @@ def test_threads_take_work_as_it_is_needed_and_leave_with_the_block():
         next(threads.map(items()))
         assert len(taken) <= 5
     assert threading.active_count() == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-def test_memory_that_is_kept_is_not_asked_for_again():
-    """Pages that the kernel had to give for twenty pieces of 64 MiB, each freed before the next."""
-
-    def faults(first: str) -> int:
-        code = (
-            "import resource; from megaenc.processes import keep_freed_memory\n"
-            f"{first}\n"
-            "piece = b'x' * 2**26; del piece\n"
-            "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-            "for _ in range(20):\n    piece = b'x' * 2**26; del piece\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
-        )
-        return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-
-    assert faults("keep_freed_memory()") < 100 < faults("")

@@ -10,7 +10,7 @@ from megaenc.backend.device import Backend, detect
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.rendezvous import meet
-from megaenc.processes import keep_freed_memory, usable_cores
+from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
 
@@ -28,9 +28,7 @@ def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timed
     prepare_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
-    if backend.is_host:
-        keep_freed_memory()
-    else:
+    if not backend.is_host:
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
         device = None if backend.is_host else backend.device
