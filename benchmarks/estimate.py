@@ -69,12 +69,22 @@ def environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
+def finish(command: list[str]) -> None:
+    """Run to its end. InputError with the last line that it says where it fails."""
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        from megaenc.errors import InputError
+
+        errors = [text for text in done.stderr.splitlines() if text.startswith("error: ")] or done.stderr.splitlines()[-1:]
+        raise InputError(errors[0].removeprefix("error: ") if errors else f"{command[2]} ended with {done.returncode}")
+
+
 def estimated(settings: Settings, layout: str, folder: str) -> dict:
     """What the command says."""
     file = Path(folder) / "said.json"
     command = [sys.executable, "-m", "megaenc", "estimate", *flags_of(settings, layout), "--calibrate", "--no-suggest"]
     command += ["--gpus", str(LAYOUTS[layout][0]), "--output", str(file)]
-    subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=900)
+    finish(command)
     return json.loads(file.read_text())["estimate"]
 
 
@@ -86,7 +96,7 @@ def measured(settings: Settings, layout: str, folder: str) -> list[dict]:
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*launcher, __file__, "--worker", str(file), *flags_of(settings, layout)]
-    subprocess.run(command, check=True, env=environment(), stdout=subprocess.DEVNULL, timeout=900)
+    finish(command)
     return [json.loads(Path(f"{file}{rank}").read_text()) for rank in range(processes)]
 
 
@@ -97,7 +107,7 @@ def train_and_note(file: str, flags: list[str]) -> None:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
-    from megaenc.estimate.measure import highest_resident
+    from megaenc.processes import highest_resident
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
 
@@ -140,6 +150,9 @@ def main(argv: list[str]) -> None:
     from megaenc.errors import InputError
 
     settings = flags.parse(Settings, argv, prog="python benchmarks/estimate.py", description=__doc__)
+    for name in ("rounds", "steps"):
+        if getattr(settings, name) < 1:
+            raise InputError(f"--{name}: found {getattr(settings, name)}, expected 1 or more")
     for layout in settings.layouts:
         if layout not in LAYOUTS:
             raise InputError(f"--layouts {layout!r}: expected some of {', '.join(map(repr, LAYOUTS))}")

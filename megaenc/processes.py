@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,15 @@ _PR_SET_PDEATHSIG = 1
 def usable_cores() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def highest_resident() -> float:
+    """The most bytes that this process has had resident since it began to run its program.
+
+    What getrusage says would be its parent's, if that had more when it started this one.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def die_with_parent(parent: int) -> None:

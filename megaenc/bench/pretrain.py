@@ -20,6 +20,7 @@ from megaenc.bench.documents import MASK
 from megaenc.bench.turns import Work
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 from megaenc.processes import below, usable_cores
@@ -159,6 +160,8 @@ def check_losses(losses: dict[str, float], bf16: bool) -> None:
 def bench(settings: BenchFlags) -> dict[str, Any]:
     """All figures. Raises InputError for wrong settings, RuntimeError where a side fails or does other work."""
     settings.check()
+    if settings.output:
+        make_parent(Path(settings.output), "--output")
     turns: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -261,7 +264,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(BenchFlags, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
     began = time.monotonic()
-    found = bench(settings)
+    try:
+        found = bench(settings)
+    except RuntimeError as error:
+        raise InputError(str(error)) from None
     print(table(found))
     if settings.output:
         report.write(settings.output, found)

@@ -19,6 +19,7 @@ from megaenc.bench.documents import EOS, MASK, Documents
 from megaenc.console import quiet
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
+from megaenc.processes import highest_resident
 
 LEARNING_RATE, DECAY, BETAS, EPSILON, CLIP = 1e-4, 0.1, (0.9, 0.95), 1e-5, 1.0
 IGNORED = -100  # what transformers' losses leave out
@@ -76,14 +77,14 @@ def clock(found: dict[str, Any], wait: Callable[[], None]) -> Iterator[None]:
     found["seconds"] = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_SELF)
     found["cpu_seconds"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    found["peak_memory"] = _peak_memory(after.ru_maxrss * 1024)
+    found["peak_memory"] = _peak_memory()
 
 
-def _peak_memory(resident: int) -> int:
+def _peak_memory() -> float:
     """Of the accelerator, if there is one, else of the process."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
+    return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else highest_resident()
 
 
 def _wait() -> None:

@@ -126,6 +126,15 @@ class ConcatPacks(CorpusPacks):
 SHORTEST_CHUNK = 12  # tokens; the study's
 
 
+def check_two_chunks(seq_length: int) -> None:
+    """InputError where a pack of --packing random-length has no room for two chunks."""
+    if seq_length < 2 * SHORTEST_CHUNK:
+        raise InputError(
+            f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
+            f"(two chunks of {SHORTEST_CHUNK} tokens)"
+        )
+
+
 class RandomLengthPacks(ConcatPacks):
     """The study's way (arXiv 2507.00994): each pack is cut at a random place into two chunks of at least 12 tokens.
 
@@ -134,11 +143,7 @@ class RandomLengthPacks(ConcatPacks):
 
     def __init__(self, corpus: Documents, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when a pack has no room for two chunks."""
-        if seq_length < 2 * SHORTEST_CHUNK:
-            raise InputError(
-                f"--packing random-length: found --seq-length {seq_length}, expected at least {2 * SHORTEST_CHUNK} "
-                f"(two chunks of {SHORTEST_CHUNK} tokens)"
-            )
+        check_two_chunks(seq_length)
         super().__init__(corpus, documents, seq_length, seed)
 
     def __getitem__(self, sample: int) -> Pack:

@@ -8,11 +8,10 @@ import numpy as np
 from megaenc.data.blend import parse_data_path
 from megaenc.data.corpus import check_index
 from megaenc.data.indexed import IndexArrays
+from megaenc.data.packs import SHORTEST_CHUNK, check_two_chunks
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
 from megaenc.training.options import DataSettings
-
-SHORTEST_CHUNK = 12  # of --packing random-length, as in the study
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,8 @@ def vocabulary(data: DataSettings) -> int | None:
 
 
 def _random_length(length: int) -> Documents:
-    """Two chunks, cut anywhere that leaves both 12 tokens or more."""
-    if length <= 2 * SHORTEST_CHUNK:
-        return Documents(float(length) ** 2, 1.0, 0.0, "packs too short to be cut")
+    """Two chunks, cut anywhere that leaves both as long as the shortest that there may be."""
+    check_two_chunks(length)
     cuts = np.arange(SHORTEST_CHUNK, length - SHORTEST_CHUNK + 1, dtype=np.float64)
     return Documents(float((cuts**2 + (length - cuts) ** 2).mean()), 2.0, 0.0, "two chunks a pack, cut at random")
 

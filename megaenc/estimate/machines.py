@@ -19,7 +19,8 @@ class Link:
     def all_reduce(self, size: float, ranks: int) -> float:
         """Seconds for `size` bytes on each of `ranks`: each sends 2 (n - 1) / n of them, in 2 (n - 1) messages of a ring.
 
-        Beyond 32 ranks a tree takes over (2 log2 n messages); Thakur, Rabenseifner & Gropp 2005.
+        Of many ranks trees take over, whose messages grow with log2 n (Thakur, Rabenseifner & Gropp 2005); that each doubling of
+        the ranks is worth 5 messages of a ring is an assumption.
         """
         return 2 * self.gather(size, ranks)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaenc.data.packs import Pack
+from megaenc.data.packs import SHORTEST_CHUNK, Pack
 from megaenc.training.settings import PretrainSettings
 
 
@@ -24,8 +24,8 @@ class MadePacks:
     def __getitem__(self, sample: int) -> Pack:
         rng, length = np.random.default_rng(sample), self.seq_length
         tokens = rng.integers(2, self.vocab_size, length)
-        if self.settings.data.packing == "random-length" and length > 24:
-            cuts = [int(rng.integers(12, length - 11))]
+        if self.settings.data.packing == "random-length":
+            cuts = [int(rng.integers(SHORTEST_CHUNK, length - SHORTEST_CHUNK + 1))]
         elif self.lengths:
             weights = np.array(self.lengths, dtype=np.float64)
             first = rng.choice(self.lengths, p=weights / weights.sum())  # a pack begins inside long documents more often

@@ -8,12 +8,10 @@ import dataclasses
 import gc
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +26,7 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.estimate.case import Case
 from megaenc.estimate.made_packs import MadePacks
 from megaenc.objectives import Attention, Schedule
+from megaenc.processes import highest_resident
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.settings import PretrainSettings
 
@@ -250,12 +249,6 @@ def _taken(backend: Backend) -> float:
         return psutil.Process().memory_info().rss
     free, total = torch.cuda.mem_get_info(backend.device)
     return total - free - torch.cuda.memory_reserved(backend.device) + torch.cuda.memory_allocated(backend.device)
-
-
-def highest_resident() -> float:
-    """The most bytes that this process has had resident since it began to run its program."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def _most_taken(backend: Backend) -> float:

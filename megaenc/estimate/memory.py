@@ -122,7 +122,10 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
     if layout.recompute_granularity == "selective":
         modules = layout.recompute_modules or ("core_attn",)
         left_out = [part for part, module in (("attention", "core_attn"), ("mlp", "mlp")) if module in modules]
-        return stage.layers * (whole - sum(parts[part] for part in left_out)), f"{per_token}) without {' and '.join(left_out)}"
+        saved = whole - sum(parts[part] for part in left_out)
+        if "core_attn" in modules:  # where keys are turned
+            saved -= case.row * case.width * case.keys / case.tensor
+        return stage.layers * saved, f"{per_token}) without {' and '.join(left_out)}"
     return stage.layers * whole, f"{per_token})"
 
 

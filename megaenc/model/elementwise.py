@@ -3,7 +3,7 @@
 Between matrix products the time goes with memory: autograd would keep and copy what a formula by hand need not.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +16,25 @@ from torch.autograd.function import once_differentiable
 class Rotation:
     """Rotary positions (Su et al. 2021, arXiv 2104.09864): the halves of a head's width as points, turned by a token's angles.
 
-    cos and sin: [S, 1, 1, dim / 2], in the numbers of what is turned.
+    cos and sin: float32[S, 1, 1, dim / 2].
     """
 
     cos: Tensor
     sin: Tensor
+    _rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    """To other numbers, once for all layers."""
 
     @classmethod
-    def by(cls, angles: Tensor, dtype: torch.dtype) -> "Rotation":
-        """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal; `dtype`: of what is turned."""
+    def by(cls, angles: Tensor) -> "Rotation":
+        """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal."""
         half = angles[..., : angles.size(-1) // 2]
-        return cls(half.cos().to(dtype), half.sin().to(dtype))
+        return cls(half.cos(), half.sin())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [S, 1, heads, dim], turned."""
-        return _Rotate.apply(x, self.cos, self.sin)
+        """x [S, 1, heads, dim], turned, computed in its own numbers."""
+        if x.dtype not in self._rounded:
+            self._rounded[x.dtype] = self.cos.to(x.dtype), self.sin.to(x.dtype)
+        return _Rotate.apply(x, *self._rounded[x.dtype])
 
 
 class _Rotate(torch.autograd.Function):

@@ -90,7 +90,7 @@ class Encoder(LanguageModule):
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         # Once for all layers; the core attention turns queries and keys itself.
-        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions], self.config.params_dtype))
+        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions]))
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 

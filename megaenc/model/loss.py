@@ -20,16 +20,17 @@ def summed_loss(
     The gradients are exact and made on the way, since a sum needs nothing of what comes after it; backward scales them and adds
     those of `hidden_NH` up over `group`. So one softmax serves both ways, and nothing of it is kept.
     """
-    return _SummedLoss.apply(hidden_NH, weight_VH, labels_N, columns, group, max(1, at_once // weight_VH.size(0)))
+    rows = max(1, at_once // weight_VH.size(0))
+    return _SummedLoss.apply(hidden_NH, weight_VH, labels_N, columns, group, rows, torch.is_grad_enabled())
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, rows):
+    def forward(ctx, hidden_NH, weight_VH, labels_N, columns, group, rows, train):
         first = weight_VH.size(0) * group.rank()
         losses_N = torch.empty(len(labels_N), dtype=torch.float32, device=hidden_NH.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden_NH.device)
-        train = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        train = train and any(ctx.needs_input_grad[:2])
         # Parts are added up in float32: in bfloat16 each sum would be rounded as often as there are parts.
         to_hidden_NH = torch.empty_like(hidden_NH) if train else None
         to_weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if train else None
@@ -65,7 +66,7 @@ class _SummedLoss(torch.autograd.Function):
         to_hidden_NH.mul_(scale)
         if ctx.group.size() > 1:
             dist.all_reduce(to_hidden_NH, group=ctx.group)
-        return to_hidden_NH, to_weight_VH.mul_(scale), None, None, None, None
+        return to_hidden_NH, to_weight_VH.mul_(scale), None, None, None, None, None
 
 
 def _over_ranks(highest_n: Tensor, sum_n: Tensor, target_n: Tensor, token_n: Tensor, group: dist.ProcessGroup) -> tuple:

@@ -99,6 +99,7 @@ def test_figures_by_hand():
         (["--rounds", "0"], "--rounds: found 0, expected 1 or more"),
         (["--objective", "mntp"], "--objective mntp: transformers has no loss for it, expected clm or mlm(...)"),
         (["--model", "giant"], "--model: unknown preset 'giant'"),
+        (["--output", "/proc/none/bench.json"], "--output /proc/none/bench.json: "),
     ],
 )
 def test_wrong_settings_are_one_line(given, complaint, refusal):

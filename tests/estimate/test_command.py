@@ -76,6 +76,7 @@ def test_help_teaches(capsys):
           "--pipeline-model-parallel-layout", "Et|tL"], "layout Et|tL: expected E, t for each of the 4 layers"),
         (["--gpu", "h100", "--overlap-param-gather"], "--overlap-param-gather: needs"),
         (["--gpu", "h100", "--document-tokens", "0"], "--document-tokens: found 0"),
+        (["--gpu", "h100", "--packing", "random-length", "--seq-length", "20"], "--packing random-length: found --seq-length 20"),
         (["--gpu", "h100", "--output", "/proc/nowhere/said.json"], "--output"),
     ],
 )  # fmt: skip

@@ -44,6 +44,27 @@ def test_it_is_the_cross_entropy_of_all_logits(work, at_once):
     assert (here[1].grad[VOCABULARY:] == 0).all()
 
 
+def test_where_nobody_asks_for_gradients_none_are_made(work):
+    hidden, weight, labels = work
+
+    class Products(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            self.found += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+            return function(*arguments, **keywords or {})
+
+    def products(*tensors):
+        with Products() as counted:
+            loss_of(*tensors, labels)
+        return counted.found
+
+    weight = weight.requires_grad_()
+    assert products(hidden, weight) == 3
+    with torch.no_grad():
+        assert products(hidden, weight) == 1
+
+
 def test_gradients_of_parts_are_added_up_in_float32(work):
     """In bfloat16 each part is rounded once and the sum once: with row after row no worse than a few roundings."""
     hidden, weight, labels = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in work)
