@@ -105,7 +105,7 @@ def layer_bytes(case: Case, host: bool) -> dict[str, float]:
 
 def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
     """Activations of one micro-batch on a stage, with recomputation, and the formula of a layer's."""
-    layout, parts = case.layout, layer_bytes(case, host)
+    layout, shape, parts = case.layout, case.shape, layer_bytes(case, host)
     whole = sum(parts.values())
     entering = case.row * case.shape.hidden_size * case.width / case.sharded
     per_token = f"{whole / case.row:,.0f} bytes a token and layer (" + ", ".join(
@@ -123,7 +123,7 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
         modules = layout.recompute_modules or ("core_attn",)
         left_out = [part for part, module in (("attention", "core_attn"), ("mlp", "mlp")) if module in modules]
         saved = whole - sum(parts[part] for part in left_out)
-        if "core_attn" in modules:  # where keys are turned
+        if "core_attn" in modules and not shape.qk_layernorm:  # keys as they are lie in the projection's output
             saved -= case.row * case.width * case.keys / case.tensor
         return stage.layers * saved, f"{per_token}) without {' and '.join(left_out)}"
     return stage.layers * whole, f"{per_token})"
