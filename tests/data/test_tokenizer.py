@@ -1,5 +1,6 @@
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -125,16 +126,32 @@ def test_a_lone_surrogate_becomes_the_replacement_character():
     assert first.tolist() == second.tolist()
 
 
+def fast_way(encode):
+    """Stands for a tokenizer of gigatoken that makes ids uint32[tokens] of UTF-8 by `encode`."""
+
+    def encode_batch(texts, parallel):
+        rows = [encode(text.encode()) for text in texts]
+        content, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
+        return SimpleNamespace(
+            layout=SimpleNamespace(content=SimpleNamespace(data=content), offsets=SimpleNamespace(data=offsets))
+        )
+
+    return SimpleNamespace(encode=encode, encode_batch=encode_batch)
+
+
 def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
     import megaenc.data.encoding as encoding
 
     serialised = small_tokenizer().backend_tokenizer.to_str()
     honest = encoding._gigatoken(serialised)
-    for wrong in (lambda data: honest(data)[:40], lambda data: honest(data.replace(b"\r", b"")), lambda data: 1 / 0):
-        monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, wrong=wrong: wrong)
+    alone, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
+    alone.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
+    short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
+    for taken, quick in ((True, fast_way(honest.encode)), *((False, wrong) for wrong in (alone, in_batches, short, broken))):
+        monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, quick=quick: quick)
         encoder = Encoder(serialised)
-        assert not encoder.fast
-        assert encoder(["a\rb"])[0].tolist() == honest(b"a\rb").tolist()
+        assert encoder.fast == taken
+        assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
 
 
 def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
