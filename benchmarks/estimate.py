@@ -146,13 +146,12 @@ def compare(settings: Settings, layout: str) -> dict:
 def main(argv: list[str]) -> None:
     """Read the flags, go round, print the table."""
     from megaenc import flags
+    from megaenc.bench.report import check_positive
     from megaenc.data.demo import ensure_demo
     from megaenc.errors import InputError
 
     settings = flags.parse(Settings, argv, prog="python benchmarks/estimate.py", description=__doc__)
-    for name in ("rounds", "steps"):
-        if getattr(settings, name) < 1:
-            raise InputError(f"--{name}: found {getattr(settings, name)}, expected 1 or more")
+    check_positive(settings, "rounds", "steps")
     for layout in settings.layouts:
         if layout not in LAYOUTS:
             raise InputError(f"--layouts {layout!r}: expected some of {', '.join(map(repr, LAYOUTS))}")

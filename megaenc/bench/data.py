@@ -53,9 +53,7 @@ class DataBenchFlags:
 
 def bench(settings: DataBenchFlags) -> dict[str, Any]:
     """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
-    for name in ("rounds", "workers", "megabytes"):
-        if not getattr(settings, name) > 0:
-            raise InputError(f"--{name} {getattr(settings, name)}: expected more than 0")
+    report.check_positive(settings, "rounds", "workers", "megabytes")
     make_parent(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepared(settings, Path(folder))

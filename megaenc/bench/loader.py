@@ -83,13 +83,11 @@ def write_index(prefix: Path, lengths: np.ndarray, counts: np.ndarray | None = N
 
 def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
-    for name in ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds"):
-        if not getattr(settings, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected more than 0")
-    if not settings.packings:
-        raise InputError(f"--packings: expected some of {', '.join(PACKINGS)}")
-    if wrong := [name for name in settings.packings if name not in PACKINGS]:
-        raise InputError(f"--packings {wrong[0]}: expected some of {', '.join(PACKINGS)}")
+    sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds")
+    report.check_positive(settings, *sizes)
+    wrong = [name for name in settings.packings if name not in PACKINGS]
+    if wrong or not settings.packings:
+        raise InputError(f"--packings {' '.join(wrong) or '(none)'}: expected some of {', '.join(PACKINGS)}")
     make_parent(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))

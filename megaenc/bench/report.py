@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from megaenc.errors import InputError
 from megaenc.files import make_parent, write_whole
 from megaenc.processes import usable_cores
 
@@ -32,6 +33,13 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": _versions(),
     }
+
+
+def check_positive(settings: Any, *names: str) -> None:
+    """InputError for the first of these flags that is not above 0."""
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise InputError(f"--{name.replace('_', '-')} {getattr(settings, name)}: expected more than 0")
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

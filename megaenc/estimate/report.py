@@ -57,11 +57,7 @@ class Report:
         own = self.own
         price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
         kept = "; saving is not counted" if own.seconds else ""
-        return (
-            f"the run: {_clock(own.seconds)}, {own.hours:,.0f} device hours{price}{kept}"
-            if own.hours >= 10
-            else (f"the run: {_clock(own.seconds)}, {own.hours:,.2f} device hours{price}{kept}")
-        )
+        return f"the run: {_clock(own.seconds)}, {own.hours:,.{0 if own.hours >= 10 else 2}f} device hours{price}{kept}"
 
     def _explained(self) -> list[tuple[str, tuple[Term, ...]]]:
         stage = self.own.memory.stage

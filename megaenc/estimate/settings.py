@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from megaenc import flags
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
-from megaenc.training.settings import PretrainSettings, over_defaults
+from megaenc.training.settings import PretrainSettings, has_bf16, over_defaults
 
 DESCRIPTION = """What a pretraining run takes, before it starts: memory, time, hours, what is sent, and a layout that suits.
 
@@ -87,7 +87,8 @@ def write_split(split: Sequence[int]) -> str:
 
 def read(argv: Sequence[str], prog: str) -> EstimateSettings:
     """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
-    base = EstimateSettings(pretrain=PretrainSettings(bf16=_has_bf16(argv)))
+    # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
+    base = EstimateSettings(pretrain=PretrainSettings(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=over_defaults(argv, prog, base.pretrain))
     settings = flags.parse(EstimateSettings, argv, prog=prog, description=DESCRIPTION, default=default)
     pretrain = settings.pretrain
@@ -96,15 +97,6 @@ def read(argv: Sequence[str], prog: str) -> EstimateSettings:
     _check(settings)
     settings.pretrain.check(settings.gpus)
     return settings
-
-
-def _has_bf16(argv: Sequence[str]) -> bool:
-    """Accelerators of the table have it; of this machine only itself can tell."""
-    if "--calibrate" not in argv:
-        return True
-    from megaenc.backend.device import detect  # imports torch
-
-    return detect().has_bf16
 
 
 def _check(settings: EstimateSettings) -> None:

@@ -203,7 +203,7 @@ def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> 
     """`default` with the `--config` and the preset that `argv` names, and without what its flags overrule. Raises InputError."""
     config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
     if config:
-        default = flags.from_yaml(default, config, first=("model", with_preset))
+        default = settings_from(config, default)
     if model:
         default = with_preset(default, model)
     for pair in _PAIRS:
@@ -212,9 +212,9 @@ def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> 
     return default
 
 
-def settings_from(path: str) -> PretrainSettings:
-    """The settings that the YAML file at `path` gives over the preset that it names. Raises InputError."""
-    return flags.from_yaml(PretrainSettings(), path, first=("model", with_preset))
+def settings_from(path: str, default: PretrainSettings | None = None) -> PretrainSettings:
+    """The settings that the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
+    return flags.from_yaml(default or PretrainSettings(), path, first=("model", with_preset))
 
 
 def with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
