@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megaenc.backend.device import Backend, detect
+    from megaenc.backend.kernels import Kernels
     from megaenc.backend.layout import Layout
     from megaenc.backend.megatron import prepare_megatron
     from megaenc.backend.process import start, stop
 
-__all__ = ["Backend", "Layout", "detect", "prepare_megatron", "start", "stop"]
+__all__ = ["Backend", "Kernels", "Layout", "detect", "prepare_megatron", "start", "stop"]
 
-_MODULES = {"Backend": "device", "Layout": "layout", "detect": "device", "prepare_megatron": "megatron"}
+_MODULES = {"Backend": "device", "Kernels": "kernels", "Layout": "layout", "detect": "device", "prepare_megatron": "megatron"}
 
 
 def __getattr__(name: str) -> Any:

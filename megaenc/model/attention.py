@@ -104,14 +104,15 @@ class PackedAttention(MegatronModule):
     query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim], heads and groups being this rank's.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, **_):
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
         super().__init__(config=config)
+        self.backend = backend
         self.softmax_scale = softmax_scale
 
     def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))
-        if query.is_cuda and query.dtype != torch.float32:
+        if self.backend == "varlen" or (self.backend == "auto" and query.is_cuda and query.dtype != torch.float32):
             return self._varlen(query, key, value, packed_seq_params)
         return self._by_document(query, key, value, packed_seq_params)
 

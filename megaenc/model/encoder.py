@@ -12,13 +12,15 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megaenc.backend import Layout, detect
+from megaenc.backend import Kernels, Layout, detect
 from megaenc.model.attention import Packing
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
 from megaenc.model.initial import draw_weights
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
+
+_USUAL = Kernels()
 
 
 class Encoder(LanguageModule):
@@ -35,6 +37,7 @@ class Encoder(LanguageModule):
         layout: Layout,
         dtype: torch.dtype,
         chunk: int | None = None,
+        kernels: Kernels = _USUAL,
     ):
         config = transformer_config(model, layout, dtype)
         super().__init__(config)
@@ -57,7 +60,11 @@ class Encoder(LanguageModule):
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
         self.decoder = TransformerBlock(
-            config, block_spec(config, chunk), pre_process=self.pre_process, post_process=self.post_process, vp_stage=chunk
+            config,
+            block_spec(config, chunk, kernels),
+            pre_process=self.pre_process,
+            post_process=self.post_process,
+            vp_stage=chunk,
         )
         if self.post_process:
             self.output_layer = OutputLayer(
@@ -127,7 +134,14 @@ class OutputLayer(ColumnParallelLinear):
 
 
 def build_chunks(
-    model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype, *, seed: int | None
+    model: ModelConfig,
+    vocab_size: int,
+    seq_length: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    seed: int | None,
+    kernels: Kernels = _USUAL,
 ) -> list[Encoder]:
     """This rank's parts of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
 
@@ -136,15 +150,22 @@ def build_chunks(
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks(model.num_layers)
     encoders = [
-        Encoder(model, vocab_size, seq_length, layout, dtype, chunk).to(detect().device)
+        Encoder(model, vocab_size, seq_length, layout, dtype, chunk, kernels).to(detect().device)
         for chunk in (range(chunks) if chunks > 1 else (None,))
     ]
     return encoders if seed is None else [draw_weights(encoder, model, vocab_size, seed) for encoder in encoders]
 
 
 def build_encoder(
-    model: ModelConfig, vocab_size: int, seq_length: int, layout: Layout, dtype: torch.dtype, *, seed: int | None
+    model: ModelConfig,
+    vocab_size: int,
+    seq_length: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    seed: int | None,
+    kernels: Kernels = _USUAL,
 ) -> Encoder:
     """The same where each rank has one part."""
-    (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed)
+    (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed, kernels=kernels)
     return encoder

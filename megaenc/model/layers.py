@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megaenc.backend import Layout
+from megaenc.backend import Kernels, Layout
 from megaenc.model.attention import PackedAttention
 from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
@@ -92,7 +92,7 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its part number `chunk`."""
     head_norm = RMSNorm if config.qk_layernorm else None
     layer = ModuleSpec(
@@ -105,7 +105,7 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=PackedAttention,
+                    core_attention=ModuleSpec(module=PackedAttention, params={"backend": kernels.attention_backend}),
                     linear_proj=RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,

@@ -87,6 +87,7 @@ class Engine:
             settings.layout,
             plan.dtype,
             seed=settings.seed,
+            kernels=settings.kernels,
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
+from megaenc.backend.kernels import Kernels
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
@@ -57,6 +58,7 @@ class PretrainSettings:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     start: StartSettings = field(default_factory=StartSettings)
     layout: Layout = field(default_factory=Layout)
+    kernels: Kernels = field(default_factory=Kernels)
     health: HealthSettings = field(default_factory=HealthSettings)
     output: OutputSettings = field(default_factory=OutputSettings)
     monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)

@@ -1,0 +1,13 @@
+"""By which kernels a model is computed: what changes time and memory and, but for rounding, nothing else."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """By which kernels the layers are computed; every process of a run computes by the same."""
+
+    attention_backend: Literal["auto", "varlen", "sdpa"] = "auto"
+    """attention inside documents. varlen: one kernel of torch's over all documents of a row, on an accelerator in bfloat16; sdpa:
+    torch's scaled dot product, document by document, anywhere; auto: the first of them that can"""
