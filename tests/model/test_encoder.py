@@ -30,7 +30,7 @@ def build(vocab_size=100, seed=3):
 
 
 def packing(attention, edges=EDGES, prefixes=PREFIXES):
-    from megaenc.model.attention import Packing
+    from megaenc.model.packing import Packing
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
     return Packing.of(edges, attention, torch.device("cpu"), prefixes)
@@ -164,7 +164,7 @@ def test_prefixes_that_no_attention_can_use():
         (Attention.PREFIX, [2, 0, -1, 4]),
         (Attention.PREFIX, [2, 0, 13]),
     ):
-        from megaenc.model.attention import Packing
+        from megaenc.model.packing import Packing
 
         with pytest.raises(ValueError, match="prefixes"):
             Packing.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
