@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,8 @@ class Packing(PackedSeqParams):
     """The same for the kernels of accelerators."""
     rotation: Rotation | None = None
     """Which the encoder puts in: of each token by its place in its document."""
+    prepared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What an attention has made of the above for all layers, by a key of its own."""
 
     @classmethod
     def of(cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None) -> "Packing":
