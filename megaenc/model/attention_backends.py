@@ -3,6 +3,7 @@
 Letters of shapes: S tokens of the row, H heads of queries, G of keys and values (H a multiple of G), D the width of a head.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -13,6 +14,7 @@ from importlib import util
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megaenc.model.packing import Packing
@@ -25,6 +27,8 @@ ORDER = ("flash", "varlen", "cudnn", "sdpa")
 # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
+# Of torch's scaled dot product; cuDNN would make a plan for each length of a document.
+_OF_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
 _HOPPER = (9, 0)  # the device that flash-attn 3 is made for
 
 
@@ -108,16 +112,17 @@ def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float
     sizes = [stop - start for start, _, stop in spans]
     documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)  # [1, heads, length, D]
     parts = []
-    for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
-        if prefix == stop:
-            parts.append(_dot_product(queries, keys, values, scale))
-        elif prefix == start:
-            parts.append(_dot_product(queries, keys, values, scale, causal=True))
-        else:
-            first = prefix - start
-            before, after = queries.split([first, stop - prefix], dim=2)
-            parts.append(_dot_product(before, keys[:, :, :first], values[:, :, :first], scale))
-            parts.append(_dot_product(after, keys, values, scale, causal=True))
+    with contextlib.nullcontext() if q.device.type == "cpu" else sdpa_kernel(list(_OF_ANY_LENGTH)):
+        for (start, prefix, stop), (queries, keys, values) in zip(spans, documents, strict=True):
+            if prefix == stop:
+                parts.append(_dot_product(queries, keys, values, scale))
+            elif prefix == start:
+                parts.append(_dot_product(queries, keys, values, scale, causal=True))
+            else:
+                first = prefix - start
+                before, after = queries.split([first, stop - prefix], dim=2)
+                parts.append(_dot_product(before, keys[:, :, :first], values[:, :, :first], scale))
+                parts.append(_dot_product(after, keys, values, scale, causal=True))
     return torch.cat([part[0].transpose(0, 1) for part in parts])
 
 

@@ -14,7 +14,14 @@ LENGTHS = [5, 1, 14, 150, 12]
 PREFIXES = [2, 0, 13, 40, 0]  # in the middle, none, all but one, in the middle, none
 WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "cudnn")
 SHAPES = [(4, 4, 64), (6, 2, 96), (4, 1, 80), (4, 2, 10)]  # heads, groups, width
-pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """No process group: attention asks for none."""
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
 
 
 def packing(attention, lengths=LENGTHS, prefixes=PREFIXES):
@@ -189,3 +196,16 @@ def test_real_kernels_take_what_the_stand_ins_take():
     from megaenc.model import attention_backends
 
     inspect.signature(varlen_attn).bind(*range(7), scale=1.0, window_size=(-1, 0), **attention_backends._GROUPED)
+
+
+def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
+    """By torch's dot product on an accelerator, for which tensors without numbers stand in."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from megaenc.model import attention_backends
+
+    allowed = []
+    monkeypatch.setattr(attention_backends, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
+    q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
+    assert attention_backends.attend_by("sdpa", q, k, v, packing(Attention.PREFIX)).shape == q.shape
+    assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

@@ -10,7 +10,14 @@ from megaenc.objectives import Attention
 HOST = torch.device("cpu")
 SHAPE = {"heads": 4, "groups": 2, "head_dim": 64, "dtype": torch.float32, "device": HOST}
 BOTH = (Attention.CAUSAL, Attention.BIDIRECTIONAL)
-pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """No process group: attention asks for none."""
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
 
 
 def check(name="sdpa", masks=tuple(Attention), **other):
