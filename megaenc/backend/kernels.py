@@ -8,6 +8,7 @@ from typing import Literal
 class Kernels:
     """By which kernels the layers are computed; every process of a run computes by the same."""
 
-    attention_backend: Literal["auto", "varlen", "sdpa"] = "auto"
-    """attention inside documents. varlen: one kernel of torch's over all documents of a row, on an accelerator in bfloat16; sdpa:
-    torch's scaled dot product, document by document, anywhere; auto: the first of them that can"""
+    attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
+    """attention inside documents. flash: flash-attn, where it is installed; varlen: torch's kernel over all documents of a row;
+    cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled dot
+    product, document by document, anywhere; auto: the first of them that a check at start finds right on every rank"""

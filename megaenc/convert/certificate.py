@@ -59,7 +59,7 @@ class Outputs:
 
 def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -> Outputs:
     """What megatron-core's model makes of `probe`: all documents end to end in one pack. `head`: whether to the logits."""
-    from megaenc.model.attention import Packing
+    from megaenc.model.packing import Packing
 
     parts = [*probe.documents, *probe.variants]
     edges, positions = [0], []

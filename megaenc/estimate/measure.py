@@ -153,12 +153,15 @@ def _attention(backend: Backend, dtype: torch.dtype, case: Case, packs: MadePack
     """The model's core attention, forward and backward, over a row of packs; its operations as training counts them."""
     from megaenc.model.attention import PackedAttention
     from megaenc.model.layers import transformer_config
+    from megaenc.training.attention_choice import choose_attention
     from megaenc.training.batches import micro_batch
 
     shape = dataclasses.replace(case.shape, num_layers=1)
     config = transformer_config(shape, Layout(), dtype)
-    core = PackedAttention(config, 1, None, "self")
     made = _schedule(job, objective).objective(1)
+    asked = job.settings.kernels.attention_backend
+    chosen = choose_attention(asked, shape, Layout(), dtype, {made.attention}, backend)
+    core = PackedAttention(config, 1, None, "self", backend=chosen)
     packing = micro_batch(packs, range(case.micro_batch_size), made, 1, backend.device).packing
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
     q, k, v = (

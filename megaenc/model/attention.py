@@ -1,182 +1,34 @@
-"""Attention inside documents that lie end to end: causal, bidirectional or with a prefix, as the batch says."""
+"""Core attention of the layers: inside documents that lie end to end, under the mask that the batch says."""
 
-import inspect
-from dataclasses import dataclass, field
-from itertools import pairwise
-
-import numpy as np
-import torch
-import torch.nn.functional as F
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
-from torch.nn.attention.varlen import varlen_attn
 
-from megaenc.model.elementwise import Rotation
-from megaenc.objectives import Attention
-
-# torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-_EVERYTHING, _BEFORE = (-1, -1), (-1, 0)  # window sizes; with fewer queries than keys the last of both stand side by side
-
-
-@dataclass(frozen=True)
-class PrefixRows:
-    """The rows of a pack in two parts, prefixes and the rest, for kernels that know one mask a call."""
-
-    prefix: torch.Tensor  # int64[P], the rows of prefixes; may be empty
-    suffix: torch.Tensor  # int64[S - P], never empty
-    cu_seqlens_prefix: torch.Tensor  # int32, of the prefixes that are not empty
-    cu_seqlens_suffix: torch.Tensor  # int32[D + 1]
-    longest_prefix: int
-    longest_suffix: int
-
-    @classmethod
-    def of(cls, lengths: np.ndarray, prefixes: np.ndarray, device: torch.device) -> "PrefixRows":
-        """`lengths` and `prefixes`: int64[D]."""
-        places = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        in_prefix = places < np.repeat(prefixes, lengths)
-        some, rest = prefixes[prefixes > 0], lengths - prefixes
-        rows = [np.flatnonzero(in_prefix), np.flatnonzero(~in_prefix)]
-        ends = [np.concatenate([[0], np.cumsum(counts)]).astype(np.int32) for counts in (some, rest)]
-        tensors = (to_device(torch.from_numpy(array), device) for array in (*rows, *ends))
-        return cls(*tensors, int(prefixes.max()), int(rest.max()))
-
-
-@dataclass
-class Packing(PackedSeqParams):
-    """Documents of one row and the attention they are read under; travels to core attention as `packed_seq_params`.
-
-    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. It reaches the core attention
-    through every recompute mode, which an object passed as `attention_mask` would not.
-    """
-
-    attention: Attention = Attention.BIDIRECTIONAL
-    documents: list[tuple[int, int]] = field(default_factory=list)
-    prefixes: list[int] = field(default_factory=list)
-    """Of each document, under Attention.PREFIX."""
-    prefix_rows: PrefixRows | None = None
-    """The same for the kernels of accelerators."""
-    rotation: Rotation | None = None
-    """Which the encoder puts in: of each token by its place in its document."""
-
-    @classmethod
-    def of(cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None) -> "Packing":
-        """Documents between neighbouring `edges` (the cu_seqlens: 0 first, the row's length last).
-
-        `prefixes`: int64[D] under Attention.PREFIX, at least 0 and less than the document's length; else ValueError.
-        """
-        lengths = np.diff(np.array(edges, dtype=np.int64))
-        if (prefixes is None) == (attention == Attention.PREFIX):
-            raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them under prefix attention alone")
-        if prefixes is not None and (prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes >= lengths).any()):
-            raise ValueError(f"prefixes: found {prefixes}, expected for each document less than its length, {lengths}")
-        cu_seqlens = to_device(torch.tensor(edges, dtype=torch.int32), device)
-        longest = int(lengths.max())
-        return cls(
-            qkv_format="sbhd",
-            cu_seqlens_q=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            attention=attention,
-            documents=list(pairwise(edges)),
-            prefixes=[] if prefixes is None else prefixes.tolist(),
-            prefix_rows=None if prefixes is None else PrefixRows.of(lengths, prefixes, device),
-        )
-
-    def spans(self) -> list[tuple[int, int, int]]:
-        """(start, prefix, stop) of each document: what lies before `prefix` sees each other, the rest what comes before it."""
-        if self.attention == Attention.PREFIX:
-            return [(start, start + prefix, stop) for (start, stop), prefix in zip(self.documents, self.prefixes, strict=True)]
-        whole = self.attention == Attention.BIDIRECTIONAL
-        return [(start, stop if whole else start, stop) for start, stop in self.documents]
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor`, made on the host, on `device`, without waiting for it."""
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+from megaenc.model.attention_backends import attend_by
+from megaenc.model.packing import Packing
 
 
 class PackedAttention(MegatronModule):
     """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
 
     query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim], heads and groups being this rank's.
+    `backend`: one found right here (`attention_check`); "auto", where nobody has looked, is the one that is right anywhere.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
         super().__init__(config=config)
-        self.backend = backend
+        self.backend = "sdpa" if backend == "auto" else backend
         self.softmax_scale = softmax_scale
 
-    def forward(self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None):
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+    ):
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))
-        if self.backend == "varlen" or (self.backend == "auto" and query.is_cuda and query.dtype != torch.float32):
-            return self._varlen(query, key, value, packed_seq_params)
-        return self._by_document(query, key, value, packed_seq_params)
-
-    def _varlen(self, query, key, value, packing):
-        """One kernel over all documents, two where they have prefixes; it takes 16-bit numbers on an accelerator."""
-        q, k, v = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        whole = packing.cu_seqlens_kv, packing.max_seqlen_kv
-        if packing.attention == Attention.PREFIX:
-            out = self._varlen_prefix(q, k, v, packing.prefix_rows, whole)
-        else:
-            out = self._kernel(q, k, v, whole, whole, _BEFORE if packing.attention == Attention.CAUSAL else _EVERYTHING)
+        out = attend_by(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
         return out.reshape(query.size(0), 1, -1)
-
-    def _varlen_prefix(self, q, k, v, rows, whole):
-        """Prefixes among themselves, then the other rows over all that comes before them."""
-        out = torch.empty_like(q)
-        if rows.prefix.numel():
-            prefixes = rows.cu_seqlens_prefix, rows.longest_prefix
-            inside = self._kernel(*(x.index_select(0, rows.prefix) for x in (q, k, v)), prefixes, prefixes, _EVERYTHING)
-            out = out.index_copy(0, rows.prefix, inside)
-        suffixes = rows.cu_seqlens_suffix, rows.longest_suffix
-        after = self._kernel(q.index_select(0, rows.suffix), k, v, suffixes, whole, _BEFORE)
-        return out.index_copy(0, rows.suffix, after)
-
-    def _kernel(self, q, k, v, queries, keys, window):
-        """varlen_attn; `queries` and `keys`: their cu_seqlens and the longest of them."""
-        return varlen_attn(
-            q, k, v, queries[0], keys[0], queries[1], keys[1], scale=self.softmax_scale, window_size=window, **_GROUPED
-        )
-
-    def _by_document(self, query, key, value, packing):
-        """torch's scaled dot product on each document by itself: exact everywhere, and nothing is computed across an edge.
-
-        Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
-        """
-        spans = packing.spans()
-        sizes = [stop - start for start, _, stop in spans]
-        documents = zip(
-            *(x.permute(1, 2, 0, 3).split(sizes, dim=2) for x in (query, key, value)), strict=True
-        )  # [1, heads, s, dim]
-        parts = []
-        for (start, prefix, stop), (q, k, v) in zip(spans, documents, strict=True):
-            if prefix == stop:
-                parts.append(self._dot_product(q, k, v))
-            elif prefix == start:
-                parts.append(self._dot_product(q, k, v, causal=True))
-            else:
-                before, after = q.split([prefix - start, stop - prefix], dim=2)
-                parts.append(self._dot_product(before, k[:, :, : prefix - start], v[:, :, : prefix - start]))
-                parts.append(self._dot_product(after, k, v, causal=True))
-        return torch.cat([part.permute(2, 0, 1, 3) for part in parts]).flatten(2)
-
-    def _dot_product(self, q, k, v, causal=False):
-        """If causal, the last query sees all keys and each one before it one key less."""
-        rows, columns = q.size(2), k.size(2)
-        mask = None
-        if causal and rows < columns:  # torch's own causal mask would set the first query beside the first key
-            mask = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows)
-        return F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=causal and mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=k.size(1) != q.size(1),
-        )

@@ -13,12 +13,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megaenc.backend import Kernels, Layout, detect
-from megaenc.model.attention import Packing
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
 from megaenc.model.initial import draw_weights
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
+from megaenc.model.packing import Packing
 
 _USUAL = Kernels()
 

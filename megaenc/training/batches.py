@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megaenc.data.packs import Packs, places
-from megaenc.model.attention import Packing, to_device
+from megaenc.model.packing import Packing, to_device
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
 

@@ -21,6 +21,7 @@ from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_chunks
 from megaenc.objectives import Objective
 from megaenc.training.ahead import Ahead
+from megaenc.training.attention_choice import attention_of
 from megaenc.training.batches import MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
 from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
@@ -80,6 +81,7 @@ class Engine:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
+        self.kernels = dataclasses.replace(settings.kernels, attention_backend=attention_of(plan, backend))
         encoders = build_chunks(
             settings.shape,
             plan.vocab_size,
@@ -87,7 +89,7 @@ class Engine:
             settings.layout,
             plan.dtype,
             seed=settings.seed,
-            kernels=settings.kernels,
+            kernels=self.kernels,
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads

@@ -2,14 +2,17 @@
 
 import torch.distributed as dist
 
-from megaenc.backend import Backend
+from megaenc.backend import Backend, Kernels
 from megaenc.objectives import Phase
 from megaenc.training.engine import BatchResult
 from megaenc.training.plan import Plan
 
 
-def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
-    """Model, machine and layout, phases and batch, how often the data are read; `resumed`: the step it goes on after, or 0."""
+def introduction(plan: Plan, backend: Backend, kernels: Kernels, resumed: int) -> str:
+    """Model, machine, layout and kernels, phases and batch, how often the data are read.
+
+    `kernels`: those that were chosen; `resumed`: the step it goes on after, or 0.
+    """
     settings = plan.settings
     where = f"{dist.get_world_size()} x {backend.description}"
     parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())
@@ -18,8 +21,9 @@ def introduction(plan: Plan, backend: Backend, resumed: int) -> str:
     millions = settings.shape.parameters(plan.vocab_size) / 1e6
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
+    computed = f"{parallel}; attention by {kernels.attention_backend}"
     return (
-        f"{settings.model_name}: {millions:.1f}M parameters in {precision} on {where} ({parallel}), {start}\n"
+        f"{settings.model_name}: {millions:.1f}M parameters in {precision} on {where} ({computed}), {start}\n"
         f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
         f"  {_reading(plan)}"
     )

@@ -91,13 +91,13 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
-        Layout, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same. Packs that are
-        left out are compared by what has been read (`leaving_out.read_alike`).
+        Layout, kernels, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same. Packs
+        that are left out are compared by what has been read (`leaving_out.read_alike`).
         """
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer"}
         free |= {"micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
-        for group in (self.settings.start, self.settings.health, self.settings.monitoring):
+        for group in (self.settings.kernels, self.settings.start, self.settings.health, self.settings.monitoring):
             free |= set(flags.flatten(group))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
         values = {

@@ -46,12 +46,14 @@ class Run:
         self._folder, self._checkpoints, self._watchdog = folder, checkpoints, watchdog
         self._progress = {name: (saved or vars(plan.start))[name] for name in PROGRESS}
         self._engine = Engine(plan, backend)
+        if plan.settings.output.save:
+            on_rank_0(lambda: folder.record(plan, self._engine.kernels))
         watchdog.beat("load", self.done)
         if saved:
             checkpoints.load(self._engine, self.done)
         source = saved or _begin(self._engine, plan.start)
         self._losses = RecentLosses(source.get("losses"))
-        say(introduction(plan, backend, resumed=self.done if saved else 0))
+        say(introduction(plan, backend, self._engine.kernels, resumed=self.done if saved else 0))
         self._validation = Validation(plan) if plan.validation else None
         self.monitor = Monitor(plan, backend, self._engine, folder, self.done)
         self.monitor.cut(self.done if saved else -1)

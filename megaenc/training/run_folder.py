@@ -1,6 +1,7 @@
 """The folder of a run: one process group at a time, one run for ever, its metrics without a gap or an overlap."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import math
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megaenc import flags
+from megaenc.backend.kernels import Kernels
 from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import left_behind, remove, whole_folder, write_whole
@@ -29,7 +31,7 @@ METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "straggle
 class RunFolder:
     """What rank 0 keeps in `--save`; construct it on rank 0 alone.
 
-    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data and tokenizer,
+    `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data, tokenizer and kernels,
     `tokenizer/` a copy of it, `metrics.jsonl` an object a logged step, `validation.jsonl` one a validation (step 0 included),
     `stragglers.jsonl` one a report, where asked for, `checkpoints/` the checkpoints.
     """
@@ -37,6 +39,7 @@ class RunFolder:
     def __init__(self, path: Path, plan: "Plan"):
         """Lock the folder and check that it is empty or holds this very run. InputError otherwise."""
         self.path = path
+        self._computed_by: dict[str, Any] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -52,7 +55,8 @@ class RunFolder:
         path = self.path
         take_lock(self._lock, path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         if (path / FACTS).exists():
-            _same_run(path, plan)
+            facts = _same_run(path, plan)
+            self._computed_by = {name: facts[name] for name in ("kernels",) if name in facts}
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
         for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
@@ -62,10 +66,13 @@ class RunFolder:
             with whole_folder(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
-    def record(self, plan: "Plan") -> None:
-        """Write what `plan` is to run.json and config.yaml."""
+    def record(self, plan: "Plan", kernels: Kernels | None = None) -> None:
+        """Write what `plan` is to run.json and config.yaml, and by which `kernels` the run computes, once they are chosen."""
         path = self.path
-        write_whole(path / FACTS, json.dumps(plan.facts, indent=1))  # first: it is what makes the folder a run
+        if kernels:
+            self._computed_by = {"kernels": dataclasses.asdict(kernels)}
+        # First: it is what makes the folder a run.
+        write_whole(path / FACTS, json.dumps(plan.facts | self._computed_by, indent=1))
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
@@ -137,7 +144,8 @@ def _step_of(row: str) -> float:
         return float("inf")
 
 
-def _same_run(path: Path, plan: "Plan") -> None:
+def _same_run(path: Path, plan: "Plan") -> dict[str, Any]:
+    """What its run.json holds."""
     try:
         facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
         kept, rewinds = facts["identity"], tuple(facts.get("rewinds", ()))
@@ -147,6 +155,7 @@ def _same_run(path: Path, plan: "Plan") -> None:
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
     if rewinds != plan.rewinds:  # by the process whose lock was waited for
         raise InputError(f"--save {path}: went back at a spike while this command was starting; give it again")
+    return facts
 
 
 def difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:

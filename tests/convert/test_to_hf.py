@@ -48,8 +48,8 @@ def core_logits(run, tokens, attention):
     """Logits [T, vocabulary] of the megatron-core model on one document."""
     backend.start(backend.Layout(), seed=0)
     try:
-        from megaenc.model.attention import Packing
         from megaenc.model.encoder import build_encoder
+        from megaenc.model.packing import Packing
         from megaenc.training.checkpoint import Checkpoints, load_model
 
         saved = open_run(run)

@@ -74,8 +74,8 @@ def test_parameters_are_those_of_the_model(layout):
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",)], ids=["all", "attention again", "mlp again"])
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""
-    from megaenc.model.attention import Packing
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.packing import Packing
     from megaenc.objectives import Attention
 
     rows = 256

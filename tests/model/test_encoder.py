@@ -30,7 +30,7 @@ def build(vocab_size=100, seed=3):
 
 
 def packing(attention, edges=EDGES, prefixes=PREFIXES):
-    from megaenc.model.attention import Packing
+    from megaenc.model.packing import Packing
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
     return Packing.of(edges, attention, torch.device("cpu"), prefixes)
@@ -89,39 +89,6 @@ def test_attention_is_softmax_inside_documents(attention):
     torch.testing.assert_close(here, there)
 
 
-def varlen_by_hand(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
-    """What flash attention documents: segment by segment, and with window (-1, 0) the last query beside the last key."""
-    parts = []
-    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
-        rows, columns = q1 - q0, k1 - k0
-        assert 0 < rows <= longest_q and 0 < columns <= longest_k, "no segment is empty or longer than was said"
-        mask = torch.ones(rows, columns, dtype=torch.bool)
-        if window_size == (-1, 0):
-            mask = torch.tensor([[j <= i + columns - rows for j in range(columns)] for i in range(rows)])
-        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(2, 1)) * (scale or 8**-0.5)
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1].repeat_interleave(2, 1)))
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize(
-    ("attention", "prefixes"),
-    [(Attention.CAUSAL, None), (Attention.BIDIRECTIONAL, None), (Attention.PREFIX, PREFIXES), (Attention.PREFIX, [0, 0, 0, 0])],
-)
-def test_one_kernel_over_all_documents_gives_the_same(monkeypatch, attention, prefixes):
-    """The way of accelerators, with a kernel that does slowly what theirs documents."""
-    from megaenc.model import attention as module
-
-    monkeypatch.setattr(module, "varlen_attn", varlen_by_hand)
-    inputs, packed = query_key_value(), packing(attention, prefixes=prefixes)
-    core = core_attention()
-    found, expected = core._varlen(*inputs, packed), core._by_document(*inputs, packed)
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(32, 1, 32)
-    here, there = (torch.autograd.grad((output * upstream).sum(), inputs) for output in (found, expected))
-    torch.testing.assert_close(here, there)
-
-
 @pytest.mark.parametrize("attention", Attention)
 def test_outputs_depend_on_what_the_mask_allows_and_on_nothing_else(attention):
     """Change one token at a time and see which outputs move."""
@@ -164,7 +131,7 @@ def test_prefixes_that_no_attention_can_use():
         (Attention.PREFIX, [2, 0, -1, 4]),
         (Attention.PREFIX, [2, 0, 13]),
     ):
-        from megaenc.model.attention import Packing
+        from megaenc.model.packing import Packing
 
         with pytest.raises(ValueError, match="prefixes"):
             Packing.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))

@@ -41,8 +41,8 @@ def test_fewer_activations_are_kept(way, one_process):
 
     from megaenc.backend import Layout
     from megaenc.model import ModelConfig
-    from megaenc.model.attention import Packing
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.packing import Packing
     from megaenc.objectives import Attention
     from megaenc.training.settings import read_settings
 

@@ -1,0 +1,177 @@
+"""Whether an attention backend computes what it should on this very machine: values, gradients, nothing across an edge.
+
+Kernels of accelerators have been silently wrong for a mask, a width of heads or a device. So each is run on a small made row of
+documents, as a run would run it, and compared with the formula, written out in float32 on the host.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megaenc.model.attention_backends import attend_by, lacking
+from megaenc.model.packing import Packing
+from megaenc.objectives import Attention
+from megaenc.randomness import normal_rows
+
+_WHAT = ("values", "gradients of queries", "gradients of keys", "gradients of values")
+_LOUDER = 8
+_SHARPER = 2.0  # queries, so that a wrong scale or mask shows: even weights would average it away
+
+Results = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of _WHAT, float32 on the host: [S, heads, dim] each."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Documents for the check: of one token, longer than a tile of the kernels, of no round length."""
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int, ...]  # some of a document, most of it, none, all but one token
+
+    @property
+    def edges(self) -> list[int]:
+        """Between the documents."""
+        return [0, *accumulate(self.lengths)]
+
+    @property
+    def loud(self) -> Tensor:
+        """bool[S, 1, 1]: every other document, which is changed to see whether its neighbours notice."""
+        return torch.from_numpy(np.repeat(np.arange(len(self.lengths)) % 2 == 1, self.lengths))[:, None, None]
+
+
+_ACCELERATOR = Row((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
+_HOST = Row((5, 67, 1, 33, 40), (2, 50, 0, 32, 0))  # there tiles are smaller, and the check takes longer
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a backend was found to be. `error` and `allowed`: see `relative_error` and `tolerance`."""
+
+    name: str
+    available: bool
+    """Whether it could be tried at all."""
+    error: float | None
+    """The largest that was found; None where nothing was computed."""
+    allowed: float
+    why: str
+    """What speaks against it, for the console; empty for a backend that is right."""
+
+    @property
+    def right(self) -> bool:
+        """Whether a run may use it."""
+        return not self.why
+
+
+def check_backend(
+    name: str,
+    *,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    masks: Iterable[Attention] = tuple(Attention),
+) -> Verdict:
+    """Try the backend `name` (of attention_backends.ORDER) on `device` under each of `masks`; whatever it raises is a verdict.
+
+    `heads`: of queries, `groups`: of keys and values, those of this process.
+    """
+    row = _HOST if device.type == "cpu" else _ACCELERATOR
+    allowed = tolerance(dtype, max(row.lengths) + head_dim, device)
+    if missing := lacking(name, device, dtype):
+        return Verdict(name, False, None, allowed, missing)
+    inputs = [x.to(dtype) for x in _made(sum(row.lengths), heads, groups, head_dim)]
+    worst = 0.0
+    for mask in masks:
+        where = f"under {mask} attention with heads {head_dim} wide"
+        try:
+            for what, error in _errors(name, row, inputs, mask, device):
+                if not error <= allowed:
+                    found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
+                    return Verdict(name, True, error, allowed, f"{what} {found} {where}")
+                worst = max(worst, error)
+        except Exception as error:  # whatever a kernel may raise
+            said = " ".join(str(error).split())[:200]
+            return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {said}")
+    return Verdict(name, True, worst, allowed, "")
+
+
+def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
+    """The largest `relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
+
+    16 times the unit of rounding: weights, their gradients and results are rounded to `dtype`, and gradients of scores are small
+    differences of what was. With the numbers of this check a right kernel comes to 10 units where heads are 8 wide and to 5 where
+    they are 64 or 96; a scale that is 15 % off to 70 units of bfloat16.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        unit = 2.0**-11  # the user has asked for products in TensorFloat-32
+    return 16 * unit + 4 * terms * torch.finfo(torch.float32).eps / 2
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of all tokens and heads the largest |found - expected| / max(|expected|, typical), lengths of vectors of a head's width.
+
+    `typical` is the root mean square of |expected|: where a vector should be zero, nothing would be right otherwise. NaN where
+    any number is none.
+    """
+    size = torch.linalg.vector_norm(expected, dim=-1)
+    error = torch.linalg.vector_norm(found - expected, dim=-1) / size.clamp(min=size.square().mean().sqrt())
+    return float(error.max())
+
+
+def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
+    """(what is compared, its relative error), one after the other."""
+    packing = Packing.of(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
+    expected = reference(*(x.float() for x in inputs), packing.spans())
+    found = _computed(name, inputs, packing, device)
+    for what, here, there in zip(_WHAT, found, expected, strict=True):
+        yield what, relative_error(here, there)
+    louder = _computed(name, [torch.where(row.loud, x * _LOUDER, x) for x in inputs], packing, device)
+    quiet = ~row.loud.flatten()
+    for what, here, there in zip(_WHAT, louder, found, strict=True):
+        yield f"{what}, when other documents change,", relative_error(here[quiet], there[quiet])
+
+
+def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.device) -> Results:
+    q, k, v, upstream = (x.detach().to(device) for x in inputs)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        q, k, v = leaves
+        part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
+        out = attend_by(name, q, k, part, packing)
+        gradients = torch.autograd.grad(out, leaves, upstream)
+    return tuple(x.detach().float().cpu() for x in (out, *gradients))
+
+
+def _made(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
+    """q [S, heads, dim], k and v [S, groups, dim], and the gradient from above, like q; float32."""
+    made = []
+    for name, count, size in (("q", heads, _SHARPER), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
+        rows = normal_rows(0, f"attention check: {name}", range(tokens), count * head_dim) * np.float32(size)
+        made.append(torch.from_numpy(rows).view(tokens, count, head_dim))
+    return made
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> Results:
+    """Attention with its gradients by their formulas, a document after the other. `spans`: see Packing.spans."""
+    heads, width = q.shape[1:]
+    each = heads // k.size(1)
+    k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
+    results = []
+    for start, prefix, stop in spans:
+        queries, keys, values, above = (x[start:stop].transpose(0, 1) for x in (q, k, v, upstream))  # [heads, length, dim]
+        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+        seen[: prefix - start, : prefix - start] = True
+        weights = (queries @ keys.mT * width**-0.5).masked_fill(~seen, float("-inf")).softmax(-1)
+        out = weights @ values
+        of_scores = weights * (above @ values.mT - (above * out).sum(-1, keepdim=True)) * width**-0.5
+        results.append((out, of_scores @ keys, of_scores.mT @ queries, weights.mT @ above))
+    out, of_q, of_k, of_v = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*results, strict=True))
+    return out, of_q, *(x.unflatten(1, (-1, each)).sum(2) for x in (of_k, of_v))

@@ -1,0 +1,64 @@
+"""Stand-ins for the attention kernels of accelerators: their signatures, and slowly what they document."""
+
+import importlib.util
+import itertools
+import sys
+
+import torch
+
+
+def slow_kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
+    """Segment by segment; if causal, the last query stands beside the last key."""
+    each, parts = q.size(1) // k.size(1), []
+    assert q.size(-1) % 8 == 0, "kernels want heads in a multiple of 8"
+    for (q0, q1), (k0, k1) in zip(itertools.pairwise(cu_q.tolist()), itertools.pairwise(cu_k.tolist()), strict=True):
+        rows, columns = q1 - q0, k1 - k0
+        assert 0 < rows <= longest_q and 0 < columns <= longest_k, "no segment is empty or longer than was said"
+        hidden = torch.tensor([[causal and j > i + columns - rows for j in range(columns)] for i in range(rows)])
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(each, 1)) * scale
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        parts.append(torch.einsum("hqk,khd->qhd", weights, v[k0:k1].repeat_interleave(each, 1)))
+    return torch.cat(parts)
+
+
+def varlen_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), seqused_k=None
+):
+    """torch 2.11's, which finds out about grouped heads by itself."""
+    assert window_size in ((-1, -1), (-1, 0)) and return_aux is None and seqused_k is None
+    scale = query.size(-1) ** -0.5 if scale is None else scale
+    return slow_kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, causal=window_size == (-1, 0))
+
+
+def varlen_2_13(query, key, *others, enable_gqa=False, **named):
+    """torch 2.13's, which wants to be told."""
+    if not enable_gqa and query.size(1) != key.size(1):
+        raise ValueError("Expect query and key/value to have the same number of heads")
+    return varlen_2_11(query, key, *others, **named)
+
+
+def flash_attn_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """flash_attn.flash_attn_varlen_func."""
+    assert dropout_p == 0.0 and window_size == (-1, -1)
+    scale = q.size(-1) ** -0.5 if softmax_scale is None else softmax_scale
+    return slow_kernel(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, scale=scale, causal=causal)
+
+
+def flash_attn_3(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None,
+    causal=False, qv=None, window_size=(-1, -1),
+):  # fmt: skip
+    """flash_attn_interface.flash_attn_varlen_func of an early version, which gives the sums of the scores as well."""
+    assert seqused_q is None and seqused_k is None
+    out = flash_attn_2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size)
+    return out, torch.zeros(q.size(1), q.size(0))
+
+
+def install(monkeypatch, name, function):
+    """A module called `name` whose flash_attn_varlen_func is `function`."""
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(name, loader=None))
+    module.flash_attn_varlen_func = function
+    monkeypatch.setitem(sys.modules, name, module)

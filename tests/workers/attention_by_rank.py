@@ -1,0 +1,26 @@
+"""The pretraining command where two backends can be tried, of which one ignores masks on the last rank."""
+
+import sys
+
+from megaenc.backend import prepare_megatron
+from megaenc.console import quiet
+from megaenc.ranks import rank, world_size
+
+if __name__ == "__main__":
+    quiet()
+    prepare_megatron()
+    from megaenc.model import attention, attention_backends, attention_check
+    from megaenc.objectives import Attention
+    from megaenc.training.command import main
+
+    dot_product, really_lacking = attention_backends.attend_by, attention_backends.lacking
+
+    def attend_by(name, q, k, v, packing, scale=None):
+        """Of which `flash` and `varlen` are stand-ins."""
+        if name == "flash" and rank() == world_size() - 1:
+            packing = type(packing).of(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
+        return dot_product("sdpa", q, k, v, packing, scale)
+
+    attention.attend_by = attention_check.attend_by = attend_by
+    attention_check.lacking = lambda name, *others: "" if name in ("flash", "varlen") else really_lacking(name, *others)
+    main(sys.argv[1:])
