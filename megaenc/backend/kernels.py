@@ -8,6 +8,9 @@ from typing import Literal
 class Kernels:
     """By which kernels the layers are computed; every process of a run computes by the same."""
 
+    fused_kernels: bool = True
+    """on an accelerator with triton: norms, rotary positions, SwiGLU and the loss each by a kernel of its own, if a check at the
+    start finds it right; which are not is said, and torch's operations stand in. Without an accelerator these compute all"""
     attention_backend: Literal["auto", "varlen", "sdpa"] = "auto"
     """attention inside documents. varlen: one kernel of torch's over all documents of a row, on an accelerator in bfloat16; sdpa:
     torch's scaled dot product, document by document, anywhere; auto: the first of them that can"""
