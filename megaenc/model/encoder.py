@@ -22,7 +22,7 @@ from megaenc.model.kernels.choice import NONE, Fused, fused_kernels
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
 
-_PLAIN = Kernels(fused_kernels=False)
+_USUAL = Kernels(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 
 
 class Encoder(LanguageModule):
@@ -39,7 +39,7 @@ class Encoder(LanguageModule):
         layout: Layout,
         dtype: torch.dtype,
         chunk: int | None = None,
-        kernels: Kernels = _PLAIN,
+        kernels: Kernels = _USUAL,
     ):
         config = transformer_config(model, layout, dtype)
         super().__init__(config)
@@ -152,7 +152,7 @@ def build_chunks(
     dtype: torch.dtype,
     *,
     seed: int | None,
-    kernels: Kernels = _PLAIN,
+    kernels: Kernels = _USUAL,
 ) -> list[Encoder]:
     """This rank's parts of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
 
@@ -175,7 +175,7 @@ def build_encoder(
     dtype: torch.dtype,
     *,
     seed: int | None,
-    kernels: Kernels = _PLAIN,
+    kernels: Kernels = _USUAL,
 ) -> Encoder:
     """The same where each rank has one part."""
     (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed, kernels=kernels)
