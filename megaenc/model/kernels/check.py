@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-8}
-"""Of results in these numbers, relative to their own size and that of all of them; everything is computed in float32, so a
-bfloat16 is out by half of that after its one rounding."""
+ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
+"""Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
+once, which puts a bfloat16 out by half of that where it is rounded to the nearest; triton's interpreter cuts off instead."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _check_swiglu(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
-    for rows, width, size in ((5, widths.ffn, 1.0), (37, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
+    for rows, width, size in ((5, widths.ffn, 1.0), (9, 171, 1.0), (3, 2500, 40.0), (1, 1, 1.0), (0, 8, 1.0)):
         yield from _against(swiglu, formula, draw, "x", draw(rows, 1, 2 * width, size=size))
 
 
