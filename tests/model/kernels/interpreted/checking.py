@@ -42,8 +42,8 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "module", "right", "wrong", "said"), MISTAKES)
-def test_a_planted_mistake_is_found_and_named(name, module, right, wrong, said, tmp_path, monkeypatch, capsys):
+def plant(module, right, wrong, tmp_path, monkeypatch):
+    """Put `wrong` where `right` stands in the text of `module`."""
     text = Path(module.__file__).read_text(encoding="utf-8")
     assert text.count(right) == 1
     file = tmp_path / "mistaken.py"
@@ -53,14 +53,21 @@ def test_a_planted_mistake_is_found_and_named(name, module, right, wrong, said, 
     spec.loader.exec_module(mistaken)
     monkeypatch.setitem(sys.modules, module.__name__, mistaken)
 
+
+@pytest.mark.parametrize(("name", "module", "right", "wrong", "said"), MISTAKES)
+def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, monkeypatch):
+    plant(module, right, wrong, tmp_path, monkeypatch)
     verdict = check_kernel(name, HOST, torch.float32, WIDTHS)
     assert verdict.available and not verdict.right and verdict.why.startswith(said), verdict
-    choice._chosen.cache_clear()
+
+
+def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
+    plant(rotary, "*ctx.saved_tensors, -1)", "*ctx.saved_tensors, 1)", tmp_path, monkeypatch)
     found = choice.fused_kernels(True, HOST, torch.float32, WIDTHS)
     choice._chosen.cache_clear()
-    assert found == choice.Fused(**{each: each != name for each in CHECKS})
+    assert found == choice.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"fused kernels: torch's own {name} instead ({said}")
+    assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 
 
 def test_what_cannot_run_is_not_available(monkeypatch):
