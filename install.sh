@@ -98,4 +98,14 @@ pip_install() {
   "$python" -m pip --quiet --quiet --disable-pip-version-check install --constraint "$constraints" "$@"
 }
 pip_install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+case ",$extras," in
+  *,dev,*)
+    # The tests want a triton. An accelerator's torch has brought its own, which may be called pytorch-triton-rocm or alike.
+    "$python" -c '
+import sys
+from importlib.metadata import distributions
+sys.exit(not any("triton" in (found.metadata["Name"] or "") for found in distributions()))
+' || extras=$extras,triton
+    ;;
+esac
 pip_install --editable ".${extras:+[$extras]}"

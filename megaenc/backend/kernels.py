@@ -12,3 +12,6 @@ class Kernels:
     """attention inside documents. flash: flash-attn, where it is installed; varlen: torch's kernel over all documents of a row;
     cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled dot
     product, document by document, anywhere; auto: the first of them that a check at start finds right on every rank"""
+    fused_kernels: bool = True
+    """on an accelerator with triton: norms, rotary positions, SwiGLU and the loss each by a kernel of its own, if a check at the
+    start finds it right; which are not is said, and torch's operations stand in. Without an accelerator these compute all"""

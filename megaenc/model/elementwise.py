@@ -1,6 +1,7 @@
 """What layers do number by number, each with a gradient that reads and writes memory as often as it must and no more.
 
-Between matrix products the time goes with memory: autograd would keep and copy what a formula by hand need not.
+Between matrix products the time goes with memory: autograd would keep and copy what a formula by hand need not. On an accelerator
+a kernel of its own (megaenc.model.kernels) takes the place of each, if it is `fused`.
 """
 
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -21,17 +23,23 @@ class Rotation:
 
     cos: Tensor
     sin: Tensor
+    fused: bool = False
+    """By the kernel, which computes in float32 whatever numbers come and go."""
     _rounded: dict[torch.dtype, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
     """To other numbers, once for all layers."""
 
     @classmethod
-    def by(cls, angles: Tensor) -> "Rotation":
+    def by(cls, angles: Tensor, fused: bool = False) -> "Rotation":
         """`angles`: float32[S, 1, 1, dim], the halves of the last dimension being equal."""
         half = angles[..., : angles.size(-1) // 2]
-        return cls(half.cos(), half.sin())
+        return cls(half.cos(), half.sin(), fused)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [S, 1, heads, dim], turned, computed in its own numbers."""
+        """x [S, 1, heads, dim], turned, computed in its own numbers unless it is fused."""
+        if self.fused:
+            from megaenc.model.kernels.rotary import rotate
+
+            return rotate(x, self.cos, self.sin)
         if x.dtype not in self._rounded:
             self._rounded[x.dtype] = self.cos.to(x.dtype), self.sin.to(x.dtype)
         return _Rotate.apply(x, *self._rounded[x.dtype])
@@ -61,8 +69,16 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 class SwiGLU(MegatronModule):
     """silu(gate) * up, the halves of the last dimension (Shazeer 2020, arXiv 2002.05202). Backward computes silu(gate) again."""
 
+    def __init__(self, config: TransformerConfig | None, fused: bool = False):
+        super().__init__(config)
+        self.fused = fused
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., 2 F] to [..., F]."""
+        if self.fused:
+            from megaenc.model.kernels.swiglu import swiglu
+
+            return swiglu(x)
         return _SwiGLU.apply(x)
 
 

@@ -16,11 +16,13 @@ from megaenc.backend import Kernels, Layout, detect
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
 from megaenc.model.initial import draw_weights
+from megaenc.model.kernels.check import Widths
+from megaenc.model.kernels.choice import NONE, Fused, fused_kernels
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
 from megaenc.model.packing import Packing
 
-_USUAL = Kernels()
+_USUAL = Kernels(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 
 
 class Encoder(LanguageModule):
@@ -57,11 +59,13 @@ class Encoder(LanguageModule):
             rope_scaling=model.use_rope_scaling,
             rope_scaling_factor=model.rope_scaling_factor,
         )(seq_length)
+        widths = Widths(model.hidden_size, model.head_dim, model.ffn_hidden_size // tensor_parallel, padded // tensor_parallel)
+        self.fused = fused_kernels(kernels.fused_kernels, detect().device, dtype, widths)
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(config, padded, seq_length, position_embedding_type="rope")
         self.decoder = TransformerBlock(
             config,
-            block_spec(config, chunk, kernels),
+            block_spec(config, chunk, kernels, self.fused),
             pre_process=self.pre_process,
             post_process=self.post_process,
             vp_stage=chunk,
@@ -71,6 +75,7 @@ class Encoder(LanguageModule):
                 config.hidden_size,
                 padded,
                 vocab_size,
+                self.fused,
                 # The head gathers the sequence itself, before it picks positions, so to this layer nothing is sequence parallel.
                 config=dataclasses.replace(config, sequence_parallel=False),
                 init_method=config.init_method,
@@ -97,7 +102,7 @@ class Encoder(LanguageModule):
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         # Once for all layers; the core attention turns queries and keys itself.
-        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions]))
+        packing = dataclasses.replace(packing, rotation=Rotation.by(self.angles[positions], self.fused.rotary))
         hidden = self.decoder(hidden, attention_mask=None, packed_seq_params=packing)
         return self.head(hidden, predict_at, labels) if self.post_process else hidden
 
@@ -119,15 +124,21 @@ class OutputLayer(ColumnParallelLinear):
     The loss is made in the module that has the weight: what fetches weights when they are used goes by calls of modules.
     """
 
-    def __init__(self, hidden_size: int, padded: int, vocab_size: int, **others):
+    def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: Fused = NONE, **others):
         super().__init__(hidden_size, padded, **others)
+        self.fused = fused
         share = self.output_size_per_partition
         self.columns = min(max(vocab_size - share * self.tp_group.rank(), 0), share)
 
     def forward(self, hidden_NH: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         """`weight`: the embedding's, where they are tied. See Encoder.forward."""
         if labels is not None:
-            return summed_loss(hidden_NH, self.weight if weight is None else weight, labels, self.columns, self.tp_group)
+            weight = self.weight if weight is None else weight
+            if self.fused.loss:
+                from megaenc.model.kernels.loss import fused_loss
+
+                return fused_loss(hidden_NH, weight, labels, self.columns, self.tp_group, sum_in_float32=self.fused.sum)
+            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group)
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.columns :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV

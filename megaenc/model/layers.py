@@ -16,6 +16,7 @@ from megaenc.backend import Kernels, Layout
 from megaenc.model.attention import PackedAttention
 from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
+from megaenc.model.kernels.choice import NONE, Fused
 
 
 class RMSNorm(torch.nn.Module):
@@ -25,13 +26,18 @@ class RMSNorm(torch.nn.Module):
     gradient is then summed over the tensor-parallel ranks, each of which sees a piece of the sequence.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
         super().__init__()
         self.eps = eps
+        self.fused = fused
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            from megaenc.model.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
@@ -92,13 +98,14 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, or of its part number `chunk`."""
-    head_norm = RMSNorm if config.qk_layernorm else None
+def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels, fused: Fused = NONE) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of its part number `chunk`; `fused` is what `kernels` has come to on this machine."""
+    norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
+    head_norm = norm if config.qk_layernorm else None
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 # What SelfAttention would tell its core; ours asks the batch instead.
@@ -112,12 +119,16 @@ def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels) -
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
+                submodules=MLPSubmodules(
+                    linear_fc1=ColumnParallelLinear,
+                    linear_fc2=RowParallelLinear,
+                    activation_func=ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
+                ),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)

@@ -70,12 +70,22 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _over_ranks(highest_n: Tensor, sum_n: Tensor, target_n: Tensor, token_n: Tensor, group: dist.ProcessGroup) -> tuple:
-    """Of the whole vocabulary, from each share: highest score, sum of exp(score - highest), label's score, likeliest token."""
     if group.size() == 1:
         return highest_n, sum_n, target_n, token_n
-    own_4n = torch.stack([highest_n, sum_n, target_n, token_n.float()])  # ids below 2^24 are exact
+    return over_ranks(torch.stack([highest_n, sum_n, target_n, token_n.float()]), group)  # ids below 2^24 are exact
+
+
+def over_ranks(own_4n: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Of the whole vocabulary, from each share: highest score, sum of exp(score - highest), label's score, likeliest token."""
+    if group.size() == 1:
+        return own_4n.unbind()
     all_R4n = own_4n.new_empty(group.size(), *own_4n.shape)
     dist.all_gather_into_tensor(all_R4n.flatten(0, 1), own_4n, group=group)
+    return combined(all_R4n)
+
+
+def combined(all_R4n: Tensor) -> tuple[Tensor, ...]:
+    """The same of shares that are here."""
     highest_Rn, sum_Rn, target_Rn, token_Rn = all_R4n.unbind(1)
     top_n = highest_Rn.amax(0)
     token_n = torch.where(highest_Rn == top_n, token_Rn, float("inf")).amin(0)

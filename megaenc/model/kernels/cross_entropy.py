@@ -1,0 +1,78 @@
+"""What the loss asks of logits, in one pass over them, and their gradient in their own place, in a second."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaenc.model.kernels.launch import power_of_2, strip
+
+LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
+NOBODY: tl.constexpr = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def statistics_kernel(logits, labels, out, rows, stride, first, columns, COLUMNS: tl.constexpr):
+    """One program takes a row, a block at a time: what it has added up shrinks where a higher score comes."""
+    row = tl.program_id(0).to(tl.int64)
+    here = logits + row * stride
+    highest = LOWEST
+    total = 0.0
+    token = 0
+    for start in range(0, columns, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        scores = tl.load(here + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        top = tl.max(scores, axis=0)
+        likeliest = tl.min(tl.where(scores == top, column, NOBODY), axis=0)
+        token = tl.where(top > highest, likeliest, token)
+        before = highest
+        highest = tl.maximum(highest, top)
+        total = total * tl.exp(before - highest) + tl.sum(tl.exp(scores - highest), axis=0)
+    at = tl.load(labels + row) - first
+    own = (at >= 0) & (at < columns)
+    target = tl.load(here + at, mask=own, other=0.0).to(tl.float32)
+    tl.store(out + row, highest)
+    tl.store(out + rows + row, total)
+    tl.store(out + 2 * rows + row, target)
+    tl.store(out + 3 * rows + row, (token + first).to(tl.float32))
+
+
+@triton.jit
+def gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    here = logits + row * stride + column
+    scores = tl.load(here, mask=column < columns, other=float("-inf")).to(tl.float32)
+    chance = tl.exp(scores - tl.load(top + row)) / tl.load(total + row)
+    at = tl.load(labels + row) - first
+    error = tl.where((column == at) & (column < columns), chance - 1.0, chance)
+    tl.store(here, error.to(logits.dtype.element_ty), mask=column < width)
+
+
+def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
+    """float32[4, n] of this rank's share of the vocabulary, whose ids begin with `first`: of each row the highest score, the sum
+    of exp(score - highest), the label's score (0 where it is another rank's) and the likeliest token, the lowest of equals.
+
+    Columns from `columns` on are padding: where there is nothing else, float32's lowest number, 0, 0 and `first`. Ids below
+    2^24 are exact.
+    """
+    rows, width = logits_nV.shape
+    out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)
+    if rows:
+        block = min(power_of_2(width), 4096)
+        constants = {"COLUMNS": block, "num_warps": min(max(block // 256, 1), 8)}
+        statistics_kernel[(rows,)](logits_nV, labels_n, out_4n, rows, logits_nV.stride(0), first, columns, **constants)
+    return out_4n
+
+
+def to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
+    """`logits_nV`, overwritten by the loss's gradient for them: exp(score - top) / sum, less 1 at the label; 0 in padding.
+
+    `top_n` and `sum_n`, float32: of the whole vocabulary.
+    """
+    rows, width = logits_nV.shape
+    if rows:
+        constants = strip(width)
+        programs = rows, triton.cdiv(width, constants["COLUMNS"])
+        gradient_kernel[programs](logits_nV, labels_n, top_n, sum_n, logits_nV.stride(0), first, columns, width, **constants)
+    return logits_nV

@@ -1,0 +1,86 @@
+"""RMSNorm in one pass over memory each way: the gradient of the weight comes with that of the input."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaenc.model.kernels.launch import resident, rows_of, tile
+
+
+@triton.jit
+def forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < width)
+    numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
+    tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes a tile of rows and every so manieth after it; its sum for the weight is a row of `to_weight`."""
+    column = tl.arange(0, COLUMNS)[None, :]
+    scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+        inside = (row < rows) & (column < width)
+        numbers = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+        above = tl.load(gradient + row * gradient_stride + column, mask=inside, other=0.0).to(tl.float32)
+        shrink = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=1)[:, None] / width + epsilon)
+        normed = numbers * shrink
+        total += above * normed
+        above = above * scale
+        along = tl.sum(above * normed, axis=1)[:, None] / width
+        tl.store(to_x + row * width + column, (shrink * (above - normed * along)).to(to_x.dtype.element_ty), mask=inside)
+    sums = tl.sum(total, axis=0)[None, :]
+    tl.store(to_weight + tl.program_id(0) * width + column, sums, mask=column < width)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x [..., H] / rms(x) * weight [H], in the numbers of `x`, computed in float32.
+
+    Nothing is kept for backward but both: it finds the root mean square again, from numbers that it reads anyway.
+    """
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        rows_RH = rows_of(x)
+        ctx.save_for_backward(rows_RH, weight)
+        ctx.shape, ctx.epsilon = x.shape, epsilon
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if out.numel():
+            rows, width = rows_RH.shape
+            constants = tile(width)
+            programs = triton.cdiv(rows, constants["ROWS"])
+            forward_kernel[(programs,)](rows_RH, weight, out, rows, rows_RH.stride(0), width, epsilon, **constants)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        rows_RH, weight = ctx.saved_tensors
+        gradient_RH = rows_of(gradient)
+        to_x = torch.empty(ctx.shape, dtype=rows_RH.dtype, device=rows_RH.device)
+        if not to_x.numel():
+            return to_x, torch.zeros_like(weight), None
+        rows, width = rows_RH.shape
+        constants = tile(width)
+        programs = min(triton.cdiv(rows, constants["ROWS"]), resident(rows_RH.device))
+        # One sum a program, in an order that is the same every time: atomic additions would not be.
+        to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=rows_RH.device)
+        strides = gradient_RH.stride(0), rows_RH.stride(0)
+        backward_kernel[(programs,)](
+            gradient_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon, **constants
+        )
+        return to_x, to_weight_PH.sum(0).to(weight.dtype), None

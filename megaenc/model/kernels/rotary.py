@@ -1,0 +1,63 @@
+"""Rotary positions in one pass: each head's halves are read once, turned in float32 and written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaenc.model.kernels.launch import power_of_2, tile
+
+
+@triton.jit
+def turn_kernel(
+    x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program takes ROWS heads of a token, which share their angles."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (head < heads) & (column < half)
+    angle = token * half + column
+    along = tl.load(cos + angle, mask=column < half, other=0.0)
+    across = tl.load(sin + angle, mask=column < half, other=0.0) * SIGN
+    here = x + token * token_stride + head * head_stride + column
+    first = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(here + half, mask=inside, other=0.0).to(tl.float32)
+    there = out + (token * heads + head) * (2 * half) + column
+    tl.store(there, (first * along - second * across).to(out.dtype.element_ty), mask=inside)
+    tl.store(there + half, (second * along + first * across).to(out.dtype.element_ty), mask=inside)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [S, 1, heads, dim] turned by the angles of cos and sin, float32[S, 1, 1, dim / 2], in the numbers of `x`.
+
+    The angles' cosines stay float32 whatever numbers `x` has: they weigh little beside it.
+    """
+    return _Rotate.apply(x, cos.contiguous(), sin.contiguous())
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    tokens, _, heads, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        constants = tile(width // 2)
+        constants["ROWS"] = min(constants["ROWS"], power_of_2(heads))
+        constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
+        programs = tokens, triton.cdiv(heads, constants["ROWS"])
+        strides = x.stride(0), x.stride(2)
+        turn_kernel[programs](x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants)
+    return out

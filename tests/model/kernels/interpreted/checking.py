@@ -1,0 +1,85 @@
+"""The check at the start passes what is right and names what is wrong: kernels with one planted mistake each."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaenc.model.kernels import choice, cross_entropy, norm, rotary, swiglu
+from megaenc.model.kernels.check import ALLOWED, CHECKS, Widths, check_kernel
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
+HOST, WIDTHS = torch.device("cpu"), Widths(hidden=48, head=12, ffn=80, vocabulary=128)
+
+
+@pytest.mark.parametrize("dtype", ALLOWED, ids=str)
+@pytest.mark.parametrize("name", [name for name in CHECKS if name != "sum"])
+def test_what_is_right_passes(name, dtype):
+    verdict = check_kernel(name, HOST, dtype, WIDTHS)
+    assert (verdict.name, verdict.available, verdict.why, verdict.right) == (name, True, "", True)
+    assert 0 < verdict.error < verdict.allowed in ALLOWED.values()
+
+
+PADDED = 'columns, other=float("-inf")).to(tl.float32)\n        top'
+
+# What is checked, where a mistake is planted, what stands there, the mistake, and what the verdict says of it.
+MISTAKES = [
+    ("norm", norm, "/ width + epsilon)\n    tl.store", "/ COLUMNS + epsilon)\n    tl.store", "the output"),
+    ("norm", norm, "- normed * along", "+ normed * along", "the gradient of x"),
+    ("norm", norm, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)", "the gradient of"),
+    ("norm", norm, "to_weight_PH.sum(0)", "to_weight_PH[0]", "the gradient of weight"),
+    ("rotary", rotary, "*ctx.saved_tensors, -1)", "*ctx.saved_tensors, 1)", "the gradient of x"),
+    ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
+    ("swiglu", swiglu, "sigmoid + silu * (1.0 - sigmoid)", "sigmoid", "the gradient of x"),
+    ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is nan off"),
+    ("loss", cross_entropy, PADDED, PADDED.replace("columns", "columns + 1"), "the loss"),
+    ("loss", cross_entropy, "total * tl.exp(before - highest)", "total", "the loss"),
+    ("loss", cross_entropy, "tl.min(tl.where(scores == top, column, NOBODY)", "tl.max(column * (scores == top)", "the guess"),
+    ("loss", cross_entropy, "chance - 1.0", "chance", "the gradient of logits"),
+]  # fmt: skip
+
+
+def plant(module, right, wrong, tmp_path, monkeypatch):
+    """Put `wrong` where `right` stands in the text of `module`."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    file = tmp_path / "mistaken.py"
+    file.write_text(text.replace(right, wrong), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mistaken", file)
+    mistaken = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mistaken)
+    monkeypatch.setitem(sys.modules, module.__name__, mistaken)
+
+
+@pytest.mark.parametrize(("name", "module", "right", "wrong", "said"), MISTAKES)
+def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, monkeypatch):
+    plant(module, right, wrong, tmp_path, monkeypatch)
+    verdict = check_kernel(name, HOST, torch.float32, WIDTHS)
+    assert verdict.available and not verdict.right and verdict.why.startswith(said), verdict
+
+
+def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
+    plant(rotary, "*ctx.saved_tensors, -1)", "*ctx.saved_tensors, 1)", tmp_path, monkeypatch)
+    found = choice.fused_kernels(True, HOST, torch.float32, WIDTHS)
+    choice._chosen.cache_clear()
+    assert found == choice.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
+
+
+def test_what_cannot_run_is_not_available(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no such device\nand much more")
+
+    monkeypatch.setattr(swiglu, "_SwiGLU", type("Broken", (), {"apply": refuse}))
+    verdict = check_kernel("swiglu", HOST, torch.float32, WIDTHS)
+    assert (verdict.available, verdict.error, verdict.why) == (False, None, "RuntimeError: no such device")
+
+
+def test_the_host_adds_no_bfloat16_products_up_in_float32():
+    """torch has that product on accelerators alone; the loss then adds rounded ones up."""
+    verdict = check_kernel("sum", HOST, torch.bfloat16, WIDTHS)
+    assert not verdict.available and verdict.why.startswith("NotImplementedError: ")

@@ -1,0 +1,68 @@
+"""A small encoder by its own kernels: losses and gradients are those of torch's operations, with layers computed again too."""
+
+import dataclasses
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+
+from megaenc.backend import Kernels, Layout
+from megaenc.model import ModelConfig
+from megaenc.objectives import Attention
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
+EDGES = [0, 5, 6, 17]
+KEPT = Layout()
+SHAPE = ModelConfig(num_layers=2, hidden_size=48, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+pytestmark = pytest.mark.usefixtures("one_process")
+OBJECTIVES = {
+    "clm": (Attention.CAUSAL, torch.tensor([at for at in range(17) if at + 1 not in EDGES])),
+    "mlm": (Attention.BIDIRECTIONAL, torch.tensor([0, 3, 5, 9, 16])),
+}
+
+
+def outcome(objective, fused, dtype=torch.float32, layout=KEPT, **shape):
+    """Loss, correct guesses and the gradient of every weight."""
+    from megaenc.model.attention import Packing
+    from megaenc.model.encoder import build_encoder
+
+    kernels = Kernels(fused_kernels=fused)
+    encoder = build_encoder(dataclasses.replace(SHAPE, **shape), 100, 17, layout, dtype, seed=3, kernels=kernels).train()
+    assert (encoder.fused.norm, encoder.fused.rotary, encoder.fused.swiglu, encoder.fused.loss) == (fused,) * 4
+    attention, predict_at = OBJECTIVES[objective]
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(0, 100, (1, 17)), torch.randint(0, 100, (len(predict_at),))
+    positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise(EDGES)])
+    packing = Packing.of(EDGES, attention, torch.device("cpu"))
+    loss, correct = encoder(tokens, positions, packing, predict_at, labels)
+    loss.backward()
+    return loss.detach(), correct, {name: weight.grad for name, weight in encoder.named_parameters()}
+
+
+OTHER = {"qk_layernorm": True, "add_qkv_bias": True, "untie_embeddings_and_output_weights": False}
+
+
+@pytest.mark.parametrize(("objective", "shape"), [("clm", {}), ("mlm", {}), ("mlm", OTHER)], ids=["clm", "mlm", "other shape"])
+def test_losses_and_gradients_are_the_same(objective, shape):
+    here, there = (outcome(objective, fused, **shape) for fused in (True, False))
+    torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    assert all(gradient.abs().max() > 0 for gradient in here[2].values())
+
+
+def test_in_bfloat16_they_are_as_near_to_float32():
+    """Each kernel rounds once, torch's operations after every step; but the interpreter cuts off, which is twice as far."""
+    _, _, exact = outcome("mlm", fused=False)
+    distances = []
+    for fused in (True, False):
+        _, _, found = outcome("mlm", fused, torch.bfloat16)
+        distances.append(sum(float((found[name].float() - exact[name]).square().sum()) for name in exact) ** 0.5)
+    size = sum(float(gradient.square().sum()) for gradient in exact.values()) ** 0.5
+    assert 0 < distances[0] < 2 * distances[1] < 0.1 * size
+
+
+def test_computed_again_nothing_changes():
+    kept = outcome("mlm", fused=True)
+    for modules in ((), ("core_attn", "mlp")):
+        layout = Layout(recompute_granularity="selective" if modules else "full", recompute_modules=modules)
+        torch.testing.assert_close(outcome("mlm", fused=True, layout=layout), kept, rtol=0, atol=0)

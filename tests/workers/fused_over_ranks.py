@@ -1,0 +1,38 @@
+"""A model that two ranks share, with kernels of its own and with torch's operations: loss and gradients are the same."""
+
+import numpy as np
+import torch
+
+
+def main() -> None:
+    from megaenc import backend
+    from megaenc.backend import Kernels, Layout, prepare_megatron
+
+    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    prepare_megatron()
+    backend.start(layout, 0)
+    from megaenc.model import ModelConfig
+    from megaenc.model.attention import Packing
+    from megaenc.model.encoder import build_encoder
+    from megaenc.objectives import Attention
+
+    shape = ModelConfig(2, 48, 80, 4, 2, qk_layernorm=True)
+    draw = np.random.default_rng(0)
+    tokens, labels = (torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11))  # the second rank has 22 ids of 150
+
+    def outcome(kernels: Kernels) -> tuple[bool, list[torch.Tensor]]:
+        encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
+        packing = Packing.of([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
+        loss, correct = encoder(tokens[None], torch.arange(32), packing, torch.arange(0, 32, 3), labels)
+        loss.backward()
+        return encoder.fused.loss, [loss.detach(), correct, *(weight.grad for weight in encoder.parameters())]
+
+    (fused, here), (plain, there) = (outcome(Kernels(fused_kernels=wanted)) for wanted in (True, False))
+    assert fused and not plain
+    torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
+    assert all(gradient.abs().max() > 0 for gradient in here[2:])
+    backend.stop()
+
+
+if __name__ == "__main__":
+    main()
