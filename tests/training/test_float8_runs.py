@@ -5,6 +5,8 @@ import pytest
 import runs
 from runs import Job
 
+from megaenc.training.command import main
+
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0"]
 HYBRID = ["--fp8-format", "hybrid"]
 TP = "--tensor-model-parallel-size"

@@ -6,11 +6,13 @@ that is not pinned. With an accelerator torch itself says where it waits.
 """
 
 import contextlib
+import traceback
 
 import pytest
 import runs
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 OBJECTIVES = ["clm", "mlm", "prefix_lm"]
@@ -35,12 +37,43 @@ class Waits(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.found = []
+        self._copies = _CopiesToHost(self.found)
+
+    def __enter__(self):
+        self._copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._copies.__exit__(*error)
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         packet = function.overloadpacket
-        if packet in READ | MADE or (packet in (aten.index, aten.index_put, aten.index_put_) and _by_truth(arguments[1])):
+        waits = packet in READ | MADE or (packet in (aten.index, aten.index_put, aten.index_put_) and _by_truth(arguments[1]))
+        if waits and not _of_the_host():
             self.found.append(str(function))
         return function(*arguments, **(options or {}))
+
+
+class _CopiesToHost(TorchFunctionMode):
+    """What on the host is no operation, for the tensor is there already."""
+
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self._found.append(function.__name__)
+        return function(*arguments, **(options or {}))
+
+
+def _of_the_host():
+    """megatron-core has the number of a mask type in a tensor of the host, and reads it where it recomputes attention."""
+    frames = (frame for frame in reversed(traceback.extract_stack()) if "/torch/" not in frame.filename)
+    caller = next(frame for frame in frames if frame.filename != __file__)
+    in_attention = caller.filename.endswith("megatron/core/transformer/attention.py")
+    return in_attention and caller.name in ("_checkpointed_attention_forward", "custom_forward")
 
 
 def _by_truth(indices):
@@ -53,6 +86,7 @@ def _by_truth(indices):
         lambda x: x.sum().item(),
         lambda x: float(x[0]),
         lambda x: x.tolist(),
+        lambda x: x.cpu(),
         lambda x: bool((x > 0).any()),
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
@@ -114,7 +148,7 @@ def forward_and_backward(engine, objective, watched):
 
 def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
     """What torch's kernel for accelerators computes; unlike that, it reads where documents end."""
-    with _disable_current_modes():
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
     assert (longest_q, longest_k) == (max(of_q), max(of_k))
     queries, keys, values = (x.transpose(0, 1)[None].split(sizes, 2) for x, sizes in ((q, of_q), (k, of_k), (v, of_k)))
