@@ -66,8 +66,13 @@ def test_layouts_begin_alike_and_stay_as_near_as_float32_does(layout, folders):
 
 
 def test_a_sequence_that_is_shared_is_scaled_as_one(folders):
-    """Its parts go to the ranks in float8 under one scale, so nothing differs from ranks that all have it."""
-    runs.assert_same_curve(folders["TP2, SP"], folders["TP2"], tolerance=1e-6)
+    """Its parts go to the ranks in float8 under one scale: so the products are those of ranks that all have it.
+
+    What differs is the order in which the gradients of norms are added up.
+    """
+    (shared, *_), (whole, *_) = runs.metrics(folders["TP2, SP"]), runs.metrics(folders["TP2"])
+    assert (shared["loss"], shared["grad_norm"]) == pytest.approx((whole["loss"], whole["grad_norm"]), rel=1e-6)
+    assert largest(folders, "TP2, SP", "TP2") < 1e-4
 
 
 def test_a_run_goes_on_in_its_own_format_alone(folders, small_corpus, refusal):
