@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+FLOAT8_WIDTH = 16
+"""Of what the widths of matrices must be multiples for float8 products."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -15,3 +18,10 @@ class Kernels:
     fused_kernels: bool = True
     """on an accelerator with triton: norms, rotary positions, SwiGLU and the loss each by a kernel of its own, if a check at the
     start finds it right; which are not is said, and torch's operations stand in. Without an accelerator these compute all"""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, where it
+    is installed"""
+    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    """matrix products of the layers, not of embedding and head, in 8-bit floating point, where the machine has them (H100, L40S,
+    MI300X or later; slowly on the host). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3;
+    e4m3: all with 4 and 3"""
