@@ -227,3 +227,82 @@ def test_the_same_weights_are_made_each_time(one_process):
     made.lay(engines[0], setup(), "clm", 2, 3)
     update = engines[0].update(1)
     assert update.made and update.result.predicted > 0.9 * 6 * 96
+
+
+def test_the_largest_micro_batch_is_one_that_was_tried(monkeypatch):
+    from megaenc.bench.gpu import speed
+
+    tried: list[int] = []
+
+    def peak(engine, objective, packs):  # less memory than two sizes promise: 16 packs are too many
+        tried.append(packs)
+        if packs > 16:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 10.0 + 3.0 * packs
+
+    monkeypatch.setattr(speed, "_peak", peak)
+    monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
+    assert speed._largest(None, None, 2, 4, most=1000) == 16
+    assert tried[:3] == [2, 4, int((speed.FILLED * 84 - 10) / 3)] and tried[-1] == 16
+    assert speed._largest(None, None, 2, 4, most=7) == 7, "kernels that count in 32 bits go no further"
+    assert speed._largest(None, None, 20, 40, most=1000) == 1, "not even few fit"
+
+
+def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
+    import warnings
+
+    from megaenc.bench.gpu import syncs
+
+    modes: list[str] = []
+
+    class Engine:
+        device = torch.device("cuda")
+        share = type("Share", (), {"micro_batch_size": 2})
+
+        def clear_gradient(self):
+            pass
+
+        def forward_and_backward(self, rows, objective):
+            if modes and modes[-1] == "warn":
+                for _ in rows:
+                    warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/attention.py", 7)
+                warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/engine.py", 9)
+                warnings.warn_explicit("something else", UserWarning, "/a/b/c/engine.py", 10)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    found = syncs.synchronisations(Engine(), None)
+    assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
+    assert modes[-1] == "default"
+
+
+def test_kernels_of_the_accelerator_are_those_of_its_timeline():
+    from types import SimpleNamespace
+
+    from megaenc.bench.gpu import breakdown
+
+    kinds = torch.autograd.DeviceType
+
+    def event(name, kind, began, taken):
+        calls = {"name": name, "device_type": kind, "start_ns": began, "duration_ns": taken}
+        return SimpleNamespace(**{call: lambda value=value: value for call, value in calls.items()})
+
+    events = [
+        event("cudaLaunchKernel", kinds.CPU, 5, 100),
+        event("nvjet_tst_1", kinds.CUDA, 10, 3_000_000),
+        event("aFusedAdam", kinds.CUDA, 40, 1_000_000),
+        event("elementwise", kinds.CUDA, 41, 500_000),
+    ]
+    profiled = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+    ran = list(breakdown._kernels(profiled))
+    assert [one.name for one in ran] == ["nvjet_tst_1", "aFusedAdam", "elementwise"]
+    timed = {"seconds_per_update": 0.003, "flops_per_update": 5e9, "attention_flops_per_update": 2e9}
+    found = breakdown.summed(ran, [Window(OPTIMIZER, 35, 50)], timed)
+    assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.UPDATES)
+    assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.UPDATES)
+    assert found["shares"][groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.UPDATES / 0.003)
+    assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.UPDATES))
+    assert found["attention_flops_per_second"] is None and found["by_time_too"]
+    assert not breakdown.summed(ran, [Window(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]
