@@ -79,6 +79,7 @@ def test_speed_is_of_what_was_read(whole):
         tokens = row["packs"] * row["micro_batches"] * small.speed_length
         assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
         assert row["mfu"] == pytest.approx(row["flops_per_second"] / row["peak_flops"])
+        assert row["kernels"]["attention_backend"] and "miniature: " in whole.table
         assert 0 < row["attention_flops_per_update"] < row["flops_per_update"]
         share = {"clm": (0.9, 1.0), "mlm(mask=0.4)": (0.35, 0.45)}[objective]
         assert share[0] < row["predicted_share"] < share[1]

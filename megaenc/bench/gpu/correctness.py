@@ -70,7 +70,8 @@ def compared(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tup
         for number, text in enumerate(OBJECTIVES):
             expected = torch.load(folder / f"{name.split()[0]}-{number}.pt", weights_only=True)
             loss, found = gradients(engine, setup, text, packs)
-            rows.append(row(setup, text, (loss, found), (expected["loss"], expected["gradients"])))
+            here = row(setup, text, (loss, found), (expected["loss"], expected["gradients"]))
+            rows.append(here | {"kernels": made.chosen(engine)})
             yield ["correctness", "rows"], rows
     made.end()
 

@@ -155,6 +155,11 @@ def lay(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches:
     engine.share = dataclasses.replace(engine.share, micro_batch_size=packs, global_batch_size=batch)
 
 
+def chosen(engine: Engine) -> dict[str, Any]:
+    """The fields of Kernels that it computes by: where the engine has chosen among them, what it chose."""
+    return dataclasses.asdict(getattr(engine, "kernels", engine.plan.settings.kernels))
+
+
 def encoder_of(engine: Engine) -> torch.nn.Module:
     """The model inside the wrappers of megatron-core."""
     [model] = engine.chunks

@@ -111,6 +111,7 @@ def _timed(
         "predicted_share": total.predicted / tokens,
         "loss": total.loss,
         "finite": before.made,
+        "kernels": made.chosen(engine),
     }, packs
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megaenc.bench.gpu.groups import GROUPS
+from megaenc.bench.gpu.variants import title
 
 GIB = 2**30
 
@@ -102,6 +103,8 @@ def _speed(found: dict[str, Any]) -> Iterator[str]:
         "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. Peak memory: of tensors. "
         "A micro-batch: packs in one row."
     )
+    for name, computed in {model: row["kernels"] for model, _, row in rows}.items():
+        yield f"\n{name}: {title(computed)}"
 
 
 def _speed_row(found: dict[str, Any], model: str, objective: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -129,11 +132,11 @@ def _breakdown(found: dict[str, Any]) -> Iterator[str]:
     yield "## Where a step goes, in percent of its time\n"
     names = [f"{model} {objective}" for model, objective, _ in columns]
     rows = [(group, *(f"{100 * each['shares'].get(group, 0):.1f}" for *_, each in columns)) for group in GROUPS]
-    for title, key in (
+    for row, key in (
         ("matrix products, TFLOP/s", "matrix_flops_per_second"),
         ("attention, TFLOP/s", "attention_flops_per_second"),
     ):
-        rows.append((title, *("" if each[key] is None else f"{each[key] / 1e12:,.3g}" for *_, each in columns)))
+        rows.append((row, *("" if each[key] is None else f"{each[key] / 1e12:,.3g}" for *_, each in columns)))
     yield from _grid(("", *names), rows)
     for model, objective, each in columns:
         if not each["by_time_too"]:
