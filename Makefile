@@ -88,7 +88,7 @@ faults: $(INSTALLED)
 lint: $(INSTALLED)
 	ruff check
 	ruff format --check
-	shellcheck install.sh docker/rocm_env.sh .ci/run
+	shellcheck install.sh docker/rocm_env.sh .ci/run benchmarks/gpu.sh
 	hadolint docker/Dockerfile.cpu docker/Dockerfile.rocm
 
 clean:

@@ -97,25 +97,32 @@ def _wait() -> None:
 def write_weights(work: Work) -> dict[str, Any]:
     """The weights that megaenc begins with, under transformers' names."""
     import torch
-    from safetensors.torch import save_file
 
     from megaenc import backend
     from megaenc.backend import Layout, prepare_megatron
 
     prepare_megatron()
     backend.start(Layout(), 0)
-    from megaenc.convert.mapping import VOCABULARY_ROWS, lines
     from megaenc.model.encoder import build_encoder
 
-    model, found = work.shape, {}
-    parameters = dict(build_encoder(model, work.vocab_size, work.longest, Layout(), torch.float32, seed=0).named_parameters())
-    for rule, core, names in lines(model):
-        tensor = parameters[core].detach().cpu()
-        tensor = tensor[: work.vocab_size] if core in VOCABULARY_ROWS else tensor
-        found.update(zip(names, rule.to_hf(tensor, model), strict=True))
-    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, work.weights)
+    encoder = build_encoder(work.shape, work.vocab_size, work.longest, Layout(), torch.float32, seed=0)
+    save_for_peer(dict(encoder.named_parameters()), work)
     backend.stop()
     return {}
+
+
+def save_for_peer(parameters: dict[str, Any], work: Work) -> None:
+    """An encoder's `parameters`, of one process, in the file of `work` under transformers' names."""
+    from safetensors.torch import save_file
+
+    from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+
+    found = {}
+    for rule, core, names in lines(work.shape):
+        tensor = parameters[core].detach().cpu()
+        tensor = tensor[: work.vocab_size] if core in VOCABULARY_ROWS else tensor
+        found.update(zip(names, rule.to_hf(tensor, work.shape), strict=True))
+    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, work.weights)
 
 
 def train_with_megaenc(work: Work) -> dict[str, Any]:

@@ -71,7 +71,8 @@ class Update:
 class Engine:
     """This rank's part of the model with its optimizer."""
 
-    def __init__(self, plan: Plan, backend: Backend):
+    def __init__(self, plan: Plan, backend: Backend, drawn: bool = True):
+        """`drawn`: with the initial weights of the seed; otherwise they are left empty, to be filled."""
         settings = plan.settings
         self.plan = plan
         self.layout = settings.layout
@@ -92,7 +93,7 @@ class Engine:
             settings.data.seq_length,
             settings.layout,
             plan.dtype,
-            seed=settings.seed,
+            seed=settings.seed if drawn else None,
             kernels=self.kernels,
         )
         self.config = encoders[0].config  # the one that megatron-core's schedules read

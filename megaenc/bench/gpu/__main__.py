@@ -1,0 +1,24 @@
+"""The program of benchmarks/gpu.sh: what it needs is there, then it begins."""
+
+import importlib.util
+import sys
+
+NEEDED = {
+    "torch": "torch (2.11 or later, of the accelerator's own index)",
+    "numpy": "numpy",
+    "psutil": "psutil",
+    "yaml": "PyYAML",
+    "tyro": "tyro",
+    "docstring_parser": "docstring-parser",
+    "rich": "rich",
+    "megatron": "megatron-core==0.16.1",
+}
+
+if __name__ == "__main__":
+    missing = [package for module, package in NEEDED.items() if not importlib.util.find_spec(module)]
+    if missing:
+        print(f"error: not installed: {', '.join(missing)}; benchmarks/gpu.sh --help says how", file=sys.stderr)
+        sys.exit(2)
+    from megaenc.bench.gpu.command import main
+
+    main()

@@ -1,0 +1,98 @@
+"""Kernels by what they are for, from their names, and from when they ran where a name does not tell."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention backward"
+ELEMENTWISE, LOSS, OPTIMIZER = "norm, rotary, SwiGLU, elementwise", "loss", "optimizer"
+BUFFERS, COMMUNICATION, IDLE = "gradient buffers, copies", "communication", "idle"
+GROUPS = (MATMUL, FORWARD, BACKWARD, ELEMENTWISE, LOSS, OPTIMIZER, BUFFERS, COMMUNICATION, IDLE)
+
+# In this order: flash attention is made of cutlass too, and its backward's names hold those of forward.
+_NAMES = (
+    (COMMUNICATION, r"nccl|rccl|msccl|gloo:|c10d::"),
+    (
+        BACKWARD,
+        r"flash_bwd|FlashAttnBwd|flash_bprop|sdpa\w*bprop|fmha_cutlassB|fmha\w*bwd|FmhaBwd|bwd_kernel_(dk|dq|fuse)|bwd_preprocess|"
+        r"attn\w*bwd|dot_do_o|convert_dq|attention\w*_backward",
+    ),
+    (
+        FORWARD,
+        r"flash_fwd|FlashAttnFwd|flash_fprop|sdpa\w*fprop|fmha_cutlassF|fmha\w*fwd|FmhaFwd|attn_fwd|attn\w*fwd|"
+        r"scaled_dot_product|varlen_attn",
+    ),
+    (OPTIMIZER, r"[aA]dam|multi_tensor_(apply|l2norm|scale)|LpNormFunctor"),
+    (LOSS, r"cross_entropy|SoftMax|softmax|nll_loss|logsumexp|(?<![a-z])loss"),
+    (
+        MATMUL,
+        r"gemm|gemv|nvjet|cutlass|Cijk_|splitK|triton_(tem_fused_)?(mm|bmm)|"
+        r"^aten::(mm|addmm|addmm_|bmm|baddbmm|mv|_scaled_mm|mkldnn\w*)$|^mkldnn",
+    ),
+    (
+        BUFFERS,
+        r"Memcpy|Memset|copyBuffer|fillBuffer|FillFunctor|CUDAFunctor_?[aA]dd<float>|copy_kernel|"
+        r"^aten::(copy_|zero_|fill_|clone|_to_copy)$",
+    ),
+)
+_COMPILED = tuple((group, re.compile(pattern)) for group, pattern in _NAMES)
+
+
+def group_of(name: str) -> str:
+    """The group of a kernel, or of an operation on the host, called `name`."""
+    return next((group for group, pattern in _COMPILED if pattern.search(name)), ELEMENTWISE)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel that ran: when it began, in ns of the system's clock, and for how many seconds."""
+
+    name: str
+    began: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Window:
+    """What ran between two times, in ns, for one purpose."""
+
+    group: str
+    first: int
+    last: int
+
+
+def grouped(ran: Iterable[Ran], windows: Iterable[Window]) -> dict[str, float]:
+    """Seconds of each group; in a window all is of its group but matrix products, attention and communication."""
+    ordered, found = sorted(windows, key=lambda window: window.first), dict.fromkeys(GROUPS[:-1], 0.0)
+    at = 0
+    for one in sorted(ran, key=lambda one: one.began):
+        while at < len(ordered) and ordered[at].last < one.began:
+            at += 1
+        group = group_of(one.name)
+        inside = at < len(ordered) and ordered[at].first <= one.began
+        if inside and group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
+            group = ordered[at].group
+        found[group] += one.seconds
+    return found
+
+
+NEXT = {
+    MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
+    FORWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
+    BACKWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
+    ELEMENTWISE: "fused kernels for norm, rotary and SwiGLU; torch.compile of a layer",
+    LOSS: "a fused kernel for the loss over parts of the vocabulary; a larger part at a time",
+    OPTIMIZER: "more micro-batches an update, as a real run has; apex's or Transformer Engine's fused Adam",
+    BUFFERS: "gradients added up inside the matrix products (gradient accumulation fusion: apex or Transformer Engine)",
+    COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
+    IDLE: "CUDA graphs; fewer, larger kernels; see host synchronisations",
+}
+
+
+def next_thing(seconds: dict[str, float]) -> str:
+    """What to try, from the group that takes most beside matrix products; attention counts as one."""
+    whole = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD)}
+    whole[BACKWARD] = seconds.get(FORWARD, 0.0) + seconds.get(BACKWARD, 0.0)
+    largest = max(whole, key=lambda group: whole[group])
+    name = "attention" if largest == BACKWARD else largest
+    return f"{name} takes most beside matrix products: {NEXT[largest]}"

@@ -1,0 +1,70 @@
+"""Kernels by name: what a command line asks for, and which others are worth comparing with it."""
+
+import dataclasses
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from megaenc.backend.kernels import Kernels
+from megaenc.errors import InputError
+
+
+def given(words: Sequence[str], flag: str) -> dict[str, Any]:
+    """FIELD=VALUE words, of the fields of Kernels. Raises InputError, naming `flag`."""
+    found: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        name = name.replace("-", "_")
+        known = values()
+        if name not in known or not equals:
+            raise InputError(f"{flag} {word}: expected FIELD=VALUE, FIELD being one of {', '.join(known)}")
+        value = _read(text)
+        if known[name] and value not in known[name]:
+            raise InputError(f"{flag} {word}: expected one of {', '.join(map(written, known[name]))}")
+        found[name] = value
+    return found
+
+
+def values() -> dict[str, tuple[Any, ...]]:
+    """The values that each field of Kernels may have; none where its type does not say."""
+    hints = get_type_hints(Kernels)
+    return {field.name: _values(hints[field.name]) for field in dataclasses.fields(Kernels)}
+
+
+def _values(hint: Any) -> tuple[Any, ...]:
+    if hint is bool:
+        return (True, False)
+    if hint is NoneType:
+        return (None,)
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return tuple(value for part in get_args(hint) for value in _values(part))
+    return ()
+
+
+def plain() -> dict[str, Any]:
+    """torch's own operations, which run anywhere: what others are checked against."""
+    return {"attention_backend": "sdpa"} | {name: False for name, allowed in values().items() if allowed == (True, False)}
+
+
+def others(base: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every change of one field from `base` over the defaults."""
+    usual = dataclasses.asdict(Kernels()) | base
+    return [base | {name: value} for name, allowed in values().items() for value in allowed if value != usual[name]]
+
+
+def title(kernels: dict[str, Any]) -> str:
+    """For a table."""
+    return " ".join(f"{name}={written(value)}" for name, value in kernels.items()) or "defaults"
+
+
+def written(value: Any) -> str:
+    """As the command line has it."""
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _read(text: str) -> Any:
+    return None if text.lower() == "none" else yaml.safe_load(text)

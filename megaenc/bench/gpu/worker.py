@@ -1,0 +1,141 @@
+"""What a process of the benchmark runs: `python -m megaenc.bench.gpu.worker`, a job a line on stdin, what it finds on stdout.
+
+It loads what all jobs need before it asks for the first, so that the next process is ready when the one before is done.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megaenc.console import overheard, quiet
+
+Found = Iterator[tuple[list[str], Any]]
+
+
+def machine(_: dict[str, Any], __: float) -> Found:
+    """What figures depend on."""
+    import torch
+
+    from megaenc.backend import detect
+    from megaenc.backend.device import host_has_bf16
+    from megaenc.bench import report
+
+    backend = detect()
+    yield ["machine"], report.machine()
+    about = {"backend": backend.name, "name": backend.description, "bf16": backend.has_bf16, "torch": torch.__version__}
+    about |= {"peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16)}
+    about |= {"host_bf16": host_has_bf16()}
+    about |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    if not backend.is_host:
+        about["memory"] = torch.cuda.get_device_properties(0).total_memory
+        about["compute_capability"] = list(torch.cuda.get_device_capability(0))
+    yield ["device"], about
+
+
+def reference(job: dict[str, Any], _: float) -> Found:
+    """See correctness.reference."""
+    from megaenc.bench.gpu import correctness
+
+    yield from correctness.reference(_setups(job), job["packs"], Path(job["folder"]))
+
+
+def correctness(job: dict[str, Any], _: float) -> Found:
+    """See correctness.compared."""
+    from megaenc.bench.gpu import correctness
+
+    yield from correctness.compared(_setups(job), job["packs"], Path(job["folder"]))
+
+
+def parity(job: dict[str, Any], _: float) -> Found:
+    """See parity.losses."""
+    from megaenc.bench.gpu import parity
+
+    for name, setup in _setups(job).items():
+        yield from parity.losses(setup, job["packs"], job["updates"], name)
+
+
+def speed(job: dict[str, Any], deadline: float) -> Found:
+    """See speed.measured."""
+    from megaenc.bench.gpu import speed
+
+    timing = speed.Timing(**{**job["timing"], "objectives": tuple(job["timing"]["objectives"])})
+    [setup] = _setups(job).values()
+    yield from speed.measured(setup, timing, deadline)
+
+
+def peer(job: dict[str, Any], deadline: float) -> Found:
+    """See peer.beside."""
+    from megaenc.bench.gpu import peer
+
+    [setup] = _setups(job).values()
+    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], deadline)
+
+
+def _setups(job: dict[str, Any]) -> dict[str, Any]:
+    from megaenc.bench.gpu.made import Setup
+
+    return {name: Setup(**fields) for name, fields in job["setups"].items()}
+
+
+JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
+    each.__name__: each for each in (machine, reference, correctness, parity, speed, peer)
+}
+
+
+def load() -> None:
+    """What takes its time to import; nothing that touches an accelerator, which may be at work for another process."""
+    from megaenc.backend.megatron import import_megatron
+
+    import_megatron()
+    import torch.profiler  # noqa: F401
+
+    import megaenc.bench.gpu.speed  # noqa: F401
+
+
+def serve() -> None:
+    """Answer each job with what it finds, `{"path": [...], "value": ...}` a line, then `{"end": null}` or what went wrong.
+
+    The first line of all says that it is ready.
+    """
+    quiet()
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print
+    load()
+    print(json.dumps({"ready": True}), file=answers)
+    for line in sys.stdin:
+        job, said = json.loads(line), []
+        try:
+            with overheard(said.append):  # which kernels were found wrong, for one
+                for path, value in JOBS[job["kind"]](job, job["deadline"]):
+                    print(json.dumps({"path": path, "value": value}), file=answers)
+            print(json.dumps({"path": ["said", job["name"]], "value": said}), file=answers)
+            end = None
+        except Exception as error:
+            traceback.print_exc()
+            end = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        _clear()
+        print(json.dumps({"end": end}), file=answers)
+
+
+def _clear() -> None:
+    """Leave the process groups that a failed job is still in."""
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        from megaenc.bench.gpu import made
+
+        made.end()
+
+
+def as_json(setups: dict[str, Any]) -> dict[str, Any]:
+    """Setups for a job."""
+    return {name: dataclasses.asdict(setup) for name, setup in setups.items()}
+
+
+if __name__ == "__main__":
+    serve()

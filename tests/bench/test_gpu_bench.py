@@ -1,0 +1,216 @@
+"""The GPU benchmark: all of it in miniature on the host, its budget, and what its verdicts rest on."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import runs
+import torch
+
+from megaenc.backend.kernels import Kernels
+from megaenc.bench.gpu import command, sizes, variants
+from megaenc.bench.gpu.command import Benchmark, GpuFlags
+from megaenc.bench.gpu.crew import Crew, Failed
+from megaenc.bench.gpu.table import table
+from megaenc.model.config import PRESETS
+
+DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
+
+
+def through_the_door(given: list[str], seconds: float = 420) -> subprocess.CompletedProcess:
+    environment = runs.surroundings() | {"PYTHON": sys.executable, "PYTHONPATH": ""}
+    words = [str(DOOR), *map(str, given)]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=seconds, cwd="/")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> SimpleNamespace:
+    """All phases in miniature, as anyone without an accelerator would start them."""
+    output = tmp_path_factory.mktemp("gpu") / "gpu.json"
+    done = through_the_door(["--device", "cpu", "--small", "--output", output, "--compare", "attention_backend=sdpa"])
+    log = output.with_suffix(".log")
+    assert done.returncode == 0, done.stdout + done.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    found = json.loads(output.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    return SimpleNamespace(found=found, table=output.with_suffix(".md").read_text(), said=done.stdout)
+
+
+def test_every_phase_is_done_in_miniature(whole):
+    ended = {name: phase["ended"] for name, phase in whole.found["phases"].items()}
+    assert set(ended.values()) == {"done"}, ended
+    assert all(any(name.startswith(phase) for name in ended) for phase in command.ALL)
+    assert whole.table.strip() in whole.said
+    for section in ("Correctness", "Parity", "Speed", "Where a step goes", "Where the host waits", "Beside transformers"):
+        assert f"## {section}" in whole.table
+    assert "these figures say nothing about speed" in whole.table
+
+
+def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(whole):
+    rows = whole.found["correctness"]["rows"]
+    cases = {(row["head_dim"], row["attention"], row["numbers"]) for row in rows}
+    assert cases == {(h, a, n) for h in (64, 96) for a in ("causal", "bidirectional") for n in ("float32", "bfloat16")}
+    assert all(row["passed"] and not row["not_compared"] for row in rows), rows
+    losses = {row["attention"]: row["reference_loss"] for row in rows if row["head_dim"] == 64}
+    assert losses["causal"] != losses["bidirectional"]
+    for row in rows:  # the same program on the same machine: float32 differs by nothing, bfloat16 by its rounding
+        assert (row["gradient_error"] < 1e-6) == (row["numbers"] == "float32")
+
+
+def test_the_short_run_is_the_hosts(whole):
+    parity = whole.found["parity"]
+    assert [len(parity[f"{where} {kind}"]) for where in ("host", "device") for kind in ("float32", "bfloat16")] == [6] * 4
+    assert parity["device float32"] == parity["host float32"] != parity["host bfloat16"]
+    assert [(row["numbers"], row["beside"], row["passed"]) for row in parity["rows"]] == [
+        ("float32", "host float32", True),
+        ("bfloat16", "host bfloat16", True),
+    ]
+
+
+def test_speed_is_of_what_was_read(whole):
+    models = whole.found["speed"]
+    assert set(models) == {"miniature", "miniature attention_backend=sdpa"}
+    small = sizes.SMALL
+    for objective, row in models["miniature"].items():
+        assert row["updates"] >= 3 and row["finite"] and row["packs"] == small.packs
+        tokens = row["packs"] * row["micro_batches"] * small.speed_length
+        assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
+        assert row["mfu"] == pytest.approx(row["flops_per_second"] / row["peak_flops"])
+        assert row["kernels"]["attention_backend"] and "miniature: " in whole.table
+        assert 0 < row["attention_flops_per_update"] < row["flops_per_update"]
+        share = {"clm": (0.9, 1.0), "mlm(mask=0.4)": (0.35, 0.45)}[objective]
+        assert share[0] < row["predicted_share"] < share[1]
+
+
+def test_the_step_is_all_accounted_for(whole):
+    for each in whole.found["breakdown"]["miniature"].values():
+        assert sum(each["shares"].values()) == pytest.approx(1)
+        for group in ("matrix products", "attention forward", "attention backward", "loss", "optimizer"):
+            assert each["seconds"][group] > 0, each["seconds"]
+        assert each["by_time_too"] and each["matrix_flops_per_second"] > 0
+        assert each["next"]
+    assert whole.found["synchronisations"]["miniature"] == {"left out": "there is no accelerator"}
+
+
+def test_the_peer_does_the_same_work(whole):
+    peer = whole.found["peer"]
+    assert peer["same_loss"] and len(peer["rows"]) == 3
+    assert {row["batch"] for row in peer["rows"].values()} == {8}
+    padded = peer["rows"]["transformers, padded"]["tokens_per_second"]
+    ours = whole.found["speed"]["miniature"]["mlm(mask=0.4)"]["tokens_per_second"]
+    assert peer["ratios"]["megaenc, card filled / transformers, padded"] == pytest.approx(ours / padded)
+
+
+class Told:
+    """A crew whose jobs find what they are told to."""
+
+    def __init__(self, *answers, failure: str = ""):
+        self.answers, self.failure, self.seconds = answers, failure, []
+
+    def run(self, job, seconds, left):
+        self.seconds.append(left)
+        yield from self.answers
+        if self.failure:
+            raise Failed(self.failure)
+
+
+def benchmark(tmp_path, seconds: float) -> Benchmark:
+    return Benchmark(GpuFlags(output=str(tmp_path / "gpu.json"), small=True, seconds=seconds), tmp_path)
+
+
+def test_what_there_is_no_time_for_is_left_out(tmp_path):
+    short, crew = benchmark(tmp_path, 30), Told()
+    assert not short.phase("speed, 1b", crew, {}, least=40, most=90) and not crew.seconds
+    assert short.phase("parity", crew, {}, least=20, most=90)
+    assert 29 < crew.seconds[0] <= 30, "no phase has more time than there is left"
+    written = json.loads((tmp_path / "gpu.json").read_text())["phases"]
+    assert re.fullmatch(r"left out: (29|30) s left, 40 needed", written["speed, 1b"]["ended"])
+    assert "| speed, 1b | 0 | left out" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_failed_phase_keeps_what_it_had_found(tmp_path):
+    broken = benchmark(tmp_path, 100)
+    crew = Told((["correctness", "half"], 0.5), (["nothing"], float("nan")), failure="its time was over")
+    assert not broken.phase("correctness", crew, {}, 10, 90)
+    written = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
+    assert written["correctness"] == {"half": 0.5} and written["nothing"] is None
+    assert written["phases"]["correctness"]["ended"] == "cut short: its time was over"
+
+
+def test_a_job_that_takes_too_long_is_killed(tmp_path):
+    with Crew({}, fresh=True, log=tmp_path / "log") as crew:
+        worker = crew._ready
+        with pytest.raises(Failed, match="its time was over"):
+            list(crew.run({"kind": "machine", "name": "machine"}, seconds=60, left=0.2))
+        assert worker.process.returncode == -signal.SIGKILL
+        assert crew._ready is not worker, "the next job has a process of its own"
+
+
+def test_a_failed_job_leaves_its_process_to_others(tmp_path):
+    with Crew(command.HOST, fresh=False, log=tmp_path / "log") as crew:
+        worker = crew._ready
+        with pytest.raises(Failed, match="KeyError: 'setups'"):
+            list(crew.run({"kind": "parity", "name": "parity"}, seconds=60, left=240))
+        found = dict((path[0], value) for path, value in crew.run({"kind": "machine", "name": "a"}, seconds=60, left=240))
+        assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
+        assert crew._ready is worker
+
+
+def test_a_missed_target_says_what_to_try(whole):
+    found = json.loads(json.dumps(whole.found))
+    found["targets"]["mfu"] = {"miniature": 1e9}
+    assert "**missed by" in table(found) and "Next thing to try: " in table(found)
+    found["targets"]["mfu"] = {"miniature": 0.0}
+    assert "| hit |" in table(found) and "Next thing" not in table(found)
+
+
+def test_a_table_can_be_made_of_whatever_there_is(whole):
+    keys = [name for name in whole.found if name not in ("settings", "phases", "kernels", "targets")]
+    for missing in keys:
+        if missing == "speed":  # of which the breakdown is told
+            continue
+        assert table({name: value for name, value in whole.found.items() if name != missing})
+
+
+def test_kernels_are_read_by_their_fields():
+    assert variants.given(["attention_backend=sdpa"], "--kernels") == {"attention_backend": "sdpa"}
+    assert variants.title({"a": None, "b": False}) == "a=none b=false"
+    changed = variants.others({})
+    assert {"attention_backend": "sdpa"} in changed and {"attention_backend": Kernels().attention_backend} not in changed
+    for one in [*changed, variants.plain()]:
+        Kernels(**one)
+
+
+def test_what_fills_the_card_is_what_gpus_are_given():
+    assert {name: sizes.FULL.speed[name] for name in sizes.TARGETS} == {name: PRESETS[name] for name in ("1b", "610m", "210m")}
+    assert sizes.FULL.packs == 0 and (sizes.FULL.speed_length, sizes.FULL.speed_vocab_size) == (2048, 128256)
+    assert {shape.head_dim for shape in sizes.FULL.widths.values()} == {64, 96}
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--kernels", "speed=high"], "--kernels speed=high: expected FIELD=VALUE, FIELD being one of attention_backend"),
+        (["--compare", "attention_backend=magic"], "--compare attention_backend=magic: expected one of auto, "),
+        (["--models", "7b"], "--models 7b: expected some of 1b, 610m, 210m"),
+        (["--seconds", "0"], "--seconds 0.0: expected more than 0"),
+        (["--output", "/proc/none/gpu.json"], "--output /proc/none/gpu.json: "),
+    ],
+)
+def test_wrong_settings_are_one_line(given, complaint, refusal):
+    assert complaint in refusal(command.main, given)
+
+
+def test_help_says_what_must_be_installed():
+    done = through_the_door(["--help"])
+    assert done.returncode == 0 and "pip install megatron-core==0.16.1" in done.stdout and "--kernels" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_without_an_accelerator_the_way_to_try_is_told(tmp_path):
+    done = through_the_door(["--output", tmp_path / "gpu.json"])
+    assert done.returncode == 2 and "--device cpu --small" in done.stderr and "Traceback" not in done.stderr
+    assert np.size(done.stderr.strip().splitlines()) == 1
