@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc.data.packs import CorpusPacks
+from megaenc.data.shared import shared
 from megaenc.data.stream import Documents
 from megaenc.errors import InputError
 
@@ -40,7 +41,7 @@ class SentencePacks(CorpusPacks):
         # Where an epoch's packs begin follows from where those of the one before ended, so they are walked in order:
         # [e] is the number of packs before epoch e, and the tokens of it that a pack of an earlier epoch has read.
         self._first_samples, self._taken = [0], [0]
-        self._starts = lru_cache(maxsize=2)(self._make_starts)
+        self._starts = lru_cache(maxsize=2)(self._shared_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
         """See CorpusPacks."""
@@ -74,6 +75,11 @@ class SentencePacks(CorpusPacks):
         end = int(starts[-1]) + self.seq_length if len(starts) else self._taken[epoch]
         self._first_samples.append(self._first_samples[epoch] + len(starts))
         self._taken.append(max(0, end - self.tokens_per_epoch))
+
+    def _shared_starts(self, epoch: int) -> np.ndarray:
+        key = (*self.stream.key, "sentences", self.seq_length, self._taken[epoch], epoch)
+        (starts,) = shared(key, lambda: (self._make_starts(epoch),))
+        return starts
 
     def _make_starts(self, epoch: int) -> np.ndarray:
         """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""
