@@ -1,12 +1,14 @@
 """How fast a run gets what it reads: the index of a great many documents, and the tokens a second of one loader process.
 
 The index is that of a made-up corpus: an .idx of so many documents, whose lengths are log-normal, beside a .bin that is a hole
-in the disk. A process of its own opens it, splits it, lays its documents in random order and cuts the first pack. The tokens come
-from a smaller corpus of random ids, in the page cache, through each packing: as packs, and as micro-batches with MLM's targets.
+in the disk. A process of its own opens it, splits it, lays its documents in random order and cuts the first pack; then as many
+processes as a machine may have, which share what they make. The tokens come from a smaller
+corpus of random ids, in the page cache, through each packing: as packs, and as micro-batches with MLM's targets.
 
 megaenc bench loader --output loader.json
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -56,6 +58,8 @@ class LoaderBenchFlags:
     """How long each turn reads."""
     packings: tuple[str, ...] = PACKINGS
     """Ways to cut packs."""
+    processes: int = 4
+    """Processes of one machine that open the index together, after one alone has."""
 
 
 def lengths_of(documents: int, mean: int) -> np.ndarray:
@@ -83,7 +87,7 @@ def write_index(prefix: Path, lengths: np.ndarray, counts: np.ndarray | None = N
 
 def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
-    sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds")
+    sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(settings, *sizes)
     wrong = [name for name in settings.packings if name not in PACKINGS]
     if wrong or not settings.packings:
@@ -92,15 +96,18 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))
         index: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
+        together: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
         reading: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
-        with ProgressLine("measuring", 2 * settings.rounds * len(settings.packings)) as progress:
+        measures = (("index", index, 1), ("index", together, settings.processes), ("reading", reading, 1))
+        with ProgressLine("measuring", len(measures) * settings.rounds * len(settings.packings)) as progress:
             for turn in range(settings.rounds):
                 for packing in settings.packings:
-                    for what, found in (("index", index), ("reading", reading)):
-                        found[packing].append(_turn(what, prefixes[what], packing, settings))
-                        done = sum(map(len, [*index.values(), *reading.values()]))
+                    for what, found, processes in measures:
+                        found[packing].append(_turn(what, prefixes[what], packing, settings, processes))
+                        done = sum(len(turns) for _, kind, _ in measures for turns in kind.values())
                         progress.update(done, description=f"turn {turn + 1} of {settings.rounds}: {packing}, {what}")
-    return {"settings": asdict(settings), "machine": report.machine(), "index": _spreads(index), "reading": _spreads(reading)}
+    spreads = {"index": _spreads(index), "index_together": _spreads(together), "reading": _spreads(reading)}
+    return {"settings": asdict(settings), "machine": report.machine(), **spreads}
 
 
 def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
@@ -119,14 +126,47 @@ def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
     return prefixes
 
 
-def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags) -> dict[str, float]:
+def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, processes: int) -> dict[str, float]:
+    """Of several processes: the seconds of the slowest, the processor's of all, and the memory that they have together."""
     command = [sys.executable, "-m", "megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(below(command), capture_output=True, text=True, env=environment)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ended with exit code {done.returncode}"]
-        raise InputError(f"{packing}, {what}: {lines[-1].removeprefix('error: ')}")
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": str(processes),
+        "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
+    }
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(
+                    below(command),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    env=environment,
+                )
+            )
+            for _ in range(processes)
+        ]
+        rows = [process.stdout.readline() for process in started]  # each then waits, so that all are there at once
+        memory = [_own_share(process.pid) if row else 0.0 for process, row in zip(started, rows, strict=True)]
+        for process in started:
+            _, said = process.communicate()
+            if process.returncode:
+                lines = said.strip().splitlines() or [f"ended with exit code {process.returncode}"]
+                raise InputError(f"{packing}, {what}: {lines[-1].removeprefix('error: ')}")
+    found = [json.loads(row) for row in rows]
+    if processes == 1:
+        return found[0]
+    seconds, computed = max(row["seconds"] for row in found), sum(row["processor_seconds"] for row in found)
+    return {"seconds": seconds, "processor_seconds": computed, "gib": sum(memory)}
+
+
+def _own_share(process: int) -> float:
+    """GiB that a process has resident; of what several have, its part."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
 
 
 def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
@@ -136,21 +176,23 @@ def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, An
 
 
 def _packs(prefix: str, packing: str, settings: dict[str, Any]):
-    from megaenc.data.corpus import Corpus, parse_split, split_documents
-    from megaenc.data.packs import ConcatPacks, RandomLengthPacks
-    from megaenc.data.sentence_packs import SentencePacks
+    from megaenc.data.corpus import Corpus, parse_split
+    from megaenc.data.run_data import PACKINGS as kinds
+    from megaenc.data.run_data import parts_of
 
     corpus = Corpus.open(prefix)
-    train, *_ = split_documents(len(corpus), parse_split("99,1,0"))
-    kinds = {"concat": ConcatPacks, "random-length": RandomLengthPacks, "sentences": SentencePacks}
+    train, *_ = parts_of(corpus, parse_split("99,1,0"))
     corpus.sidecar = SimpleNamespace(sentences="made up")  # in the index each document is one
     packs = kinds[packing](corpus, train, settings["seq_length"], seed=1)
     corpus.sidecar = None
     return packs
 
 
-def measure_index(prefix: str, packing: str, settings: dict[str, Any]) -> dict[str, float]:
-    """From opening a corpus to its first pack: seconds, and the GiB resident then at most, the mapped .idx included."""
+def measure_index(prefix: str, packing: str, settings: dict[str, Any], held: list[object]) -> dict[str, float]:
+    """From opening a corpus to its first pack: seconds, and the GiB resident then at most, the mapped .idx included.
+
+    The packs are put into `held`.
+    """
     import torch  # noqa: F401 - here, so that the clock does not count it
 
     from megaenc.backend.megatron import import_megatron
@@ -159,13 +201,14 @@ def measure_index(prefix: str, packing: str, settings: dict[str, Any]) -> dict[s
     began, computed = time.perf_counter(), time.process_time()
     packs = _packs(prefix, packing, settings)
     packs[0]
+    held.append(packs)
     seconds, computed = time.perf_counter() - began, time.process_time() - computed
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     gib = {name: int(status[field].split()[0]) / 2**20 for name, field in (("peak_gib", "VmHWM"), ("after_gib", "VmRSS"))}
     return {"seconds": seconds, "processor_seconds": computed, **gib, "mapped_gib": int(status["RssFile"].split()[0]) / 2**20}
 
 
-def measure_reading(prefix: str, packing: str, settings: dict[str, Any]) -> dict[str, float]:
+def measure_reading(prefix: str, packing: str, settings: dict[str, Any], held: list[object]) -> dict[str, float]:
     """Tokens a second, read for so many seconds after a first look at each pack's neighbourhood: as packs, as micro-batches."""
     import torch
 
@@ -198,12 +241,16 @@ def table(found: dict[str, Any]) -> str:
     """The figures for the eye."""
     documents = found["settings"]["documents"]
     lines = [f"{documents:,} documents, from opening them to the first pack; millions of tokens a second of one process"]
-    lines.append(f"{'':16}{'s':>8}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
+    processes = f"of {found['settings']['processes']} processes"
+    lines.append(f"{'':16}{'s':>8}{'GiB':>8}{processes + ', s':>20}{'GiB':>8}{'packs':>10}{'with MLM':>10}")
     for packing, row in found["index"].items():
         read = found["reading"][packing]
         packs, batches = (read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches"))
         seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
-        lines.append(f"{packing:16}{seconds:8.1f}{gib:8.2f}{packs:10.1f}{batches:10.1f}")
+        together = (found["index_together"][packing][name]["median"] for name in ("seconds", "gib"))
+        lines.append(
+            "{:16}{:8.1f}{:8.2f}{:20.1f}{:8.2f}{:10.1f}{:10.1f}".format(packing, seconds, gib, *together, packs, batches)
+        )
     return "\n".join(lines)
 
 
@@ -224,7 +271,9 @@ def _turn_main() -> None:
     what, prefix, packing, settings = sys.argv[2:]
     quiet()
     measure = {"index": measure_index, "reading": measure_reading}[what]
-    print(json.dumps(measure(prefix, packing, json.loads(settings))))
+    held: list[object] = []
+    print(json.dumps(measure(prefix, packing, json.loads(settings), held)), flush=True)
+    sys.stdin.read()  # what is held stays until the others have been looked at
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A tokenised corpus on disk, PREFIX.bin and PREFIX.idx in Megatron's format, with the JSON that says how it was made."""
 
 import hashlib
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 
 from megaenc import randomness
 from megaenc.data.indexed import HEADER, MAGIC, TOKEN_TYPES, VERSION
+from megaenc.data.shared import shared
 from megaenc.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -31,13 +33,21 @@ class Corpus:
         self._dataset = dataset
         self.first_sequences: np.ndarray = dataset.document_indices  # memory-mapped, as are the lengths
         self.sequence_lengths: np.ndarray = dataset.sequence_lengths
-        ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
-        np.cumsum(self.sequence_lengths, out=ends[1:])
-        self._starts = ends[self.first_sequences]  # int64[D + 1]: of the documents in .bin, in tokens
-        self.document_lengths: np.ndarray = np.diff(self._starts)
+        index = os.stat(f"{prefix}.idx")
+        self.key = (os.path.realpath(prefix), index.st_size, index.st_mtime_ns)
+        """What is made of this corpus is `shared` under it."""
+        self._starts: np.ndarray  # int64[D + 1]: of the documents in .bin, in tokens
+        self.document_lengths: np.ndarray
+        self._starts, self.document_lengths = shared((*self.key, "documents"), self._measured)
         # Pages of the file itself: whatever ranks of a machine read, it is in memory once.
         self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r"))
         self._id_limit: int | None = None
+
+    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
+        ends = np.zeros(len(self.sequence_lengths) + 1, dtype=np.int64)
+        np.cumsum(self.sequence_lengths, out=ends[1:])
+        starts = ends[self.first_sequences]
+        return starts, np.diff(starts)
 
     @classmethod
     def open(cls, prefix: str | Path) -> "Corpus":

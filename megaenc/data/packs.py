@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import randomness
+from megaenc.data.shared import shared
 from megaenc.data.stream import Documents, Stream, narrow
 from megaenc.errors import InputError
 
@@ -107,7 +108,9 @@ class CorpusPacks(ABC):
     def _make_visits(self, epoch: int) -> np.ndarray:
         """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
-        return narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,)))
+        key = (*self.stream.key, "visits", count, epoch)
+        (visits,) = shared(key, lambda: (narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,))),))
+        return visits
 
 
 class ConcatPacks(CorpusPacks):

@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
+
+import numpy as np
 
 from megaenc.data.blend import BlendedPacks, parse_data_path
 from megaenc.data.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packs import ConcatPacks, CorpusPacks, RandomLengthPacks
 from megaenc.data.sentence_packs import SentencePacks
+from megaenc.data.shared import shared
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
+
+_AT_ONCE = 1 << 20  # documents that are looked at together; the first of them answer, as a rule
 
 PACKINGS: dict[str, type[CorpusPacks]] = {
     "concat": ConcatPacks,
@@ -60,12 +66,12 @@ class RunData:
         for _, prefix in pairs:
             corpus = Corpus.open(prefix)
             corpus.check_vocabulary(vocabulary)
-            train, held_out, _ = split_documents(len(corpus), fractions)
-            if not corpus.document_lengths[train].any():
+            train, held_out, _ = parts_of(corpus, fractions)
+            if not _has_tokens(corpus, train):
                 raise InputError(f"--split {split}: leaves no text to train on, of {len(corpus)} documents in {prefix}")
             corpora.append(corpus)
             trains.append(packs_of(corpus, train, seq_length, seed))
-            if corpus.document_lengths[held_out].any():
+            if _has_tokens(corpus, held_out):
                 tests[len(corpora) - 1] = ConcatPacks(corpus, held_out, seq_length, 0)
         given = [weight for weight, _ in pairs]
         weights = [Fraction(part.tokens_per_epoch) for part in trains] if None in given else given
@@ -96,3 +102,15 @@ class RunData:
                 epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
             rows.append(Reading(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows
+
+
+def parts_of(corpus: Corpus, fractions: tuple[Fraction, Fraction, Fraction]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`split_documents` of a corpus, shared by the processes of a machine."""
+    key = (*corpus.key, "split", [str(fraction) for fraction in fractions])
+    train, held_out, test = shared(key, partial(split_documents, len(corpus), fractions))
+    return train, held_out, test
+
+
+def _has_tokens(corpus: Corpus, documents: np.ndarray) -> bool:
+    some = (documents[start : start + _AT_ONCE] for start in range(0, len(documents), _AT_ONCE))
+    return any(corpus.document_lengths[numbers].any() for numbers in some)

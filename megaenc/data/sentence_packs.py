@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 
 from megaenc.data.packs import CorpusPacks
+from megaenc.data.shared import shared
+from megaenc.data.sidecar import Sidecar
 from megaenc.data.stream import Documents
 from megaenc.errors import InputError
 
@@ -21,6 +23,17 @@ class Sentences(Documents, Protocol):
     """int64[D + 1]: document d is sequences first_sequences[d] up to first_sequences[d + 1]."""
 
 
+def check_sentences(prefix: str, sidecar: Sidecar | None, *, sequences: int, documents: int) -> None:
+    """InputError where every document of the corpus is one sequence.
+
+    A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
+    """
+    if not (sidecar and sidecar.sentences) and sequences == documents:
+        raise InputError(
+            f"--packing sentences: {prefix} holds whole documents, expected one that was preprocessed with --split-sentences"
+        )
+
+
 class SentencePacks(CorpusPacks):
     """Every pack starts at a sentence. What the pack's end leaves of a sentence is dropped, and the next pack starts after it.
 
@@ -29,18 +42,17 @@ class SentencePacks(CorpusPacks):
 
     def __init__(self, corpus: Sentences, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
-        # A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
-        sidecar = getattr(corpus, "sidecar", None)
-        if not (sidecar and sidecar.sentences) and len(corpus.sequence_lengths) == len(corpus.document_lengths):
-            raise InputError(
-                f"--packing sentences: {getattr(corpus, 'prefix', 'the corpus')} holds whole documents, expected one that was "
-                "preprocessed with --split-sentences"
-            )
+        check_sentences(
+            getattr(corpus, "prefix", "the corpus"),
+            getattr(corpus, "sidecar", None),
+            sequences=len(corpus.sequence_lengths),
+            documents=len(corpus.document_lengths),
+        )
         super().__init__(corpus, documents, seq_length, seed)
         # Where an epoch's packs begin follows from where those of the one before ended, so they are walked in order:
         # [e] is the number of packs before epoch e, and the tokens of it that a pack of an earlier epoch has read.
         self._first_samples, self._taken = [0], [0]
-        self._starts = lru_cache(maxsize=2)(self._make_starts)
+        self._starts = lru_cache(maxsize=2)(self._shared_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
         """See CorpusPacks."""
@@ -74,6 +86,11 @@ class SentencePacks(CorpusPacks):
         end = int(starts[-1]) + self.seq_length if len(starts) else self._taken[epoch]
         self._first_samples.append(self._first_samples[epoch] + len(starts))
         self._taken.append(max(0, end - self.tokens_per_epoch))
+
+    def _shared_starts(self, epoch: int) -> np.ndarray:
+        key = (*self.stream.key, "sentences", self.seq_length, self._taken[epoch], epoch)
+        (starts,) = shared(key, lambda: (self._make_starts(epoch),))
+        return starts
 
     def _make_starts(self, epoch: int) -> np.ndarray:
         """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import randomness
+from megaenc.data.shared import digest, shared
 from megaenc.errors import InputError
 
 
@@ -27,11 +28,11 @@ class Stream:
 
     def __init__(self, corpus: Documents, documents: np.ndarray, seed: int):
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
-        lengths = corpus.document_lengths[documents]
         self.corpus = corpus
-        self.documents = narrow(documents[lengths > 0])
         self.seed = seed
-        self._lengths = narrow(lengths[lengths > 0])
+        self.key = (*getattr(corpus, "key", ()), digest(documents), seed)
+        """What is made of this stream is `shared` under it."""
+        self.documents, self._lengths = shared(self.key, lambda: self._with_tokens(documents))
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
             raise InputError(
@@ -39,6 +40,11 @@ class Stream:
             )
         # Two: the last pack of an epoch reaches into the next one, and random order may visit it at any time.
         self.epoch_order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def _with_tokens(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of `documents` that have any, and how many."""
+        lengths = self.corpus.document_lengths[documents]
+        return narrow(documents[lengths > 0]), narrow(lengths[lengths > 0])
 
     def cut(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64[count] from position `start` on, and the edges int32[D + 1] of the documents, 0 first, `count` last."""
@@ -58,8 +64,13 @@ class Stream:
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of `documents` lies at each place of the epoch, and int64[D] where it ends, in tokens from the epoch's start."""
-        order = narrow(randomness.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
-        return order, np.cumsum(self._lengths[order], dtype=np.int64)
+
+        def make() -> tuple[np.ndarray, np.ndarray]:
+            order = narrow(randomness.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
+            return order, np.cumsum(self._lengths[order], dtype=np.int64)
+
+        order, ends = shared((*self.key, "order", epoch), make)
+        return order, ends
 
 
 def narrow(values: np.ndarray) -> np.ndarray:

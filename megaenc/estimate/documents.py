@@ -9,6 +9,7 @@ from megaenc.data.blend import parse_data_path
 from megaenc.data.corpus import check_index
 from megaenc.data.indexed import IndexArrays
 from megaenc.data.packs import SHORTEST_CHUNK, check_two_chunks
+from megaenc.data.sentence_packs import check_sentences
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
 from megaenc.training.options import DataSettings
@@ -45,7 +46,7 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
     found = [(weight, prefix) for weight, prefix in parse_data_path(data.data_path)] if data.data_path else []
     if not found or not all(Path(f"{prefix}.idx").is_file() for _, prefix in found):
         return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
-    each = [_of_corpus(prefix, data.seq_length) for _, prefix in found]
+    each = [_of_corpus(prefix, data) for _, prefix in found]
     weights = np.array(
         [tokens if weight is None else float(weight) for (weight, _), (tokens, _) in zip(found, each, strict=True)]
     )
@@ -70,17 +71,19 @@ def _random_length(length: int) -> Documents:
     return Documents(float((cuts**2 + (length - cuts) ** 2).mean()), 2.0, 0.0, "two chunks a pack, cut at random")
 
 
-def _of_corpus(prefix: str, seq_length: int) -> tuple[int, Documents]:
+def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
     """Tokens of a corpus, and how its documents lie in packs."""
     check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
     ends = np.concatenate([[0], np.cumsum(index.lengths[:], dtype=np.int64)])
     lengths = np.diff(ends[index.documents[:]])
-    lengths = lengths[lengths > 0]
     sidecar = read_sidecar(prefix) if sidecar_path(prefix).is_file() else None
+    if data.packing == "sentences":
+        check_sentences(prefix, sidecar, sequences=len(index.lengths), documents=len(lengths))
+    lengths = lengths[lengths > 0]
     ended = 1.0 if sidecar is None or sidecar.append_eod else 0.0
     source = f"{Path(prefix).name}: {len(lengths):,} documents of {lengths.mean():,.0f} tokens on average"
-    return int(lengths.sum()), _laid_end_to_end(lengths, seq_length, ended, source)
+    return int(lengths.sum()), _laid_end_to_end(lengths, data.seq_length, ended, source)
 
 
 def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> Documents:

@@ -49,3 +49,9 @@ def test_without_any_word_of_them_each_pack_is_one():
     assert (found.squares, found.pieces) == (64 * 64, 1)
     with pytest.raises(InputError, match="--document-tokens: found 0"):
         documents(DataSettings(), (5, 0))
+
+
+def test_packs_of_sentences_want_a_corpus_of_sentences(small_corpus):
+    data = DataSettings(data_path=(str(small_corpus.prefix),), seq_length=64, packing="sentences")
+    with pytest.raises(InputError, match="--packing sentences: .* holds whole documents, expected .* --split-sentences"):
+        documents(data, ())

@@ -1,0 +1,158 @@
+"""Arrays that all processes of a run need alike: made by one process of each machine, and there in memory once.
+
+They lie in memory that has no name in any file system and goes with the last process that has it, however that ends. What tells
+the others where it is, and whose turn it is to make it, is a note of some bytes in the folder for temporary files.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megaenc.ranks import local_world_size
+
+Arrays = tuple[np.ndarray, ...]
+
+_RUN = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")  # what processes of one run have in common, and no others have
+_ALIGNED = 64  # bytes
+
+
+def shared(key: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
+    """The arrays that `make` makes, read-only where there are several processes; `key` says which they are, in plain values.
+
+    One process makes them while the others wait; if it is killed meanwhile, the next one does. A process that cannot get at
+    another's (in a container of its own, say), or that asks when nobody has them any more, makes its own.
+    """
+    if local_world_size() == 1:
+        return make()
+    name = hashlib.blake2b(repr((key, [os.environ.get(part) for part in _RUN])).encode(), digest_size=16).hexdigest()
+    try:
+        folder = _folder()
+    except OSError:
+        return make()
+    with _turn(folder / name) as note:
+        found = _of_another(note, name)
+        if found is not None:
+            return found
+        _tidy(folder)
+        return _given_out(note, folder / name, make())
+
+
+def digest(array: np.ndarray) -> str:
+    """Of the numbers in a contiguous array: a key for what is made of it."""
+    return hashlib.blake2b(array.data, digest_size=16, person=str(array.dtype).encode()).hexdigest()
+
+
+def _folder() -> Path:
+    """This user's own; OSError if there can be none."""
+    folder = Path(tempfile.gettempdir()) / f"megaenc-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def _turn(path: Path) -> Iterator[int]:
+    """Wait for the note at `path`, and have it to oneself: its descriptor."""
+    while True:
+        note = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):  # of a file system without locks: everybody then makes their own at worst
+            fcntl.flock(note, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(note).st_ino:
+                break
+        os.close(note)  # its writer has gone, and the note with it
+    try:
+        yield note
+    finally:
+        os.close(note)
+
+
+def _of_another(note: int, name: str) -> Arrays | None:
+    """What the process has that wrote the note; None where nothing is written or it has gone."""
+    try:
+        written = json.loads(os.pread(note, 1 << 16, 0))
+        path = f"/proc/{written['process']}/fd/{written['descriptor']}"
+        if not os.readlink(path).startswith(f"/memfd:{name} "):  # numbers of processes and files are given out again
+            return None
+        memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
+    try:
+        return _mapped(memory, written["arrays"])[1]
+    finally:
+        os.close(memory)
+
+
+def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
+    """Put `arrays` where others find them, as long as this process has them; `note` is open at `path`."""
+    places, size = [], 0
+    for array in arrays:
+        size = -(-size // _ALIGNED) * _ALIGNED
+        places.append({"start": size, "dtype": array.dtype.str, "shape": array.shape})
+        size += array.nbytes
+    if not size:
+        return arrays
+    memory = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        for array, place in zip(arrays, places, strict=True):
+            _write(memory, np.ascontiguousarray(array), place["start"])
+        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        pages, found = _mapped(memory, places)
+    except OSError:
+        os.close(memory)
+        return arrays
+    weakref.finalize(pages, _forget, os.getpid(), memory, path, os.fstat(note).st_ino)
+    written = {"process": os.getpid(), "descriptor": memory, "arrays": places}
+    os.ftruncate(note, 0)
+    os.pwrite(note, json.dumps(written).encode(), 0)
+    return found
+
+
+def _write(memory: int, array: np.ndarray, start: int) -> None:
+    rest = memoryview(array).cast("B") if array.nbytes else memoryview(b"")
+    while rest:
+        written = os.pwrite(memory, rest[: 1 << 30], start)
+        start, rest = start + written, rest[written:]
+
+
+def _mapped(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:
+    pages = mmap.mmap(memory, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+    arrays = []
+    for place in places:
+        count, dtype = int(np.prod(place["shape"], dtype=np.int64)), np.dtype(place["dtype"])
+        arrays.append(np.frombuffer(pages, dtype, count, place["start"] if count else 0).reshape(place["shape"]))
+    return pages, tuple(arrays)
+
+
+def _forget(process: int, memory: int, path: Path, inode: int) -> None:
+    """The process that made the arrays has no more use for them: nobody else is told of them."""
+    if os.getpid() != process:  # a copy of the process, made by fork
+        return
+    os.close(memory)
+    with contextlib.suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()
+
+
+def _tidy(folder: Path) -> None:
+    """Remove the notes of processes that were killed."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            note = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                written = os.pread(note, 1 << 16, 0)
+                if not written or not Path(f"/proc/{json.loads(written)['process']}").exists():
+                    path.unlink()
+            finally:
+                os.close(note)
