@@ -2,7 +2,8 @@
 
 megatron-core then falls back to torch's AdamW, which counts a step for each parameter. Its checkpoints of the distributed
 optimizer expect what apex's FusedAdam has: one `step` a parameter group. `GroupStepAdamW` has that and calls torch's own fused
-kernel.
+kernel. megatron-core's own stand-ins for apex's norm and scaling go from gradient to gradient, the norm waiting for the device at
+each: those here take all of them at once.
 """
 
 import torch
@@ -51,13 +52,30 @@ class GroupStepAdamW(torch.optim.Optimizer):
             )
 
 
+def norm_of_all(chunk_size, noop_flag, tensor_lists, per_tensor, *_):
+    """float32[1], as amp_C.multi_tensor_l2norm gives it: the norm of all tensors together, left on the device."""
+    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float32).reshape(1), None
+
+
+def scale_all(chunk_size, noop_flag, tensor_lists, scale):
+    """amp_C.multi_tensor_scale: the tensors of the second list become those of the first, which it may be, times `scale`."""
+    source, target = tensor_lists
+    if target is not source:
+        torch._foreach_copy_(target, source)
+    torch._foreach_mul_(target, scale)
+
+
 def install() -> None:
-    """Put GroupStepAdamW where megatron-core looks for apex's Adam; where apex or Transformer Engine is there, change nothing."""
+    """Put all this where megatron-core looks for apex's; where apex or Transformer Engine is there, change nothing."""
     from megatron.core import optimizer
-    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
 
     if not optimizer.USING_PYTORCH_OPTIMIZER:
         return
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdamW
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = True
+    if clip_grads.l2_norm_impl is clip_grads.local_multi_tensor_l2_norm:  # on the host it is replaced already
+        clip_grads.l2_norm_impl = norm_of_all
+    clip_grads.multi_tensor_scale_impl = scale_all

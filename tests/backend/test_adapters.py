@@ -81,3 +81,19 @@ def test_gradient_norm_is_exact_for_large_matrices():
     exact = float(np.linalg.norm(gradient.double().numpy()))
     norm = get_grad_norm_fp32([gradient], grad_stats_parallel_group=torch.distributed.group.WORLD)
     assert norm == pytest.approx(exact, rel=1e-6)
+
+
+def test_norm_and_scale_of_all_gradients_are_those_of_each():
+    generator = torch.Generator().manual_seed(0)
+    lists = [
+        [torch.randn(7, 5, generator=generator), torch.randn(3, generator=generator)],
+        [torch.randn(11, generator=generator)],
+    ]
+    whole = torch.cat([tensor.flatten() for tensors in lists for tensor in tensors])
+    norm, _ = optimizer_adapter.norm_of_all(65536, None, lists, False)
+    torch.testing.assert_close(norm, whole.norm().reshape(1))
+    before = [tensor.clone() for tensor in lists[0]]
+    others = [torch.empty_like(tensor) for tensor in before]
+    for target in (others, lists[0]):
+        optimizer_adapter.scale_all(65536, None, [lists[0], target], 0.25)
+        assert all(torch.equal(tensor, old * 0.25) for tensor, old in zip(target, before, strict=True))
