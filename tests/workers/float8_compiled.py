@@ -1,0 +1,29 @@
+"""Triton's kernels become programs for the accelerators that have float8."""
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from megaenc.model import float8_kernels as kernels
+from megaenc.model.float8 import top_bits
+
+MACHINES = {
+    GPUTarget("cuda", 90, 32): {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2},
+    GPUTarget("hip", "gfx942", 64): {"fp8e4b8": torch.float8_e4m3fnuz, "fp8e5b16": torch.float8_e5m2fnuz},
+    GPUTarget("hip", "gfx950", 64): {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2},
+}
+
+
+def becomes_a_program(kernel, target, signature, **constants):
+    types = signature | dict.fromkeys(constants, "constexpr")
+    made = compile(ASTSource(kernel, signature=types, constexprs=constants), target=target)
+    assert made.asm["cubin" if target.backend == "cuda" else "hsaco"]
+
+
+for machine, types in MACHINES.items():
+    becomes_a_program(kernels._highest, machine, {"x": "*bf16", "top": "*i32", "numbers": "i64"}, BLOCK=kernels._BLOCK)
+    for name, dtype in types.items():
+        signature = {"x": "*bf16", "top": "*i32", "out": f"*{name}", "inverse": "*fp32", "numbers": "i64"}
+        becomes_a_program(kernels._scaled, machine, signature, MOST=top_bits(dtype), BLOCK=kernels._BLOCK)
+    signature = {"x": "*u8", "out": "*u8", "rows": "i32", "columns": "i32", "width": "i32"}
+    becomes_a_program(kernels._turned, machine, signature, TILE=kernels._TILE)

@@ -1,0 +1,32 @@
+"""Triton's kernels, interpreted, do what torch's do: bit by bit, but for rounding, which the interpreter has wrong."""
+
+import torch
+
+from megaenc.model.float8 import Float8
+
+torch.manual_seed(0)
+for forward, gradient in ((torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)):
+    own, plain = Float8(forward, gradient, triton=True), Float8(forward, gradient)
+    for to in (forward, gradient):
+        for dtype in (torch.float32, torch.bfloat16):
+            # What float8 holds already, times a power of two: nothing is rounded.
+            spread = torch.randn(100, 3 * 208).mul(2).exp().mul(torch.randn(100, 3 * 208).sign())
+            held = spread.to(to).float().nan_to_num(0.0, 1.0, -1.0)
+            held[held.abs() < torch.finfo(to).smallest_normal] = 0.0
+            x = (held / 16).to(dtype)[:, 208:416]  # columns of more
+            assert torch.equal(x.float() * 16, held[:, 208:416])
+            top = own.highest(x)
+            assert torch.equal(top, plain.highest(x))
+            mine, theirs = own.scaled(x, top, to), plain.scaled(x, top, to)
+            assert torch.equal(mine[0].float(), theirs[0].float())
+            assert torch.equal(mine[1], theirs[1])
+            for rows in (1, 64, 100):
+                turned = own.turned(theirs[0][:rows])
+                assert torch.equal(turned.view(torch.uint8), plain.turned(theirs[0][:rows]).view(torch.uint8))
+    for wrong in (float("nan"), float("inf"), -float("inf")):
+        x = torch.randn(40, 48)
+        x[3, 4] = wrong
+        assert own.highest(x) == plain.highest(x)
+        assert own.scaled(x, own.highest(x), forward)[1].isnan()
+    for x in (torch.zeros(16, 16), torch.full((16, 16), 1e-38), torch.full((16, 16), 3e38)):
+        assert own.scaled(x, own.highest(x), forward)[1] == plain.scaled(x, plain.highest(x), forward)[1]
