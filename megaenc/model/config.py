@@ -67,6 +67,16 @@ class ModelConfig:
         qkv_size = self.query_size + 2 * self.num_query_groups * self.head_dim
         return self.hidden_size * (qkv_size + self.query_size + 3 * self.ffn_hidden_size)
 
+    def linear_widths(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
+        """Rows and columns, output and input, that each of `tensor_parallel` ranks has of a layer's matrices, by their names."""
+        qkv_size = self.query_size + 2 * self.num_query_groups * self.head_dim
+        return {
+            "linear_qkv": (qkv_size // tensor_parallel, self.hidden_size),
+            "linear_proj": (self.hidden_size, self.query_size // tensor_parallel),
+            "linear_fc1": (2 * self.ffn_hidden_size // tensor_parallel, self.hidden_size),
+            "linear_fc2": (self.hidden_size, self.ffn_hidden_size // tensor_parallel),
+        }
+
     def body_flops_per_token(self) -> int:
         """Floating-point operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
         return 6 * self.num_layers * self._layer_matrices

@@ -39,7 +39,7 @@ class Encoder(LanguageModule):
         chunk: int | None = None,
         kernels: Kernels = _USUAL,
     ):
-        config = transformer_config(model, layout, dtype)
+        config = transformer_config(model, layout, dtype, kernels)
         super().__init__(config)
         self.model_type = ModelType.encoder_or_decoder  # megatron-core's schedules ask
         self.vocab_size = vocab_size

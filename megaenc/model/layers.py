@@ -12,10 +12,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megaenc.backend import Kernels, Layout
+from megaenc.backend import Kernels, Layout, detect
+from megaenc.model import transformer_engine
 from megaenc.model.attention import PackedAttention
 from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
+from megaenc.model.float8 import float8
+from megaenc.model.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
+
+_USUAL = Kernels()
 
 
 class RMSNorm(torch.nn.Module):
@@ -35,7 +40,7 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
-def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype, kernels: Kernels = _USUAL) -> TransformerConfig:
     """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
     stages, split = layout.pipeline_model_parallel_size, layout.split(model.num_layers)
     interleaved = len(split) > stages
@@ -65,6 +70,7 @@ def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -
         # Sent one by one, in an order that both sides keep: in a batch, two stages would mix up what goes forth and back.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
         sequence_parallel=layout.sequence_parallel,
         recompute_granularity=layout.recompute_granularity,
         recompute_modules=list(layout.recompute_modules) or None,
@@ -79,6 +85,10 @@ def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype) -
         init_method=_leave,
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
+        transformer_impl=kernels.transformer_impl,
+        # For Transformer Engine alone: the layers of our own are told by the recipe below.
+        fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
+        fp8_recipe="tensorwise",
         # Kernels of apex and Transformer Engine, and torch.compile, which would need a C++ compiler on CPU.
         gradient_accumulation_fusion=_grad_accum_fusion_available,
         bias_activation_fusion=False,
@@ -92,32 +102,44 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _linears(kernels: Kernels) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    """What has shares of the output's columns, and what of the input's."""
+    if kernels.transformer_impl == "transformer_engine":
+        return transformer_engine.linears()
+    if kernels.fp8_format:
+        chosen = {"float8": float8(kernels.fp8_format, detect())}
+        return ModuleSpec(Float8ColumnParallelLinear, params=chosen), ModuleSpec(Float8RowParallelLinear, params=chosen)
+    return ColumnParallelLinear, RowParallelLinear
+
+
 def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its part number `chunk`."""
-    head_norm = RMSNorm if config.qk_layernorm else None
+    norm = transformer_engine.Norm if kernels.transformer_impl == "transformer_engine" else RMSNorm
+    head_norm = norm if config.qk_layernorm else None
+    column_parallel, row_parallel = _linears(kernels)
     layer = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 # What SelfAttention would tell its core; ours asks the batch instead.
                 params={"attn_mask_type": AttnMaskType.no_mask},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=column_parallel,
                     core_attention=ModuleSpec(module=PackedAttention, params={"backend": kernels.attention_backend}),
-                    linear_proj=RowParallelLinear,
+                    linear_proj=row_parallel,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
+                submodules=MLPSubmodules(linear_fc1=column_parallel, linear_fc2=row_parallel, activation_func=SwiGLU),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)

@@ -19,11 +19,13 @@ from megatron.core.transformer.module import Float16Module
 from megaenc.backend import Backend
 from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_chunks
+from megaenc.model.linear import check_linears
 from megaenc.objectives import Objective
 from megaenc.training.ahead import Ahead
 from megaenc.training.batches import MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
 from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
+from megaenc.training.together import on_all
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Engine:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
+        widths = settings.shape.linear_widths(self.layout.tensor_model_parallel_size).values()
+        on_all(lambda: check_linears(settings.kernels, backend, widths, plan.dtype))
         encoders = build_chunks(
             settings.shape,
             plan.vocab_size,
@@ -187,7 +191,7 @@ class Engine:
         finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
         if self.share.size > 1 and not self.layout.use_distributed_optimizer:
             # Each copy of the model has found its own norm: where one of them alone is faulty, they would part here.
-            all_finite = torch.tensor([finite], dtype=torch.int32, device=self.device)
+            all_finite = torch.full((), finite, dtype=torch.int32, device=self.device)
             dist.all_reduce(all_finite, dist.ReduceOp.MIN, group=parallel_state.get_data_parallel_group())
             finite = bool(all_finite)
         if finite:
@@ -275,7 +279,8 @@ class Engine:
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         if outputs and parallel_state.get_tensor_model_parallel_rank() == 0:
             sums[:2] = torch.stack(outputs).sum(0)
-            sums[2:] = torch.tensor([counts["predicted"], counts["flops"]], dtype=torch.float64)
+            for place, name in enumerate(counts, start=2):  # written by the device: what is copied to it is waited for
+                sums[place].fill_(counts[name])
         return sums
 
     def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):

@@ -97,6 +97,7 @@ class Plan:
         free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer"}
         free |= {"micro_batch_size", "objective_schedule"}
         free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
+        free |= set(flags.flatten(self.settings.kernels)) - {"fp8_format"}  # it rounds as coarsely as nothing else here
         for group in (self.settings.start, self.settings.health, self.settings.monitoring):
             free |= set(flags.flatten(group))
         free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}

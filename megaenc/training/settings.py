@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.kernels import Kernels
+from megaenc.backend.kernels import FLOAT8_WIDTH, Kernels
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
@@ -74,6 +74,7 @@ class PretrainSettings:
                 if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
         self._check_rewinds()
+        self._check_float8()
         if min(self.output.save_steps, default=1) < 1:
             raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
         chunks = self.layout.chunks(self.shape.num_layers)
@@ -109,6 +110,23 @@ class PretrainSettings:
         if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
             missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
             raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
+
+    def _check_float8(self) -> None:
+        """InputError where `--fp8-format` asks for matrices that its products do not take."""
+        tensor = self.layout.tensor_model_parallel_size
+        row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
+        if self.kernels.fp8_format and self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_WIDTH:
+            raise InputError(
+                f"--fp8-format {self.kernels.fp8_format}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where "
+                f"--sequence-parallel is given), expected a multiple of {FLOAT8_WIDTH} under Transformer Engine"
+            )
+        for name, widths in self.shape.linear_widths(tensor).items() if self.kernels.fp8_format else ():
+            if any(width % FLOAT8_WIDTH for width in widths):
+                shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+                raise InputError(
+                    f"--fp8-format {self.kernels.fp8_format}: {name} is {widths[0]} x {widths[1]}{shared}, expected multiples of "
+                    f"{FLOAT8_WIDTH}: other widths, or no --fp8-format"
+                )
 
     def _check_rampup(self, divisor: int) -> None:
         """InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""

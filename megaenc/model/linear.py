@@ -1,0 +1,105 @@
+"""megatron-core's parallel linear layers with their three matrix products in float8.
+
+What is sent between ranks, and when, is as in megatron-core's own; but for the sequence-parallel input, which is sent in float8.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megaenc.backend import Backend, Kernels
+from megaenc.model import transformer_engine
+from megaenc.model.float8 import Float8, check_products
+
+
+def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+    """InputError where this machine has not what `kernels` ask for, or computes something else by it."""
+    if kernels.transformer_impl == "transformer_engine":
+        transformer_engine.check_installed(kernels.fp8_format)
+    elif kernels.fp8_format:
+        check_products(kernels.fp8_format, backend, widths, dtype)
+
+
+class _InFloat8:
+    """What both classes do otherwise; `float8` comes out of the recipe of the layer."""
+
+    def __init__(self, *sizes: int, float8: Float8, **others):
+        super().__init__(*sizes, **others)
+        self.float8 = float8
+
+    def _forward_impl(self, input, weight, bias, *, allreduce_dgrad, sequence_parallel, **_):
+        group = self.tp_group if allreduce_dgrad or sequence_parallel else None
+        return _Linear.apply(input, weight, bias, self.float8, group, sequence_parallel)
+
+
+class Float8ColumnParallelLinear(_InFloat8, ColumnParallelLinear):
+    """Each rank has some of the output's columns."""
+
+
+class Float8RowParallelLinear(_InFloat8, RowParallelLinear):
+    """Each rank has some of the input's columns."""
+
+
+class _Linear(torch.autograd.Function):
+    """x [s, b, K], weight [N, K] of this rank, bias [N] or None -> [s, b, N].
+
+    With a `group`, the gradient of x is added up over it; under sequence parallelism each rank has a part of s.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, float8: Float8, group: dist.ProcessGroup | None, sequence_parallel: bool):
+        x_TK = x.reshape(-1, x.size(-1))
+        x_top, w_top = float8.highest(x_TK), float8.highest(weight)
+        if sequence_parallel:  # one matrix, and so one scale
+            dist.all_reduce(x_top, dist.ReduceOp.MAX, group=group)
+        x8, x_inverse = float8.scaled(x_TK, x_top, float8.forward)
+        w8, w_inverse = float8.scaled(weight, w_top, float8.forward)
+        all8, sent = _gathered(x8, group) if sequence_parallel else (x8, None)
+        if sent:
+            sent.wait()
+        ctx.save_for_backward(x8, x_inverse, weight, w_top)
+        ctx.float8, ctx.group, ctx.sequence_parallel, ctx.shape = float8, group, sequence_parallel, x.shape
+        out = float8.product(all8, w8, x_inverse, w_inverse, x.dtype, fast=True)
+        if bias is not None:
+            out += bias
+        return out.view(-1, *x.shape[1:-1], weight.size(0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x8, x_inverse, weight, w_top = ctx.saved_tensors
+        float8, group = ctx.float8, ctx.group
+        all8, sent = _gathered(x8, group) if ctx.sequence_parallel else (x8, None)
+        g_TN = gradient.reshape(-1, gradient.size(-1))
+        g8, g_inverse = float8.scaled(g_TN, float8.highest(g_TN), float8.gradient)
+        # Scaled once more: kept from the way forward, float8 weights would take memory for each micro-batch under way.
+        w8, w_inverse = float8.scaled(weight, w_top, float8.forward)
+        to_x_TK = float8.product(g8, float8.turned(w8), g_inverse, w_inverse, gradient.dtype)
+        if sent:
+            sent.wait()
+        to_x_TK, added = _summed(to_x_TK, group, ctx.sequence_parallel)
+        to_weight_NK = float8.product(float8.turned(g8), float8.turned(all8), g_inverse, x_inverse, weight.dtype)
+        to_bias = g_TN.sum(0) if ctx.needs_input_grad[2] else None
+        if added:
+            added.wait()
+        return to_x_TK.view(ctx.shape), to_weight_NK, to_bias, None, None, None
+
+
+def _gathered(part: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """The rows of all ranks, once the work is done; collectives know bytes, not float8."""
+    whole = part.new_empty(part.size(0) * group.size(), part.size(1))
+    return whole, dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=group, async_op=True)
+
+
+def _summed(of_rank: Tensor, group: dist.ProcessGroup | None, scatter: bool) -> tuple[Tensor, dist.Work | None]:
+    """The sum over ranks, or this rank's rows of it, once the work is done."""
+    if not group:
+        return of_rank, None
+    if not scatter:
+        return of_rank, dist.all_reduce(of_rank, group=group, async_op=True)
+    part = of_rank.new_empty(of_rank.size(0) // group.size(), of_rank.size(1))
+    return part, dist.reduce_scatter_tensor(part, of_rank, group=group, async_op=True)

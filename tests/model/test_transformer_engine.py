@@ -1,0 +1,144 @@
+"""Transformer Engine's place in a layer. It cannot be installed without CUDA: stand-ins have what of its classes matters here.
+
+They compute what megatron-core's own layers do, but keep a state of their own beside the weights, as Transformer Engine's do.
+"""
+
+import pytest
+import torch
+
+from megaenc.backend import Kernels, Layout
+from megaenc.errors import InputError
+from megaenc.model import ModelConfig
+
+TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2, qk_layernorm=True)
+ENGINE = Kernels(transformer_impl="transformer_engine")
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+class KeepsState:
+    """What a checkpoint would hold besides weights, and what is to be given back to it."""
+
+    def get_extra_state(self):
+        return torch.tensor([1, 2, 3], dtype=torch.uint8)
+
+    def set_extra_state(self, state):
+        assert state is None, "nothing was saved for it"
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """megatron-core's provider, with classes that can be made here."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megaenc.model import transformer_engine
+    from megaenc.model.layers import RMSNorm
+
+    class TEColumnParallelLinear(KeepsState, ColumnParallelLinear):
+        pass
+
+    class TERowParallelLinear(KeepsState, RowParallelLinear):
+        pass
+
+    class EngineNorm(KeepsState, RMSNorm):
+        pass
+
+    class TENorm:
+        def __new__(cls, config, hidden_size, eps=1e-5):
+            return EngineNorm(config, hidden_size, eps)
+
+    class Provider:
+        def column_parallel_linear(self):
+            return TEColumnParallelLinear
+
+        def row_parallel_linear(self):
+            return TERowParallelLinear
+
+        def layer_norm(self, rms_norm=False, for_qk=False):
+            return TENorm
+
+    monkeypatch.setattr(transformer_engine, "_provider", Provider)
+
+
+def build(kernels, seed=3):
+    from megaenc.model.encoder import build_encoder
+
+    return build_encoder(TINY, 100, 32, Layout(), torch.float32, seed=seed, kernels=kernels)
+
+
+def test_linear_layers_and_norms_are_its_own_and_the_attention_is_not(stand_ins):
+    kinds = {name: type(module).__name__ for name, module in build(ENGINE).decoder.named_modules()}
+    layer = {name.removeprefix("layers.1."): kind for name, kind in kinds.items() if name.startswith("layers.1.")}
+    assert {name: layer[name] for name in layer if "linear" in name} == {
+        "self_attention.linear_qkv": "TEColumnParallelLinear",
+        "self_attention.linear_proj": "TERowParallelLinear",
+        "mlp.linear_fc1": "TEColumnParallelLinear",
+        "mlp.linear_fc2": "TERowParallelLinear",
+    }
+    norms = [kind for name, kind in kinds.items() if "norm" in name and kind != "IdentityOp"]
+    assert norms == ["EngineNorm"] * (2 * 4 + 1)
+    assert layer["self_attention.core_attention"] == "PackedAttention"
+    assert kinds.keys() == {name for name, _ in build(Kernels()).decoder.named_modules()}
+
+
+def test_weights_have_the_same_names_and_first_values(stand_ins):
+    here, there = dict(build(ENGINE).named_parameters()), dict(build(Kernels()).named_parameters())
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in here)
+
+
+def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
+    """On the disk nothing differs, and what one has saved the other loads."""
+    from megatron.core import dist_checkpointing
+
+    from megaenc.training.sharded_state import fill_module
+
+    for number, (saves, loads) in enumerate([(ENGINE, Kernels()), (Kernels(), ENGINE)]):
+        saved, loaded = build(saves, seed=5), build(loads, seed=6)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        here, there = (encoder.sharded_state_dict(prefix="model.") for encoder in (saved, loaded))
+        assert here.keys() == there.keys()
+        dist_checkpointing.save({"model": here}, str(folder))
+        fill_module(loaded, dist_checkpointing.load({"model": there}, str(folder))["model"])
+        theirs = dict(saved.named_parameters())
+        assert all(torch.equal(parameter, theirs[name]) for name, parameter in loaded.named_parameters())
+
+
+@pytest.mark.parametrize("fp8_format", [None, "hybrid"])
+def test_float8_is_left_to_it(stand_ins, fp8_format):
+    """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""
+    from megaenc.model.layers import transformer_config
+
+    asked = Kernels(transformer_impl="transformer_engine", fp8_format=fp8_format)
+    config = transformer_config(TINY, Layout(), torch.float32, asked)
+    assert (config.transformer_impl, config.fp8, config.fp8_recipe) == ("transformer_engine", fp8_format, "tensorwise")
+    assert transformer_config(TINY, Layout(), torch.float32, Kernels(fp8_format="hybrid")).fp8 is None
+
+
+def test_one_line_says_that_it_is_not_installed():
+    from megaenc.backend import detect
+    from megaenc.model.linear import check_linears
+
+    with pytest.raises(
+        InputError, match="--transformer-impl transformer_engine: transformer-engine is not installed; install it"
+    ):
+        check_linears(ENGINE, detect(), [], torch.float32)
+
+
+def test_float8_needs_a_version_that_finds_scales_anew_and_a_machine_that_has_it(monkeypatch):
+    import megatron.core.utils
+    from megatron.core.extensions import transformer_engine as extension
+    from packaging.version import Version
+
+    from megaenc.model.transformer_engine import check_installed
+
+    answers = {"is_fp8_available": staticmethod(lambda: (False, "Device compute capability 8.9 or higher required"))}
+    monkeypatch.setattr(extension, "HAVE_TE", True)
+    monkeypatch.setattr(extension, "FP8GlobalStateManager", type("Manager", (), answers), raising=False)
+    monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.1.0"))
+    check_installed(None)
+    with pytest.raises(InputError, match=r"--fp8-format hybrid: found transformer-engine 2\.1\.0, expected 2\.2\.0 or later"):
+        check_installed("hybrid")
+    monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version("2.4.0"))
+    with pytest.raises(InputError, match=r"none on this machine \(Device compute capability 8.9 or higher required\)"):
+        check_installed("hybrid")
