@@ -38,7 +38,7 @@ class _SummedLoss(torch.autograd.Function):
             part = slice(start, start + rows)
             hidden_nH, labels_n = hidden_NH[part], labels_N[part]
             scores_nV = torch.mm(hidden_nH, weight_VH.t()).float()
-            scores_nV[:, columns:] = float("-inf")
+            scores_nV[:, columns:].fill_(float("-inf"))
             own_n = (labels_n >= first) & (labels_n < first + columns)
             at_n1 = (labels_n - first).clamp(0, weight_VH.size(0) - 1)[:, None]
             target_n = torch.where(own_n, scores_nV.gather(1, at_n1).squeeze(1), 0.0)

@@ -1,0 +1,237 @@
+"""Inside a micro-batch the host waits for nothing: it only says what the device is to do next.
+
+On the host itself there is nothing to wait for, but what would wait on an accelerator is seen as it is asked for: numbers that
+are read out of tensors, shapes that follow from numbers, and tensors made of Python's numbers, which would be copied from memory
+that is not pinned. With an accelerator torch itself says where it waits.
+"""
+
+import contextlib
+import traceback
+
+import pytest
+import runs
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+OBJECTIVES = ["clm", "mlm", "prefix_lm"]
+WAYS = {
+    "float32": ["--no-bf16"],
+    "bfloat16, all is recomputed": ["--bf16", "--recompute-granularity", "full"],
+    "attention is recomputed": ["--no-bf16", "--recompute-granularity", "selective"],
+    "float8": ["--no-bf16", "--fp8-format", "hybrid"],
+    "head norms, biases, tied": ["--no-bf16", "--qk-layernorm", "--add-qkv-bias", "--no-untie-embeddings-and-output-weights"],
+}
+aten = torch.ops.aten
+READ = {
+    *(aten._local_scalar_dense, aten.item, aten.equal, aten.is_nonzero, aten.nonzero, aten.nonzero_static, aten.masked_select),
+    *(aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount, aten.histc, aten.repeat_interleave),
+}
+MADE = {aten.lift_fresh}
+
+
+class Waits(TorchDispatchMode):
+    """Notes each call for whose result, or before whose beginning, the host would wait on an accelerator."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+        self._copies = _CopiesToHost(self.found)
+
+    def __enter__(self):
+        self._copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._copies.__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        packet = function.overloadpacket
+        waits = packet in READ | MADE or (packet in (aten.index, aten.index_put, aten.index_put_) and _by_truth(arguments[1]))
+        if waits and not _of_the_host():
+            self.found.append(str(function))
+        return function(*arguments, **(options or {}))
+
+
+class _CopiesToHost(TorchFunctionMode):
+    """What on the host is no operation, for the tensor is there already."""
+
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if function in (torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu):
+            self._found.append(function.__name__)
+        return function(*arguments, **(options or {}))
+
+
+def _of_the_host():
+    """megatron-core has the number of a mask type in a tensor of the host, and reads it where it recomputes attention."""
+    frames = (frame for frame in reversed(traceback.extract_stack()) if "/torch/" not in frame.filename)
+    caller = next(frame for frame in frames if frame.filename != __file__)
+    in_attention = caller.filename.endswith("megatron/core/transformer/attention.py")
+    return in_attention and caller.name in ("_checkpointed_attention_forward", "custom_forward")
+
+
+def _by_truth(indices):
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.sum().item(),
+        lambda x: float(x[0]),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: bool((x > 0).any()),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.masked_select(x > 0),
+        lambda x: torch.equal(x, x),
+        lambda x: x.unique(),
+        lambda x: x.repeat_interleave(x.abs().long()),
+        lambda x: torch.tensor([1.0, 2.0]),
+        lambda x: x.new_tensor([1.0]),
+        lambda x: x[[0, 2]],
+    ],
+)
+def test_what_would_wait_is_seen(wait):
+    with Waits() as waits:
+        wait(torch.randn(5))
+    assert waits.found
+
+
+def test_what_does_not_wait_is_not():
+    with Waits() as waits:
+        x = torch.randn(5, requires_grad=True)
+        torch.where(x > 0, x, 0.0).masked_fill(x > 1, 2.0).index_select(0, torch.arange(3)).sum().backward()
+        torch.full((), 3.0).fill_(4)
+    assert not waits.found
+
+
+@contextlib.contextmanager
+def engine_of(flags):
+    """The engine of a run in this process."""
+    from megaenc import backend
+    from megaenc.training.planning import make_plan
+    from megaenc.training.settings import read_settings
+
+    plan = make_plan(read_settings(flags, "test"))
+    device = backend.start(plan.settings.layout, plan.settings.seed)
+    from megaenc.training.engine import Engine
+
+    try:
+        yield Engine(plan, device)
+    finally:
+        backend.stop()
+
+
+def forward_and_backward(engine, objective, watched):
+    """Of one micro-batch, as megatron-core's schedule calls it, inside `watched`; returns the norm of the gradient."""
+    from megaenc.objectives import Schedule
+    from megaenc.training.batches import Wanted
+
+    plan, [model] = engine.plan, engine.chunks
+    objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
+    engine.clear_gradient()
+    batch = Wanted(plan.packs, (0, 1), objective, 1).made(engine.device)
+    with watched:
+        output, loss_of = engine._forward_step({"predicted": 0, "flops": 0.0}, iter([batch]), model)
+        loss, _, _ = loss_of(output)
+        loss.backward()
+    return sum(float(buffer.grad_data.norm()) for buffer in model.buffers)
+
+
+def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, **_):
+    """What torch's kernel for accelerators computes; unlike that, it reads where documents end."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        of_q, of_k = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (longest_q, longest_k) == (max(of_q), max(of_k))
+    queries, keys, values = (x.transpose(0, 1)[None].split(sizes, 2) for x, sizes in ((q, of_q), (k, of_k), (v, of_k)))
+    parts = []
+    for one, others, theirs in zip(queries, keys, values, strict=True):
+        rows, columns = one.size(2), others.size(2)
+        seen = torch.ones(rows, columns, dtype=torch.bool)
+        mask = seen.tril(columns - rows) if window_size == (-1, 0) else seen
+        parts.append(F.scaled_dot_product_attention(one, others, theirs, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat([part[0].transpose(0, 1) for part in parts])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
+    """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
+    with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
+        from megaenc.model import attention
+
+        monkeypatch.setattr(attention, "varlen_attn", in_documents)
+        for objective in OBJECTIVES:
+            norms = []
+            for backend in ("varlen", "sdpa"):
+                for module in engine.chunks[0].modules():
+                    if isinstance(module, attention.PackedAttention):
+                        module.backend = backend
+                waits = Waits()
+                norms.append(forward_and_backward(engine, objective, waits))
+                assert waits.found == [], f"{objective} by {backend}"
+            assert norms[0] == pytest.approx(norms[1], rel=0.05 if way != "float32" else 1e-4)
+            assert norms[0] > 0
+
+
+class Copies(TorchDispatchMode):
+    """Notes what is copied from the host to a device, and how."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        to = options.get("device")
+        if function.overloadpacket is aten._to_copy and to is not None and to.type != arguments[0].device.type:
+            self.found.append((arguments[0].data_ptr(), options.get("non_blocking", False)))
+        return function(*arguments, **options)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, small_corpus, monkeypatch):
+    """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
+    from megaenc.objectives import Schedule
+    from megaenc.training.planning import make_plan
+    from megaenc.training.settings import read_settings
+
+    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    from megaenc.training.batches import Wanted
+
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
+    with Copies() as copies:
+        batch = Wanted(plan.packs, (0, 1), objective, 1).made(torch.device("meta"))
+    rows = batch.packing.prefix_rows
+    parts = [batch.tokens, batch.positions, batch.predict_at, batch.labels, batch.packing.cu_seqlens_q]
+    parts += [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []
+    assert {part.device.type for part in parts} == {"meta"}
+    assert copies.found == [(tensor.data_ptr(), True) for tensor in pinned]
+    assert len(copies.found) == len(parts)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_an_accelerator_is_not_waited_for_inside_a_micro_batch(objective, small_corpus):
+    """torch raises where it would wait."""
+
+    @contextlib.contextmanager
+    def waiting_is_an_error():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with engine_of([*small_corpus.flags, *runs.SHORT_RUN, "--bf16"]) as engine:
+        forward_and_backward(engine, objective, contextlib.nullcontext())  # kernels are chosen and compiled once
+        assert forward_and_backward(engine, objective, waiting_is_an_error()) > 0
