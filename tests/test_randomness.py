@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -50,6 +51,22 @@ def test_uniforms_are_uniform():
     chi_squared = ((histogram - 10_000) ** 2 / 10_000).sum()
     assert chi_squared < 44  # 19 degrees of freedom: exceeded once in 1,000
     assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-300, 2.0**-53, 0.15, 0.4, 0.5, 1 - 2.0**-53, 1.0])
+def test_chances_are_uniforms_below_a_probability(probability):
+    drawn = randomness.uniforms(3, "mask", 100_000, counters=(2, 0))
+    for least in (probability, float(drawn[7]), float(np.nextafter(drawn[7], 1))):  # a draw itself is not below itself
+        assert (randomness.chances(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
+
+
+def test_threads_draw_at_once_what_one_draws():
+    def draw(number):
+        return randomness.words(1, "mask", 500 + number, counters=(number,))
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(draw, range(200)))
+    assert all((found == draw(number)).all() for number, found in enumerate(together))
 
 
 @pytest.mark.parametrize("count", [0, 1, 1000])

@@ -31,8 +31,13 @@ class Pack:
     @property
     def positions(self) -> np.ndarray:
         """int64[T]: place within the document or piece, 0 at each edge."""
-        starts = self.edges[:-1].astype(np.int64)
-        return np.arange(len(self.tokens)) - np.repeat(starts, np.diff(self.edges))
+        return places(self.edges)
+
+
+def places(edges: np.ndarray) -> np.ndarray:
+    """int64[T]: from 0 on between neighbouring `edges`, which begin with 0 and end with T."""
+    starts = edges[:-1].astype(np.int64)
+    return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
 
 
 class Packs(Protocol):

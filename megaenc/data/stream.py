@@ -42,7 +42,7 @@ class Stream:
 
     def cut(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64[count] from position `start` on, and the edges int32[D + 1] of the documents, 0 first, `count` last."""
-        tokens, edges, done = np.empty(count, dtype=np.int64), [np.zeros(1, dtype=np.int64)], 0
+        tokens, edges, done = [], [np.zeros(1, dtype=np.int64)], 0
         while done < count:
             epoch, begin = divmod(start + done, self.tokens_per_epoch)
             order, ends = self.epoch_order(epoch)
@@ -51,10 +51,10 @@ class Stream:
             at, theirs = order[first : last + 1], ends[first : last + 1]
             offsets = theirs - self._lengths[at]  # of each document's first token within the epoch
             starts, stops = np.maximum(begin - offsets, 0), np.minimum(end, theirs) - offsets
-            tokens[done : done + end - begin] = self.corpus.joined(self.documents[at], starts, stops)
+            tokens.append(self.corpus.joined(self.documents[at], starts, stops))
             edges.append(done + np.cumsum(stops - starts))
             done += end - begin
-        return tokens, np.concatenate(edges).astype(np.int32)
+        return tokens[0] if len(tokens) == 1 else np.concatenate(tokens), np.concatenate(edges, dtype=np.int32)
 
     def _epoch_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Which of `documents` lies at each place of the epoch, and int64[D] where it ends, in tokens from the epoch's start."""

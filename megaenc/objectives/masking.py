@@ -56,9 +56,9 @@ class Masking(Objective):
         """bool[T]: which tokens may be chosen."""
 
     def targets(self, pack: Pack, randomness: SampleRandomness) -> Targets:
-        places = np.flatnonzero(self._chosen(pack, randomness))
+        (places,) = self._chosen(pack, randomness).nonzero()
         labels = pack.tokens[places]
-        hidden = np.full(len(labels), self.vocabulary.mask_id, dtype=np.int64)
+        hidden = self.vocabulary.mask_id
         if self.random or self.keep:
             fate = randomness.uniforms("fate", len(pack.tokens))[places]
             draws = randomness.uniforms("random token", len(pack.tokens))[places]
@@ -72,9 +72,10 @@ class Masking(Objective):
     def _chosen(self, pack: Pack, randomness: SampleRandomness) -> np.ndarray:
         """bool[T]: the tokens to hide and predict."""
         # A number for every position, eligible or not: the same draws whatever the tokens are.
-        draws, eligible = randomness.uniforms("mask", len(pack.tokens)), self.eligible(pack)
+        eligible = self.eligible(pack)
         if not self.span:
-            return (draws < self.mask) & eligible
+            return randomness.chances("mask", len(pack.tokens), self.mask) & eligible
+        draws = randomness.uniforms("mask", len(pack.tokens))
         afresh = np.ones(len(draws), dtype=bool)
         afresh[1:] = ~eligible[:-1]
         afresh[pack.edges[:-1]] = True

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaenc.data.packs import Packs
+from megaenc.data.packs import Packs, places
 from megaenc.model.attention import Packing, to_device
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
@@ -26,20 +26,20 @@ class MicroBatch:
 
 def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed: int, device: torch.device) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
-    edges, tokens, positions, predict_at, labels, prefixes = [0], [], [], [], [], []
+    edges, tokens, predict_at, labels, prefixes = [0], [], [], [], []
     for sample in samples:
         pack = packs[sample]
         targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
         start = edges[-1]
         edges += (pack.edges[1:] + start).tolist()
         tokens.append(targets.inputs)
-        positions.append(pack.positions)
         predict_at.append(targets.predict_at + start)
         labels.append(targets.labels)
         if targets.prefixes is not None:
             prefixes.append(targets.prefixes)
+    row, predicted, wanted = (np.concatenate(parts) for parts in (tokens, predict_at, labels))
     row, at, predicted, wanted = (
-        to_device(torch.from_numpy(np.concatenate(parts)), device) for parts in (tokens, positions, predict_at, labels)
+        to_device(torch.from_numpy(array), device) for array in (row, places(np.array(edges)), predicted, wanted)
     )
     packing = Packing.of(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     return MicroBatch(row[None], at, packing, predicted, wanted)

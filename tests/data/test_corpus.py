@@ -167,7 +167,24 @@ def test_ids_beyond_the_vocabulary(prefix):
         Corpus.open(prefix).check_vocabulary(small)
 
 
-def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch):
+@pytest.mark.parametrize("documents", [1, 16, 17, 60])
+def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
+    lengths = [1 + 7 * number % 5 for number in range(60)]
+    ids = [[(13 * number + place) % 32 for place in range(length)] for number, length in enumerate(lengths)]
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[sequence] for sequence in ids]))
+    chosen = np.random.default_rng(documents).permutation(60)[:documents]
+    stops = np.array([lengths[number] for number in chosen])
+    starts = stops // 2
+    found = corpus.joined(chosen, starts, stops)
+    assert found.dtype == np.int64
+    assert found.tolist() == [
+        token for number, start, stop in zip(chosen, starts, stops, strict=True) for token in ids[number][start:stop]
+    ]
+
+
+@pytest.mark.parametrize("few", [0, 16], ids=["many documents", "few documents"])
+def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
+    monkeypatch.setattr("megaenc.data.corpus._FEW", few)
     monkeypatch.setattr("megaenc.data.corpus._FIRST_LOOK", 2)
     corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, -5]]], np.int32))
     corpus.check_vocabulary(VOCABULARY)
