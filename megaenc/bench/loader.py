@@ -59,7 +59,7 @@ class LoaderBenchFlags:
     packings: tuple[str, ...] = PACKINGS
     """Ways to cut packs."""
     processes: int = 4
-    """Processes of one machine that open the index together, after one alone has."""
+    """Processes of one machine that open the index together, after one alone has; 1: only that."""
 
 
 def lengths_of(documents: int, mean: int) -> np.ndarray:
@@ -98,7 +98,9 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
         index: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
         together: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
         reading: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
-        measures = (("index", index, 1), ("index", together, settings.processes), ("reading", reading, 1))
+        measures = [("index", index, 1), ("index", together, settings.processes), ("reading", reading, 1)]
+        if settings.processes == 1:
+            del measures[1]
         with ProgressLine("measuring", len(measures) * settings.rounds * len(settings.packings)) as progress:
             for turn in range(settings.rounds):
                 for packing in settings.packings:
@@ -171,7 +173,8 @@ def _own_share(process: int) -> float:
 
 def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
     return {
-        packing: {name: report.spread([turn[name] for turn in turns]) for name in turns[0]} for packing, turns in found.items()
+        packing: {name: report.spread([turn[name] for turn in turns]) for name in (turns[0] if turns else ())}
+        for packing, turns in found.items()
     }
 
 
@@ -247,7 +250,8 @@ def table(found: dict[str, Any]) -> str:
         read = found["reading"][packing]
         packs, batches = (read[f"{name}_tokens_per_second"]["median"] / 1e6 for name in ("packs", "micro_batches"))
         seconds, gib = row["seconds"]["median"], row["peak_gib"]["median"]
-        together = (found["index_together"][packing][name]["median"] for name in ("seconds", "gib"))
+        shared = found["index_together"][packing] or {"seconds": row["seconds"], "gib": row["peak_gib"]}
+        together = (shared[name]["median"] for name in ("seconds", "gib"))
         lines.append(
             "{:16}{:8.1f}{:8.2f}{:20.1f}{:8.2f}{:10.1f}{:10.1f}".format(packing, seconds, gib, *together, packs, batches)
         )

@@ -19,16 +19,29 @@ def test_the_made_up_index_is_one_that_opens(tmp_path):
     assert np.array_equal(Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2])
 
 
+SMALL = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
+SMALL += ["--seconds", "0.05"]
+
+
 def test_every_packing_is_measured(tmp_path):
     output = tmp_path / "loader.json"
-    flags = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--micro-batch-size", "2", "--rounds", "1"]
-    loader.main([*flags, "--seconds", "0.05", "--output", str(output)])
+    loader.main([*SMALL, "--processes", "1", "--output", str(output)])
     found = json.loads(output.read_text())
     for packing in loader.PACKINGS:
         assert found["index"][packing]["seconds"]["median"] > 0 and found["index"][packing]["peak_gib"]["median"] > 0
         reading = found["reading"][packing]
         assert reading["packs_tokens_per_second"]["median"] > 0 and reading["micro_batches_tokens_per_second"]["median"] > 0
     assert "3,000 documents" in loader.table(found)
+
+
+def test_processes_that_share_the_index_are_measured_together(tmp_path):
+    output = tmp_path / "loader.json"
+    loader.main([*SMALL, "--processes", "2", "--packings", "concat", "--output", str(output)])
+    found = json.loads(output.read_text())
+    together, alone = found["index_together"]["concat"], found["index"]["concat"]
+    assert together["seconds"]["median"] > 0
+    assert together["gib"]["median"] < 2 * alone["peak_gib"]["median"]  # libraries are in memory once, at the least
+    assert "of 2 processes" in loader.table(found)
 
 
 @pytest.mark.parametrize(

@@ -53,5 +53,5 @@ def test_without_any_word_of_them_each_pack_is_one():
 
 def test_packs_of_sentences_want_a_corpus_of_sentences(small_corpus):
     data = DataSettings(data_path=(str(small_corpus.prefix),), seq_length=64, packing="sentences")
-    with pytest.raises(InputError, match="--packing sentences: .* holds whole documents, expected .* --split-sentences"):
+    with pytest.raises(InputError, match=r"--packing sentences: .* holds whole documents, expected .* --split-sentences"):
         documents(data, ())
