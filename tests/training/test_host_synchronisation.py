@@ -165,9 +165,9 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
     with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
-        from megaenc.model import attention
+        from megaenc.model import attention, attention_backends
 
-        monkeypatch.setattr(attention, "varlen_attn", in_documents)
+        monkeypatch.setattr(attention_backends, "varlen_attn", in_documents)
         for objective in OBJECTIVES:
             norms = []
             for backend in ("varlen", "sdpa"):
