@@ -11,6 +11,7 @@ from megaenc.estimate.machines import Rates
 from megaenc.estimate.work import Work
 
 LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
+LOGIT_BYTES_AT_ONCE = 2**30  # as megaenc.model.kernels.loss has it, on accelerators
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,11 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
     return stage.layers * whole, f"{per_token})"
 
 
+def logits_at_once(case: Case, predictions: float, host: bool) -> float:
+    """Of this rank's share of the vocabulary; on an accelerator by the fused kernels."""
+    return min(predictions * case.rows, max(LOGITS_AT_ONCE if host else LOGIT_BYTES_AT_ONCE / case.width, case.rows))
+
+
 def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, str]:
     """The head's at its worst, or the first layer's on the way back, whichever is more."""
     shape, w = case.shape, case.width
@@ -143,9 +149,11 @@ def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, st
     if not stage.last:
         return layer, what
     picked, matrix = case.predicted(work.predicted), case.rows * shape.hidden_size
-    logits = min(picked * case.rows, max(LOGITS_AT_ONCE, case.rows))
+    logits = logits_at_once(case, picked, host)
     norm = layer_bytes(case, host)["norms"] / 2 + (case.row * shape.hidden_size * w if case.sharded > 1 else 0)
     numbers, gradient = (6, 6) if case.bf16 else (4, 4)
+    if not host:  # the gradient takes the place of the logits
+        numbers = w
     head = norm + 2 * w * picked * shape.hidden_size + numbers * logits + gradient * matrix
     if head < layer:
         return layer, what

@@ -5,7 +5,15 @@ import torch
 from cases import SHAPE, WORK, case, rates
 
 from megaenc.backend import Layout
-from megaenc.estimate.memory import LOGITS_AT_ONCE, in_flight, kept_bytes, layer_bytes, stage_memory, worst_memory
+from megaenc.estimate.memory import (
+    LOGIT_BYTES_AT_ONCE,
+    LOGITS_AT_ONCE,
+    in_flight,
+    kept_bytes,
+    layer_bytes,
+    stage_memory,
+    worst_memory,
+)
 from megaenc.model.config import ModelConfig
 
 SMALL = ModelConfig(2, 64, 160, 8, 4)
@@ -51,6 +59,15 @@ def test_the_chunked_loss_is_the_models_own():
     from megaenc.model.loss import summed_loss
 
     assert inspect.signature(summed_loss).parameters["at_once"].default == LOGITS_AT_ONCE
+
+
+def test_so_is_that_of_accelerators():
+    pytest.importorskip("triton")
+    import inspect
+
+    from megaenc.model.kernels.loss import fused_loss
+
+    assert inspect.signature(fused_loss).parameters["at_once"].default == LOGIT_BYTES_AT_ONCE
 
 
 @pytest.mark.usefixtures("one_process")
