@@ -202,7 +202,8 @@ def _steps(backend: Backend, job: Job, depth: int, packs: MadePacks, meeting: Me
     schedule = _schedule(job, job.objectives[0])
     vocabulary = Vocabulary(shape.vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
     total = settings.total_iters
-    plan = Plan(settings, vocabulary, None, SimpleNamespace(train=packs), schedule, LearningRate(1e-6, 0, 1, total))
+    data = SimpleNamespace(train=packs, held_out=None)
+    plan = Plan(settings, vocabulary, None, data, schedule, LearningRate(1e-6, 0, 1, total))
     engine = Engine(plan, backend)
     steps, parts, whole = itertools.count(1), [], []
 

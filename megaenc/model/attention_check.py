@@ -46,7 +46,7 @@ class Row:
 
 
 _ACCELERATOR = Row((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
-_HOST = Row((5, 67, 1, 33, 40), (2, 50, 0, 32, 0))  # there tiles are smaller, and the check takes longer
+_HOST = Row((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # there tiles are smaller, and the check takes longer
 
 
 @dataclass(frozen=True)
