@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -41,8 +42,17 @@ def _without(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def import_megatron() -> None:
-    """Import megatron.core without W&B and TensorBoard: it would load both, for a second, where nobody asks for them."""
-    with _without("wandb", "torch.utils.tensorboard"), warnings.catch_warnings():
+    """Import megatron.core without W&B and TensorBoard: it would load both, for a second, where nobody asks for them.
+
+    Without an accelerator triton stays out as well, unless its interpreter is asked for: nothing would use it, and processes that
+    end with an error would say that it leaves something behind.
+    """
+    import torch
+
+    unused = ["wandb", "torch.utils.tensorboard"]
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        unused.append("triton")
+    with _without(*unused), warnings.catch_warnings():
         # megatron-core says at import that Transformer Engine and apex are missing; neither is needed here.
         warnings.simplefilter("ignore")
         import megatron.core
