@@ -11,7 +11,6 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import randomness
-from megaenc.data.shared import shared
 from megaenc.data.stream import Documents, Stream, narrow
 from megaenc.errors import InputError
 
@@ -108,8 +107,11 @@ class CorpusPacks(ABC):
     def _make_visits(self, epoch: int) -> np.ndarray:
         """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
-        key = (*self.stream.key, "visits", count, epoch)
-        (visits,) = shared(key, lambda: (narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,))),))
+
+        def make() -> tuple[np.ndarray]:
+            return (narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,))),)
+
+        (visits,) = self.stream.shared(("visits", count, epoch), make)
         return visits
 
 

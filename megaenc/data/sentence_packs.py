@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 
 from megaenc.data.packs import CorpusPacks
-from megaenc.data.shared import shared
 from megaenc.data.sidecar import Sidecar
 from megaenc.data.stream import Documents
 from megaenc.errors import InputError
@@ -88,8 +87,8 @@ class SentencePacks(CorpusPacks):
         self._taken.append(max(0, end - self.tokens_per_epoch))
 
     def _shared_starts(self, epoch: int) -> np.ndarray:
-        key = (*self.stream.key, "sentences", self.seq_length, self._taken[epoch], epoch)
-        (starts,) = shared(key, lambda: (self._make_starts(epoch),))
+        what = ("sentences", self.seq_length, self._taken[epoch], epoch)
+        (starts,) = self.stream.shared(what, lambda: (self._make_starts(epoch),))
         return starts
 
     def _make_starts(self, epoch: int) -> np.ndarray:

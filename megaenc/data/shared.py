@@ -10,6 +10,7 @@ import hashlib
 import json
 import mmap
 import os
+import stat
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,21 +30,29 @@ def shared(key: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
     """The arrays that `make` makes, read-only where there are several processes; `key` says which they are, in plain values.
 
     One process makes them while the others wait; if it is killed meanwhile, the next one does. A process that cannot get at
-    another's (in a container of its own, say), or that asks when nobody has them any more, makes its own.
+    another's, or that asks when nobody has them any more, makes its own; those of a container share among themselves.
     """
-    if local_world_size() == 1:
+    if not sharing():
         return make()
-    name = hashlib.blake2b(repr((key, [os.environ.get(part) for part in _RUN])).encode(), digest_size=16).hexdigest()
     try:
         folder = _folder()
+        visible = os.readlink("/proc/self/ns/pid")  # processes see each other if theirs is the same
     except OSError:
         return make()
-    with _turn(folder / name) as note:
+    common = key, [os.environ.get(part) for part in _RUN], visible
+    name = hashlib.blake2b(repr(common).encode(), digest_size=16).hexdigest()
+    with contextlib.suppress(PermissionError), _turn(folder / name) as note:  # another's memory may be closed to us
         found = _of_another(note, name)
         if found is not None:
             return found
         _tidy(folder)
         return _given_out(note, folder / name, make())
+    return make()
+
+
+def sharing() -> bool:
+    """Whether there is anybody on this machine to share with."""
+    return local_world_size() > 1
 
 
 def digest(array: np.ndarray) -> str:
@@ -55,8 +64,9 @@ def _folder() -> Path:
     """This user's own; OSError if there can be none."""
     folder = Path(tempfile.gettempdir()) / f"megaenc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(folder)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(folder)  # others could put something there
     return folder
 
 
@@ -78,13 +88,15 @@ def _turn(path: Path) -> Iterator[int]:
 
 
 def _of_another(note: int, name: str) -> Arrays | None:
-    """What the process has that wrote the note; None where nothing is written or it has gone."""
+    """What the process has that wrote the note; None where nothing is written or it has gone. PermissionError: it is not ours."""
     try:
         written = json.loads(os.pread(note, 1 << 16, 0))
         path = f"/proc/{written['process']}/fd/{written['descriptor']}"
         if not os.readlink(path).startswith(f"/memfd:{name} "):  # numbers of processes and files are given out again
             return None
         memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        raise
     except (ValueError, KeyError, TypeError, OSError):
         return None
     try:
@@ -107,7 +119,11 @@ def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
         for array, place in zip(arrays, places, strict=True):
             _write(memory, np.ascontiguousarray(array), place["start"])
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        pages, found = _mapped(memory, places)
+        readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)  # before Linux 6.7 no other may be mapped
+        try:
+            pages, found = _mapped(readable, places)
+        finally:
+            os.close(readable)
     except OSError:
         os.close(memory)
         return arrays

@@ -1,12 +1,13 @@
 """The endless stream of tokens that packs are cut from: all documents end to end, epoch after epoch, in a new order each time."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from megaenc import randomness
-from megaenc.data.shared import digest, shared
+from megaenc.data.shared import Arrays, digest, shared, sharing
 from megaenc.errors import InputError
 
 
@@ -30,9 +31,8 @@ class Stream:
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
         self.corpus = corpus
         self.seed = seed
-        self.key = (*getattr(corpus, "key", ()), digest(documents), seed)
-        """What is made of this stream is `shared` under it."""
-        self.documents, self._lengths = shared(self.key, lambda: self._with_tokens(documents))
+        self._key = (*corpus.key, digest(documents), seed) if sharing() and hasattr(corpus, "key") else None
+        self.documents, self._lengths = self.shared(("documents",), lambda: self._with_tokens(documents))
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
             raise InputError(
@@ -40,6 +40,10 @@ class Stream:
             )
         # Two: the last pack of an epoch reaches into the next one, and random order may visit it at any time.
         self.epoch_order = lru_cache(maxsize=2)(self._epoch_order)
+
+    def shared(self, what: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
+        """`make()`, which makes of this stream what `what` says, once for the processes of a machine; see megaenc.data.shared."""
+        return make() if self._key is None else shared((*self._key, *what), make)
 
     def _with_tokens(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Those of `documents` that have any, and how many."""
@@ -69,7 +73,7 @@ class Stream:
             order = narrow(randomness.permutation(self.seed, "documents", len(self._lengths), counters=(epoch,)))
             return order, np.cumsum(self._lengths[order], dtype=np.int64)
 
-        order, ends = shared((*self.key, "order", epoch), make)
+        order, ends = self.shared(("order", epoch), make)
         return order, ends
 
 

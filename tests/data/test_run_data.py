@@ -103,3 +103,24 @@ def test_a_corpus_that_is_not_there_is_named(corpora, tmp_path):
         open_data("0.5", corpora[0], "0.5", str(tmp_path / "nothing"))
     with pytest.raises(InputError, match="--split 0,1,0: leaves no text to train on, of 100 documents"):
         open_data(corpora[0], split="0,1,0")
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length", "sentences"])
+def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, packing, tmp_path, monkeypatch):
+    """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
+    paths = corpora[2:] if packing == "sentences" else corpora[:2]
+    alone = open_data(*paths, packing=packing)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("megaenc.data.shared.tempfile.tempdir", str(tmp_path))
+    first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
+    samples = range(0, 2 * alone.train.samples_before_repeat + 3)
+    for data in (first, second):
+        for sample in samples:
+            found, expected = data.train[sample], alone.train[sample]
+            assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.edges, expected.edges)
+    for one, other in zip(first.corpora, second.corpora, strict=True):
+        assert one.document_lengths.ctypes.data != other.document_lengths.ctypes.data  # each has mapped it
+        assert not one.document_lengths.flags.writeable
+    for one, other in zip(first.train_parts, second.train_parts, strict=True):
+        for mine, theirs in zip(one.stream.epoch_order(1), other.stream.epoch_order(1), strict=True):
+            assert np.array_equal(mine, theirs) and not mine.flags.writeable

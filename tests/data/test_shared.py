@@ -125,3 +125,31 @@ def test_empty_arrays_and_a_single_process_need_no_memory_of_all(tmp_path, monke
     assert [array.tolist() for array in shared(("a",), lambda: (np.zeros(0), np.zeros((0, 2))))] == [[], []]
     mixed = shared(("b",), lambda: (np.zeros(0, np.int32), np.ones((2, 2), np.uint16), np.zeros((0, 2))))
     assert [(array.dtype, array.tolist()) for array in mixed] == [("int32", []), ("uint16", [[1, 1], [1, 1]]), ("float64", [])]
+
+
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", environment(tmp_path))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"megaenc-{os.getuid()}"
+    folder.mkdir()
+    folder.chmod(0o777)
+    own = np.arange(3)
+    assert shared(("a",), lambda: (own,))[0] is own
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert shared(("a",), lambda: (own,))[0] is own
+
+
+def test_memory_that_is_closed_to_us_is_made_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", environment(tmp_path))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    kept = shared(("a",), lambda: (np.arange(3),))
+
+    def refused(*_):
+        raise PermissionError
+
+    monkeypatch.setattr(module, "_of_another", refused)
+    own = np.arange(3)
+    assert shared(("a",), lambda: (own,))[0] is own
+    assert len(notes(tmp_path)) == 1 and kept[0].tolist() == [0, 1, 2]  # which others still find
