@@ -113,7 +113,7 @@ def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, pack
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr("megaenc.data.shared.tempfile.tempdir", str(tmp_path))
     first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
-    samples = range(0, 2 * alone.train.samples_before_repeat + 3)
+    samples = range(2 * alone.train.samples_before_repeat + 3)
     for data in (first, second):
         for sample in samples:
             found, expected = data.train[sample], alone.train[sample]
