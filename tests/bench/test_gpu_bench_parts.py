@@ -122,12 +122,15 @@ def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, 
     from megaenc.training import attention_choice
 
     checked, check = [], attention_choice.check_backend
-    monkeypatch.setattr(
-        attention_choice, "check_backend", lambda name, masks, **o: checked.append(masks) or check(name, masks=masks, **o)
-    )
+
+    def noted(name, masks, **others):
+        checked.append(masks)
+        return check(name, masks=masks, **others)
+
+    monkeypatch.setattr(attention_choice, "check_backend", noted)
     engine = correctness.engine_for(setup(), one_process)
     assert checked[-1] == [Attention.CAUSAL, Attention.BIDIRECTIONAL]
     made.lay(engine, setup(), MLM, 1, 1)
     assert {engine.plan.schedule.objective(step).attention for step in range(1, 20)} == {Attention.BIDIRECTIONAL}
-    correctness.made.Engine(setup().plan(CLM), one_process, drawn=False)
+    made.Engine(setup().plan(CLM), one_process, drawn=False)
     assert checked[-1] == [Attention.CAUSAL]
