@@ -25,6 +25,8 @@ benchmarks/gpu.sh: correctness and speed on one GPU, NVIDIA's or AMD's, in under
 
 This package need not be installed, but what it imports must be, in Python 3.11 or 3.12: torch 2.11 or later for the GPU, and
     pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser PyYAML rich
+and a C compiler with Python's headers (gcc and python3-dev, or their like), with which triton builds what starts its kernels; without
+them torch's own operations stand in for the fused kernels, and a line says so.
 For the phase `peer`, which is left out without them:
     pip install 'transformers>=5' safetensors
 PYTHON says which interpreter; otherwise .venv/bin/python of this folder, or python3.

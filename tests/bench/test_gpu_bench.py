@@ -1,19 +1,22 @@
 """The GPU benchmark: all of it in miniature on the host, its budget, and what its verdicts rest on."""
 
+import dataclasses
 import json
 import re
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import runs
 import torch
 
 from megaenc.backend.kernels import Kernels
-from megaenc.bench.gpu import command, sizes, variants
+from megaenc.bench.gpu import command, crew, sizes, variants
 from megaenc.bench.gpu.command import Benchmark, GpuFlags
 from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.table import table
@@ -159,6 +162,37 @@ def test_a_failed_job_leaves_its_process_to_others(tmp_path):
         assert crew._ready is worker
 
 
+@pytest.mark.parametrize(("then", "ended"), [("wait", ""), ("exit 3", "its process ended by itself, with 3")])
+def test_what_a_process_has_begun_ends_with_it(then, ended, tmp_path, monkeypatch):
+    monkeypatch.setattr(crew, "below", lambda command: ["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"])
+    worker = crew._Worker({}, tmp_path / "log")
+    begun = psutil.Process(worker.answer(time.monotonic() + 60))
+    if ended:
+        with pytest.raises(Failed, match=ended):
+            worker.answer(time.monotonic() + 60)
+    else:
+        worker.end()
+    gone, _ = psutil.wait_procs([begun], timeout=10)
+    assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
+
+
+def test_what_its_user_says_of_memory_is_left_alone(monkeypatch):
+    for name in command.DEVICE:
+        monkeypatch.delenv(name, raising=False)
+    assert command.unset(command.DEVICE) == dict.fromkeys(
+        ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
+    )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert command.unset(command.DEVICE) == {}
+
+
+def test_which_kernels_are_fused_is_in_the_table(whole):
+    found = json.loads(json.dumps(whole.found))
+    for row in found["speed"]["miniature"].values():
+        row["fused"] = {"norm": True, "rotary": True, "loss": False}
+    assert "; fused: norm, rotary, by torch: loss" in table(found)
+
+
 def test_a_missed_target_says_what_to_try(whole):
     found = json.loads(json.dumps(whole.found))
     found["targets"]["mfu"] = {"miniature": 1e9}
@@ -184,6 +218,19 @@ def test_kernels_are_read_by_their_fields():
         Kernels(**one)
 
 
+def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
+    lacking = {"attention_backend=flash": "flash-attn is not installed", "transformer_impl=transformer_engine": "not installed"}
+    computed = dataclasses.asdict(Kernels()) | {"attention_backend": "varlen"}
+    tried, left_out = variants.worth_a_trial({}, computed, lacking)
+    titles = [variants.title(each) for each in tried]
+    first = ["fused_kernels=false", "fp8_format=hybrid", "fp8_format=e4m3"]
+    assert titles == [*first, "attention_backend=cudnn", "attention_backend=sdpa"]
+    assert left_out == lacking | {"attention_backend=varlen": "what is measured above"}
+    tried, _ = variants.worth_a_trial({"fp8_format": "hybrid"}, None, {})
+    assert tried[:3] == [{"fp8_format": "hybrid", "fused_kernels": False}, {"fp8_format": "e4m3"}, {"fp8_format": None}]
+    assert len(tried) == len(variants.others({}))
+
+
 def test_what_fills_the_card_is_what_gpus_are_given():
     assert {name: sizes.FULL.speed[name] for name in sizes.TARGETS} == {name: PRESETS[name] for name in ("1b", "610m", "210m")}
     assert sizes.FULL.packs == 0 and (sizes.FULL.speed_length, sizes.FULL.speed_vocab_size) == (2048, 128256)
@@ -206,7 +253,12 @@ def test_wrong_settings_are_one_line(given, complaint, refusal):
 
 def test_help_says_what_must_be_installed():
     done = through_the_door(["--help"])
-    assert done.returncode == 0 and "pip install megatron-core==0.16.1" in done.stdout and "--kernels" in done.stdout
+    assert (
+        done.returncode == 0
+        and "pip install megatron-core==0.16.1" in done.stdout
+        and "C compiler" in done.stdout
+        and "--kernels" in done.stdout
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")

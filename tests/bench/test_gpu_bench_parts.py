@@ -1,116 +1,10 @@
-"""Parts of the GPU benchmark: kernels by their names, made work, and verdicts that can fail."""
+"""Parts of the GPU benchmark: made work, and verdicts that can fail."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-
-from megaenc.bench.gpu import groups
-from megaenc.bench.gpu.groups import BACKWARD, BUFFERS, COMMUNICATION, ELEMENTWISE, FORWARD, LOSS, MATMUL, OPTIMIZER, Ran, Window
-
-NAMES = {
-    MATMUL: (
-        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_tn",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
-        "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT",
-        "nvjet_sm90_qqtst_128x256_128x6_1x2_h_bz_TNT",
-        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(Params)",
-        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int, int>>>(Params)",
-        "void cublasLt::splitKreduce_kernel<32, 16, int, __nv_bfloat16, float, true, false>(cublasLt::cublasSplitKParams)",
-        "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT256x256x64_MI16x16x1_SN_LDSB1_AFC0_AFEM1",
-        "triton_tem_fused_mm_3",
-        "aten::mm",
-        "aten::addmm_",
-    ),
-    FORWARD: (
-        "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t>>(params)",
-        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<flash::CollectiveMainloopFwdSm90<2>>>>(Params)",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_6_64x128x64_4x1x1_cga1x1x1_kernel0_0",
-        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::bfloat16_t>::Params)",
-        "attn_fwd.kd",
-        "_ZN7ck_tile6kentryILi256ELi2ENS_13FmhaFwdKernelIN",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ),
-    BACKWARD: (
-        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128>>(params)",
-        "void pytorch_flash::flash_bwd_dot_do_o_kernel<true, Flash_bwd_kernel_traits<96>>(params)",
-        "void pytorch_flash::flash_bwd_convert_dq_kernel<Flash_bwd_kernel_traits<96>>(params, int)",
-        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnBwdSm90<flash::CollectiveMainloopBwdSm90<2>>>>(Params)",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_31_64x64x128_1x1x1_kernel0_0",
-        "void cudnn::fusion::compute_dot_do_o_specialized<true, 128>(int)",
-        "fmha_cutlassB_bf16_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<cutlass::bfloat16_t>::Params)",
-        "bwd_kernel_dk_dv.kd",
-        "bwd_kernel_dq.kd",
-        "_ZN7ck_tile6kentryILi256ELi1ENS_22FmhaBwdDQDKDVKernelIN",
-        "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
-    ),
-    OPTIMIZER: (
-        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::FusedOptimizerTensorListMetadata<4>, "
-        "at::native::FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>>(int)",
-        "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float, float, int>>(long, int volatile*)",
-        "aten::_fused_adamw_",
-    ),
-    COMMUNICATION: (
-        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        "rccl_main_kernel(ncclDevComm*)",
-        "ncclKernel_AllReduce_RING_LL_Sum_float",
-        "c10d::allreduce_",
-    ),
-    BUFFERS: (
-        "Memcpy HtoD (Pinned -> Device)",
-        "Memset (Device)",
-        "__amd_rocclr_copyBuffer.kd",
-        "__amd_rocclr_fillBufferAligned.kd",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>(int)",
-        "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>, 4>(int)",
-        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>",
-        "aten::copy_",
-        "aten::zero_",
-    ),
-    LOSS: (
-        "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>(float*, float const*, int)",
-        "_cross_entropy_forward",
-        "_loss_kernel",
-    ),
-    ELEMENTWISE: (
-        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
-        "triton_poi_fused_mul_silu_1",
-        "_swiglu_backward",
-        "_rms_norm_forward_kernel",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>>(int)",
-        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>(int)",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float>>>(int)",
-        "aten::mul",
-    ),
-}
-
-
-@pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
-def test_kernels_are_known_by_their_names(group, name):
-    assert groups.group_of(name) == group
-
-
-def test_what_ran_in_a_window_is_for_its_purpose():
-    ran = [
-        Ran("aten::mul", 5, 1.0),  # before the window
-        Ran("aten::mul", 12, 2.0),
-        Ran("aten::mm", 15, 4.0),  # a matrix product is one wherever it is
-        Ran("aten::mul", 20, 8.0),  # at its very end
-        Ran("aten::mul", 21, 16.0),
-        Ran("ncclDevKernel_AllReduce", 33, 32.0),
-        Ran("aten::sqrt", 34, 64.0),
-    ]
-    found = groups.grouped(reversed(ran), [Window(OPTIMIZER, 30, 40), Window(LOSS, 10, 20)])
-    expected = {ELEMENTWISE: 17.0, LOSS: 10.0, MATMUL: 4.0, COMMUNICATION: 32.0, OPTIMIZER: 64.0}
-    assert found == dict.fromkeys(groups.GROUPS[:-1], 0.0) | expected
-
-
-def test_the_next_thing_is_of_what_takes_most_beside_products():
-    seconds = {MATMUL: 9.0, FORWARD: 1.0, BACKWARD: 1.5, ELEMENTWISE: 2.0, groups.IDLE: 0.5}
-    assert groups.next_thing(seconds).startswith("attention takes most")
-    assert groups.next_thing(seconds | {ELEMENTWISE: 3.0}).startswith("norm, rotary, SwiGLU, elementwise takes most")
-    assert set(groups.NEXT) == set(groups.GROUPS)
 
 
 def setup(**changes):
@@ -152,19 +46,20 @@ def test_made_documents_are_packed_whole():
 )
 def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, monkeypatch):
     from megaenc.bench.gpu import correctness
-    from megaenc.model.attention import PackedAttention, Packing
+    from megaenc.model import attention_backends
+    from megaenc.model.packing import Packing
     from megaenc.objectives import Attention
 
     plain = {"64": setup(kernels={"attention_backend": "sdpa"})}
     engine = correctness.engine_for(plain["64"], one_process)
     expected = [correctness.gradients(engine, plain["64"], text, 2) for text in correctness.OBJECTIVES]
     assert all(float(gradient.norm()) > 0 for _, found in expected for gradient in found.values())
-    usual, spans = PackedAttention._dot_product, Packing.spans
+    usual, spans = attention_backends._dot_product, Packing.spans
     if fault == "mask":
-        monkeypatch.setattr(PackedAttention, "_dot_product", lambda s, q, k, v, causal=False: usual(s, q, k, v, not causal))
+        monkeypatch.setattr(attention_backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
     if fault == "scale":  # that of a head padded from 96 to 128
-        scaled = (96 / 128) ** 0.5
-        monkeypatch.setattr(PackedAttention, "_dot_product", lambda s, q, k, v, causal=False: usual(s, scaled * q, k, v, causal))
+        off = (96 / 128) ** 0.5
+        monkeypatch.setattr(attention_backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
     if fault == "edges":
         whole = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
         monkeypatch.setattr(Packing, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
@@ -206,15 +101,6 @@ def test_parity_is_of_the_worst_update():
     assert not broken[0]["passed"]
 
 
-def test_the_card_is_filled_by_two_trials():
-    from megaenc.bench.gpu.speed import packs_for
-
-    # 10 GiB of weights and 3 GiB a pack: 20 packs take 70 GiB.
-    assert packs_for(70.5, 16.0, 22.0, few=2, more=4) == 20
-    assert packs_for(69.5, 16.0, 22.0, few=2, more=4) == 19
-    assert packs_for(5.0, 16.0, 22.0, few=2, more=4) == 1
-
-
 def test_the_same_weights_are_made_each_time(one_process):
     from megaenc.bench.gpu import made
     from megaenc.training.engine import Engine
@@ -229,80 +115,22 @@ def test_the_same_weights_are_made_each_time(one_process):
     assert update.made and update.result.predicted > 0.9 * 6 * 96
 
 
-def test_the_largest_micro_batch_is_one_that_was_tried(monkeypatch):
-    from megaenc.bench.gpu import speed
+def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, monkeypatch):
+    from megaenc.bench.gpu import correctness, made
+    from megaenc.bench.gpu.sizes import CLM, MLM
+    from megaenc.objectives import Attention
+    from megaenc.training import attention_choice
 
-    tried: list[int] = []
+    checked, check = [], attention_choice.check_backend
 
-    def peak(engine, objective, packs):  # less memory than two sizes promise: 16 packs are too many
-        tried.append(packs)
-        if packs > 16:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return 10.0 + 3.0 * packs
+    def noted(name, masks, **others):
+        checked.append(masks)
+        return check(name, masks=masks, **others)
 
-    monkeypatch.setattr(speed, "_peak", peak)
-    monkeypatch.setattr(speed, "_forget", lambda engine: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
-    assert speed._largest(None, None, 2, 4, most=1000) == 16
-    assert tried[:3] == [2, 4, int((speed.FILLED * 84 - 10) / 3)] and tried[-1] == 16
-    assert speed._largest(None, None, 2, 4, most=7) == 7, "kernels that count in 32 bits go no further"
-    assert speed._largest(None, None, 20, 40, most=1000) == 1, "not even few fit"
-
-
-def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
-    import warnings
-
-    from megaenc.bench.gpu import syncs
-
-    modes: list[str] = []
-
-    class Engine:
-        device = torch.device("cuda")
-        share = type("Share", (), {"micro_batch_size": 2})
-
-        def clear_gradient(self):
-            pass
-
-        def forward_and_backward(self, rows, objective):
-            if modes and modes[-1] == "warn":
-                for _ in rows:
-                    warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/attention.py", 7)
-                warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/engine.py", 9)
-                warnings.warn_explicit("something else", UserWarning, "/a/b/c/engine.py", 10)
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    found = syncs.synchronisations(Engine(), None)
-    assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
-    assert modes[-1] == "default"
-
-
-def test_kernels_of_the_accelerator_are_those_of_its_timeline():
-    from types import SimpleNamespace
-
-    from megaenc.bench.gpu import breakdown
-
-    kinds = torch.autograd.DeviceType
-
-    def event(name, kind, began, taken):
-        calls = {"name": name, "device_type": kind, "start_ns": began, "duration_ns": taken}
-        return SimpleNamespace(**{call: lambda value=value: value for call, value in calls.items()})
-
-    events = [
-        event("cudaLaunchKernel", kinds.CPU, 5, 100),
-        event("nvjet_tst_1", kinds.CUDA, 10, 3_000_000),
-        event("aFusedAdam", kinds.CUDA, 40, 1_000_000),
-        event("elementwise", kinds.CUDA, 41, 500_000),
-    ]
-    profiled = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
-    ran = list(breakdown._kernels(profiled))
-    assert [one.name for one in ran] == ["nvjet_tst_1", "aFusedAdam", "elementwise"]
-    timed = {"seconds_per_update": 0.003, "flops_per_update": 5e9, "attention_flops_per_update": 2e9}
-    found = breakdown.summed(ran, [Window(OPTIMIZER, 35, 50)], timed)
-    assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.UPDATES)
-    assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.UPDATES)
-    assert found["shares"][groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.UPDATES / 0.003)
-    assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.UPDATES))
-    assert found["attention_flops_per_second"] is None and found["by_time_too"]
-    assert not breakdown.summed(ran, [Window(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]
+    monkeypatch.setattr(attention_choice, "check_backend", noted)
+    engine = correctness.engine_for(setup(), one_process)
+    assert checked[-1] == [Attention.CAUSAL, Attention.BIDIRECTIONAL]
+    made.lay(engine, setup(), MLM, 1, 1)
+    assert {engine.plan.schedule.objective(step).attention for step in range(1, 20)} == {Attention.BIDIRECTIONAL}
+    made.Engine(setup().plan(CLM), one_process, drawn=False)
+    assert checked[-1] == [Attention.CAUSAL]

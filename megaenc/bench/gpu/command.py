@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,9 @@ kernels on it.
 Each phase knows what time is left; what there is no time for is left out, with a line that says so. JSON and a Markdown table are
 written after each phase."""
 ALL = ("correctness", "parity", "speed", "peer", "compare")
+DEVICE = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+"""Memory in pieces that grow: micro-batches of varying sizes leave less of it unused. The second name is of older torch; where
+there are no such pieces, torch says so and does without."""
 HOST = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -52,8 +56,8 @@ class GpuFlags:
     kernels: tuple[str, ...] = ()
     """FIELD=VALUE, as attention_backend=sdpa: by which kernels all of it is computed; the defaults unless given"""
     compare: tuple[str, ...] = ()
-    """what else is tried on the 610m MLM work: FIELD=VALUE or FIELD=VALUE,FIELD=VALUE, ...; every other value of each field
-    unless given"""
+    """what else is tried on the 610m MLM work: FIELD=VALUE or FIELD=VALUE,FIELD=VALUE, ...; unless given every other value of
+    each field that can be had here"""
 
     @property
     def sizes(self) -> Sizes:
@@ -77,9 +81,8 @@ class GpuFlags:
 
     @property
     def tried(self) -> list[dict[str, Any]]:
-        """By which other kernels the compared work is done."""
-        asked = [self.given | variants.given(words.split(","), "--compare") for words in self.compare]
-        return asked or variants.others(self.given)
+        """By which other kernels the compared work is done; none: by all that are worth it."""
+        return [self.given | variants.given(words.split(","), "--compare") for words in self.compare]
 
 
 class Benchmark:
@@ -141,6 +144,11 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def unset(environment: dict[str, str]) -> dict[str, str]:
+    """`environment`, unless its user has set one of these variables."""
+    return {} if any(name in os.environ for name in environment) else environment
+
+
 def run(settings: GpuFlags) -> dict[str, Any]:
     """All phases. Raises InputError for wrong settings."""
     settings.check()
@@ -152,7 +160,7 @@ def run(settings: GpuFlags) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         benchmark = Benchmark(settings, folder)
         log.write_bytes(b"")
-        device = stack.enter_context(Crew(HOST if host else {}, fresh=not host, log=log))
+        device = stack.enter_context(Crew(HOST if host else unset(DEVICE), fresh=not host, log=log))
         # Where both are the host, one process does for both.
         beside = device if host else stack.enter_context(Crew(HOST, fresh=False, log=log))
         if not benchmark.phase("machine", device, {"kind": "machine"}, 0, 60):
@@ -179,7 +187,8 @@ def _correctness(benchmark: Benchmark, device: Crew, host: Crew) -> None:
     for kind, bf16 in (("float32", False), ("bfloat16", True)):
         kernels = benchmark.settings.given if bf16 else for_float32(benchmark.settings.given)
         checked |= {f"{name} {kind}": fields | {"bf16": bf16, "kernels": kernels} for name, fields in work.items()}
-    benchmark.phase("correctness", device, job | {"kind": "correctness", "setups": checked}, 15, 60)
+    # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
+    benchmark.phase("correctness", device, job | {"kind": "correctness", "setups": checked}, 15, 120)
 
 
 def for_float32(kernels: dict[str, Any]) -> dict[str, Any]:
@@ -232,6 +241,7 @@ def _peer(benchmark: Benchmark, device: Crew, _: Crew) -> None:
     sizes = benchmark.sizes
     setups = {sizes.compared: _work(benchmark, sizes.compared, benchmark.settings.given)}
     job = {"kind": "peer", "setups": setups, "objective": MLM, "documents": sizes.documents, "passes": sizes.passes}
+    job["folder"] = str(benchmark.folder)
     benchmark.phase("peer", device, job, 40, 130)
     rows = benchmark.found.get("peer", {}).get("rows", {})
     fullest = benchmark.found.get("speed", {}).get(sizes.compared, {}).get(MLM)
@@ -251,7 +261,12 @@ def _compare(benchmark: Benchmark, device: Crew, _: Crew) -> None:
     sizes, base = benchmark.sizes, benchmark.settings.given
     known = benchmark.found.get("speed", {}).get(sizes.compared, {}).get(MLM)
     packs = known["packs"] if known else sizes.packs
-    tried = ([] if known else [base]) + benchmark.settings.tried
+    tried = benchmark.settings.tried
+    if not tried:
+        lacking = benchmark.found["device"]["lacking"]
+        tried, left_out = variants.worth_a_trial(base, known["kernels"] if known else None, lacking)
+        put(benchmark.found, ["compare", "left out"], left_out)
+    tried = ([] if known else [base]) + tried
     for number, kernels in enumerate(tried):
         title = variants.title(kernels)
         timing = {"name": f"{sizes.compared} {title}", "objectives": [MLM], "micro_batches": sizes.micro_batches}

@@ -26,7 +26,7 @@ FP8_TIMES = 5.0
 
 def engine_for(setup: Setup, backend: Any) -> Engine:
     """A model whose weights are numbers of bfloat16, whatever it computes in."""
-    engine = made.Engine(setup.plan(OBJECTIVES[0]), backend)
+    engine = made.Engine(setup.plan(*OBJECTIVES), backend)
     with torch.no_grad():
         for parameter in made.encoder_of(engine).parameters():
             parameter.copy_(parameter.bfloat16())
@@ -71,7 +71,7 @@ def compared(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tup
             expected = torch.load(folder / f"{name.split()[0]}-{number}.pt", weights_only=True)
             loss, found = gradients(engine, setup, text, packs)
             here = row(setup, text, (loss, found), (expected["loss"], expected["gradients"]))
-            rows.append(here | {"kernels": made.chosen(engine)})
+            rows.append(here | {"kernels": made.chosen(engine), "fused": made.fused(engine)})
             yield ["correctness", "rows"], rows
     made.end()
 

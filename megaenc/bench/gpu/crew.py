@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,7 @@ class _Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
+                start_new_session=True,  # Ctrl-C comes to this process alone, and `end` to whatever the worker has begun
             )
 
     def send(self, job: dict[str, Any]) -> None:
@@ -91,7 +93,7 @@ class _Worker:
             self.process.stdin.write(json.dumps(job).encode() + b"\n")
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise Failed(f"its process had ended, with {self.process.wait()}") from None
+            raise Failed(f"its process had ended, with {self._ended()}") from None
 
     def answer(self, ends: float) -> dict[str, Any]:
         """Its next line. Raises Failed at `ends`, or when it is gone."""
@@ -101,15 +103,23 @@ class _Worker:
                 raise Failed("its time was over")
             some = os.read(self.process.stdout.fileno(), 1 << 16)
             if not some:
-                raise Failed(f"its process ended by itself, with {self.process.wait()}")
+                raise Failed(f"its process ended by itself, with {self._ended()}")
             self._rest += some
         line, self._rest = self._rest.split(b"\n", 1)
         return json.loads(line)
 
+    def _ended(self) -> int:
+        """With which code it ended by itself."""
+        # Not yet reaped: its number, which is its session's too, stays its own.
+        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        self.end()
+        return self.process.returncode
+
     def end(self) -> None:
-        """Whatever it does."""
-        self.process.kill()
-        self.process.wait()
+        """Whatever it does, and with all that it has begun: compilers, for one."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(BrokenPipeError):  # what was not yet written
                 pipe.close()

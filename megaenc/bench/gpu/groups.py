@@ -11,6 +11,7 @@ GROUPS = (MATMUL, FORWARD, BACKWARD, ELEMENTWISE, LOSS, OPTIMIZER, BUFFERS, COMM
 
 # In this order: flash attention is made of cutlass too, and its backward's names hold those of forward.
 _NAMES = (
+    (ELEMENTWISE, r"rms_norm|rotary|swiglu"),
     (COMMUNICATION, r"nccl|rccl|msccl|gloo:|c10d::"),
     (
         BACKWARD,
@@ -80,12 +81,12 @@ NEXT = {
     MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
     FORWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
     BACKWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
-    ELEMENTWISE: "fused kernels for norm, rotary and SwiGLU; torch.compile of a layer",
-    LOSS: "a fused kernel for the loss over parts of the vocabulary; a larger part at a time",
+    ELEMENTWISE: "one kernel for the addition to the residual and the norm that follows",
+    LOSS: "a larger part of the predictions at a time: fewer and larger matrix products",
     OPTIMIZER: "more micro-batches an update, as a real run has; apex's or Transformer Engine's fused Adam",
     BUFFERS: "gradients added up inside the matrix products (gradient accumulation fusion: apex or Transformer Engine)",
     COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
-    IDLE: "CUDA graphs; fewer, larger kernels; see host synchronisations",
+    IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
 }
 
 

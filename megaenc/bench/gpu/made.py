@@ -99,9 +99,10 @@ class Setup:
         """The objective that a schedule calls `text`."""
         return self.schedule(text).objective(1)
 
-    def schedule(self, text: str) -> Schedule:
-        """Of one objective."""
-        return Schedule.build(f"{text}:1.0", UPDATES, self.vocabulary)
+    def schedule(self, *texts: str) -> Schedule:
+        """Of one objective, or of several drawn by turns."""
+        text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
+        return Schedule.build(text, UPDATES, self.vocabulary)
 
     def settings(self) -> PretrainSettings:
         """Those of a run."""
@@ -124,11 +125,11 @@ class Setup:
         corpus = MadeCorpus(self.shortest, self.seq_length, self.vocab_size, self.corpus)
         return ConcatPacks(corpus, np.arange(len(corpus.document_lengths)), self.seq_length, 0)
 
-    def plan(self, objective: str) -> Plan:
-        """A run without end that trains `objective`."""
+    def plan(self, *objectives: str) -> Plan:
+        """A run without end that trains `objectives`: an engine chooses attention that is right for all of them."""
         data = RunData((), (), (), self.packs(), None)
         rate = LearningRate(self.rate, 0, 0, UPDATES)
-        return Plan(self.settings(), self.vocabulary, None, data, self.schedule(objective), rate)
+        return Plan(self.settings(), self.vocabulary, None, data, self.schedule(*objectives), rate)
 
 
 def begin() -> Backend:
@@ -158,6 +159,11 @@ def lay(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches:
 def chosen(engine: Engine) -> dict[str, Any]:
     """The fields of Kernels that it computes by: where the engine has chosen among them, what it chose."""
     return dataclasses.asdict(getattr(engine, "kernels", engine.plan.settings.kernels))
+
+
+def fused(engine: Engine) -> dict[str, bool] | None:
+    """Of each kernel that fused_kernels stands for, whether it is used; None where the engine does not say."""
+    return getattr(engine, "fused", None)
 
 
 def encoder_of(engine: Engine) -> torch.nn.Module:

@@ -17,7 +17,7 @@ def losses(setup: "Setup", packs: int, updates: int, name: str) -> Iterator[tupl
     from megaenc.bench.gpu import made  # here alone: what compares the losses needs no torch
 
     backend = made.begin()
-    engine = made.Engine(setup.plan(CLM), backend)
+    engine = made.Engine(setup.plan(CLM, MLM), backend)
     found: list[float] = []
     for step in range(1, updates + 1):
         if (step - 1) % max(1, updates // 2) == 0:

@@ -8,10 +8,10 @@ those tried that fits; this project takes as many documents an update.
 import dataclasses
 import gc
 import importlib.util
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,51 +34,53 @@ def kernels(host: bool) -> list[str]:
     return ["sdpa"] + ["flash_attention_2"] * bool(importlib.util.find_spec("flash_attn"))
 
 
-def beside(setup: Setup, objective: str, documents: int, passes: int, deadline: float) -> Iterator[tuple[list[str], Any]]:
-    """A row for each side, and how they compare."""
+def beside(
+    setup: Setup, objective: str, documents: int, passes: int, folder: Path, deadline: float
+) -> Iterator[tuple[list[str], Any]]:
+    """A row for each side, and how they compare. Their weights lie in `folder` meanwhile, whose owner outlives this process."""
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("safetensors"):
         yield ["peer", "left out"], "transformers or safetensors is not installed"
         return
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        work = turns.Work(
-            model=setup.model,
-            vocab_size=setup.vocab_size,
-            objective=objective,
-            documents=documents,
-            shortest=setup.shortest,
-            longest=setup.seq_length,
-            batch=min(documents, BATCHES[0]),
-            passes=passes,
-            bf16=setup.bf16,
-            weights=f"{folder}/weights.safetensors",
-        )
-        rows: dict[str, dict[str, Any]] = {}
-        made.begin()
-        _write_weights(setup, work)
-        made.end()
-        work, trials = _best(work)
-        yield ["peer", "attention, seconds of a pass over one batch"], trials
-        for name, turn in (
-            (PADDED, turns.train_with_transformers),
-            (OURS, partial(_ours, setup)),
-            (SORTED, _sorted),
-        ):
-            if time.monotonic() > deadline:
-                yield ["peer", "left out", name], "no time left"
-                continue
-            while name not in rows:
-                try:
-                    rows[name] = _row(work, turn)
-                except torch.OutOfMemoryError:
-                    halves = name == PADDED and work.batch > BATCHES[-1]
-                    if not halves:
-                        yield ["peer", "left out", name], f"out of memory with {work.batch} documents an update"
-                        break
-                    work = dataclasses.replace(work, batch=work.batch // 2)
-                _clean()
+    work = turns.Work(
+        model=setup.model,
+        vocab_size=setup.vocab_size,
+        objective=objective,
+        documents=documents,
+        shortest=setup.shortest,
+        longest=setup.seq_length,
+        batch=min(documents, BATCHES[0]),
+        passes=passes,
+        bf16=setup.bf16,
+        weights=str(folder / "weights.safetensors"),
+    )
+    rows: dict[str, dict[str, Any]] = {}
+    made.begin()
+    _write_weights(setup, work)
+    made.end()
+    work, trials = _best(work)
+    yield ["peer", "attention, seconds of a pass over one batch"], trials
+    for name, turn in (
+        (PADDED, turns.train_with_transformers),
+        (OURS, partial(_ours, setup)),
+        (SORTED, _sorted),
+    ):
+        if time.monotonic() > deadline:
+            yield ["peer", "left out", name], "no time left"
+            continue
+        while name not in rows:
+            try:
+                rows[name] = _row(work, turn)
+            except torch.OutOfMemoryError:
+                halves = name == PADDED and work.batch > BATCHES[-1]
+                if not halves:
+                    yield ["peer", "left out", name], f"out of memory with {work.batch} documents an update"
+                    break
+                work = dataclasses.replace(work, batch=work.batch // 2)
             _clean()
-            yield ["peer", "rows"], rows
-        yield ["peer", "same_loss"], same_loss(rows, setup.bf16)
+        _clean()
+        yield ["peer", "rows"], rows
+    yield ["peer", "same_loss"], same_loss(rows, setup.bf16)
+    Path(work.weights).unlink()
 
 
 def same_loss(rows: dict[str, dict[str, Any]], bf16: bool) -> bool:

@@ -19,6 +19,9 @@ from megaenc.processes import highest_resident
 
 FILLED = 0.92
 """Of the memory that is free, how much tensors may take; the rest is lost between them."""
+TRIALS = ((6, 8), (2, 4))
+"""Packs of the two micro-batches that tell how memory grows; the second where the first do not fit. With few packs the loss has
+not yet all the logits that it keeps at a time, and memory grows faster than later on."""
 LARGEST = 2**31 - 1
 """Numbers of one tensor: kernels that count in 32 bits go no further."""
 
@@ -42,7 +45,7 @@ class Timing:
 def measured(setup: Setup, timing: Timing, deadline: float) -> Iterator[tuple[list[str], Any]]:
     """Rows for the table, one after the other; nothing is begun after `deadline` (of time.monotonic)."""
     backend = made.begin()
-    engine = made.filled(Watched(setup.plan(timing.objectives[0]), backend, drawn=False))
+    engine = made.filled(Watched(setup.plan(*timing.objectives), backend, drawn=False))
     steps = made.numbers()
     packs = timing.packs or fitting(engine, setup, timing.objectives, steps)
     for objective in timing.objectives:
@@ -73,24 +76,29 @@ def _timed(
     while True:
         try:
             made.lay(engine, setup, objective, packs, timing.micro_batches)
-            first = _clocked(lambda: engine.update(next(steps)))[0]
-            break
+            return _row(engine, setup, backend, timing, packs, steps, deadline), packs
         except torch.OutOfMemoryError:
-            if packs == 1:
+            if packs == 1 or time.monotonic() > deadline:
                 raise
         _forget(engine)
         packs = min(packs - 1, int(0.9 * packs))
+
+
+def _row(
+    engine: Watched, setup: Setup, backend: Backend, timing: Timing, packs: int, steps: Iterator[int], deadline: float
+) -> dict[str, Any]:
+    """Of updates as they are laid; torch.OutOfMemoryError where one of them does not fit."""
+    first, _ = _clocked(lambda: engine.update(next(steps)))
     if not backend.is_host:
         torch.cuda.reset_peak_memory_stats()
-    taken, results, before = [], [], None
+    taken, updates, retries = [], [], _retries()
     while len(taken) < 3 or (sum(taken) < timing.seconds and len(taken) < 50):
         if taken and time.monotonic() + taken[-1] > deadline:
             break
         seconds, update = _clocked(lambda: engine.update(next(steps)))
         taken.append(seconds)
-        results.append(update.result)
-        before = update
-    total = sum(results[1:], results[0])
+        updates.append(update)
+    total = sum((update.result for update in updates[1:]), updates[0].result)
     tokens, flops = len(taken) * timing.micro_batches * packs * setup.seq_length, total.flops
     peak = backend.peak_flops(torch.bfloat16 if setup.bf16 else torch.float32)
     return {
@@ -103,6 +111,7 @@ def _timed(
         "mfu": flops / sum(taken) / peak if peak else None,
         "peak_memory": highest_resident() if backend.is_host else torch.cuda.max_memory_allocated(),
         "reserved_memory": None if backend.is_host else torch.cuda.max_memory_reserved(),
+        "num_alloc_retries": None if backend.is_host else _retries() - retries,
         "packs": packs,
         "micro_batches": timing.micro_batches,
         "updates": len(taken),
@@ -110,9 +119,15 @@ def _timed(
         "first_seconds": first,
         "predicted_share": total.predicted / tokens,
         "loss": total.loss,
-        "finite": before.made,
+        "finite": all(update.made for update in updates),
         "kernels": made.chosen(engine),
-    }, packs
+        "fused": made.fused(engine),
+    }
+
+
+def _retries() -> int:
+    """How often so far this process gave unused memory back to find room, which costs a wait each time."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 def _clocked(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -144,16 +159,21 @@ def fitting(engine: Watched, setup: Setup, objectives: tuple[str, ...], steps: I
     if engine.device.type == "cpu":
         return 1
     most = max(1, LARGEST // (setup.seq_length * max(2 * setup.shape.ffn_hidden_size, setup.shape.query_size)))
-    found = max(1, min(_largest(engine, setup.objective(text), 2, 4, most) for text in objectives))
+    found = max(1, min(_largest(engine, setup.objective(text), most) for text in objectives))
     _forget(engine)
     return found
 
 
-def _largest(engine: Watched, objective: Objective, few: int, more: int, most: int) -> int:
-    """At least 1; below `more` where not even that fits."""
-    try:
-        peaks = [_peak(engine, objective, packs) for packs in (few, more)]
-    except torch.OutOfMemoryError:
+def _largest(engine: Watched, objective: Objective, most: int) -> int:
+    """At least 1, at most `most`; 1 where none of TRIALS fits."""
+    for few, more in TRIALS:
+        try:
+            peaks = [_peak(engine, objective, packs) for packs in (few, more)]
+            break
+        except torch.OutOfMemoryError:
+            pass
+        _forget(engine)
+    else:
         return 1
     free, _ = torch.cuda.mem_get_info()
     room = FILLED * (free + torch.cuda.memory_reserved())

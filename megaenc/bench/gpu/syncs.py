@@ -11,6 +11,8 @@ from megaenc.bench.gpu.breakdown import Watched
 from megaenc.objectives import Objective
 
 MICRO_BATCHES = (1, 3)
+WAITED = "called a synchronizing"
+"""What torch says at each wait. When it starts to look it warns too, that it does."""
 
 
 def synchronisations(engine: Watched, objective: Objective) -> dict[str, Any]:
@@ -42,7 +44,7 @@ def _waits(engine: Watched, objective: Objective, micro_batches: int) -> Counter
         finally:
             torch.cuda.set_sync_debug_mode("default")
     engine.clear_gradient()
-    return Counter(place(one.filename, one.lineno) for one in told if "synchroniz" in str(one.message))
+    return Counter(place(one.filename, one.lineno) for one in told if WAITED in str(one.message))
 
 
 def place(filename: str, line: int) -> str:

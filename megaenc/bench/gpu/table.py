@@ -103,8 +103,16 @@ def _speed(found: dict[str, Any]) -> Iterator[str]:
         "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. Peak memory: of tensors. "
         "A micro-batch: packs in one row."
     )
-    for name, computed in {model: row["kernels"] for model, _, row in rows}.items():
-        yield f"\n{name}: {title(computed)}"
+    for name, row in {model: row for model, _, row in rows}.items():
+        yield f"\n{name}: {title(row['kernels'])}{_fused(row.get('fused'))}"
+
+
+def _fused(used: dict[str, bool] | None) -> str:
+    """Which of the fused kernels are used, where that is known."""
+    if not used:
+        return ""
+    mine, others = ([name for name, is_used in used.items() if is_used is which] for which in (True, False))
+    return f"; fused: {', '.join(mine) or 'none'}" + (f", by torch: {', '.join(others)}" if others else "")
 
 
 def _speed_row(found: dict[str, Any], model: str, objective: str, row: dict[str, Any]) -> tuple[str, ...]:
@@ -195,7 +203,7 @@ def _phases(found: dict[str, Any]) -> Iterator[str]:
     yield from _grid(("phase", "seconds", ""), ((name, f"{p['seconds']:.0f}", p["ended"]) for name, p in found["phases"].items()))
     for line, names in _said(found).items():
         yield f"\nSaid in {', '.join(names)}: {line}"
-    for part in ("speed", "peer"):
+    for part in ("speed", "peer", "compare"):
         for name, each in found.get(part, {}).items():
             left = each.get("left out") if part == "speed" else each if name == "left out" else None
             if left:

@@ -10,6 +10,9 @@ import yaml
 from megaenc.backend.kernels import Kernels
 from megaenc.errors import InputError
 
+FIRST = ("fused_kernels", "fp8_format")
+"""Fields whose change is compared first: more follows from it than from another attention."""
+
 
 def given(words: Sequence[str], flag: str) -> dict[str, Any]:
     """FIELD=VALUE words, of the fields of Kernels. Raises InputError, naming `flag`."""
@@ -54,6 +57,26 @@ def others(base: dict[str, Any]) -> list[dict[str, Any]]:
     """Every change of one field from `base` over the defaults."""
     usual = dataclasses.asdict(Kernels()) | base
     return [base | {name: value} for name, allowed in values().items() for value in allowed if value != usual[name]]
+
+
+def worth_a_trial(
+    base: dict[str, Any], computed: dict[str, Any] | None, lacking: dict[str, str]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Those of `others` to be tried, what changes most first, and by title why the rest is not.
+
+    `computed`: what the defaults over `base` have come to, all fields, where that is measured already; `lacking`: by FIELD=VALUE,
+    what cannot be had.
+    """
+    tried, left_out = [], {}
+    for kernels in sorted(others(base), key=lambda each: not any(each.get(name) != base.get(name) for name in FIRST)):
+        why = next((lacking[one] for one in (title({name: value}) for name, value in kernels.items()) if one in lacking), "")
+        if computed == dataclasses.asdict(Kernels()) | kernels:
+            why = "what is measured above"
+        if why:
+            left_out[title(kernels)] = why
+        else:
+            tried.append(kernels)
+    return tried, left_out
 
 
 def title(kernels: dict[str, Any]) -> str:

@@ -34,7 +34,25 @@ def machine(_: dict[str, Any], __: float) -> Found:
     if not backend.is_host:
         about["memory"] = torch.cuda.get_device_properties(0).total_memory
         about["compute_capability"] = list(torch.cuda.get_device_capability(0))
+    about["lacking"] = _lacking(backend.device)
     yield ["device"], about
+
+
+def _lacking(device: Any) -> dict[str, str]:
+    """What cannot be had here and why, FIELD=VALUE of Kernels, as far as that is known without a trial."""
+    import torch
+
+    from megaenc.bench.gpu.variants import title
+    from megaenc.errors import InputError
+    from megaenc.model.attention_backends import ORDER, lacking
+    from megaenc.model.transformer_engine import check_installed
+
+    found = {title({"attention_backend": name}): lacking(name, device, torch.bfloat16) for name in ORDER}
+    try:
+        check_installed(None)
+    except InputError:
+        found[title({"transformer_impl": "transformer_engine"})] = "transformer-engine is not installed"
+    return {name: why for name, why in found.items() if why}
 
 
 def reference(job: dict[str, Any], _: float) -> Found:
@@ -73,7 +91,7 @@ def peer(job: dict[str, Any], deadline: float) -> Found:
     from megaenc.bench.gpu import peer
 
     [setup] = _setups(job).values()
-    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], deadline)
+    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], Path(job["folder"]), deadline)
 
 
 def _setups(job: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,130 @@
+"""The GPU benchmark's speed: micro-batches that fill the card, updates that are timed, waits that are counted."""
+
+import itertools
+import math
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megaenc.bench.gpu import speed, syncs
+from megaenc.training.engine import BatchResult, Update
+
+
+def test_the_card_is_filled_by_two_trials():
+    # 10 GiB of weights and 3 GiB a pack: 20 packs take 70 GiB.
+    assert speed.packs_for(70.5, 16.0, 22.0, few=2, more=4) == 20
+    assert speed.packs_for(69.5, 16.0, 22.0, few=2, more=4) == 19
+    assert speed.packs_for(5.0, 16.0, 22.0, few=2, more=4) == 1
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 84 bytes for the trials, of which a micro-batch takes 10 and 3 a pack, and those that are tried."""
+    tried: list[int] = []
+    fits = {"most": 16}
+
+    def peak(engine, objective, packs):
+        tried.append(packs)
+        if packs > fits["most"]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 10.0 + 3.0 * packs
+
+    monkeypatch.setattr(speed, "_peak", peak)
+    monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
+    return SimpleNamespace(tried=tried, fits=fits)
+
+
+def test_the_largest_micro_batch_is_one_that_was_tried(card):
+    promised = int((speed.FILLED * 84 - 10) / 3)  # by the two trials; in truth 16 packs are the most
+    assert promised > 16 and speed._largest(None, None, most=1000) == 16
+    assert card.tried[:3] == [6, 8, promised] and card.tried[-1] == 16
+    assert speed._largest(None, None, most=7) == 7, "kernels that count in 32 bits go no further"
+
+
+def test_a_card_for_few_packs_is_measured_with_fewer(card):
+    card.fits["most"] = 7
+    assert speed._largest(None, None, most=1000) == 7
+    assert card.tried[:4] == [6, 8, 2, 4] and card.tried[-1] == 7
+    card.fits["most"] = 3
+    assert speed._largest(None, None, most=1000) == 1, "not even few fit"
+
+
+class Memory:
+    """An engine whose updates take memory: more than there is above `most` packs, the third of them a little more."""
+
+    def __init__(self, most: int, refused: tuple[int, ...] = ()):
+        self.most, self.refused, self.packs, self.made = most, refused, [], 0
+
+    def lay(self, engine, setup, objective, packs, micro_batches):
+        self.packs.append(packs)
+        self.made = 0
+
+    def update(self, step):
+        self.made += 1
+        if self.packs[-1] > self.most and self.made == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Update(BatchResult(5.0, 10, 1, 100.0), 1.0, made=self.made not in self.refused)
+
+
+def timed(monkeypatch, engine: Memory, deadline: float):
+    monkeypatch.setattr(speed.made, "lay", engine.lay)
+    monkeypatch.setattr(speed.made, "chosen", lambda engine: {})
+    monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(speed, "attention_flops", lambda engine, step: 0)
+    timing = speed.Timing("small", ("clm",), micro_batches=2, seconds=0.0)
+    setup = SimpleNamespace(seq_length=8, bf16=True)
+    host = SimpleNamespace(is_host=True, peak_flops=lambda dtype: 0.0)
+    return speed._timed(engine, setup, host, timing, "clm", 10, itertools.count(1), deadline)
+
+
+def test_memory_that_ends_while_the_clock_runs_costs_packs(monkeypatch):
+    engine = Memory(most=8)
+    row, packs = timed(monkeypatch, engine, deadline=math.inf)
+    assert engine.packs == [10, 9, 8] and packs == row["packs"] == 8
+    assert row["updates"] == 3 and row["finite"] and row["loss"] == 0.5
+    assert row["num_alloc_retries"] is None and row["fused"] is None
+
+
+def test_after_the_deadline_nothing_is_tried_again(monkeypatch):
+    engine = Memory(most=8)
+    engine.update = lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        timed(monkeypatch, engine, deadline=0.0)
+    assert engine.packs == [10]
+
+
+def test_one_update_that_was_not_made_is_told(monkeypatch):
+    row, _ = timed(monkeypatch, Memory(most=10, refused=(3,)), deadline=math.inf)
+    assert row["updates"] == 3 and not row["finite"]
+
+
+def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
+    modes: list[str] = []
+
+    class Engine:
+        device = torch.device("cuda")
+        share = type("Share", (), {"micro_batch_size": 2})
+
+        def clear_gradient(self):
+            pass
+
+        def forward_and_backward(self, rows, objective):
+            if modes and modes[-1] == "warn":
+                for _ in rows:
+                    warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/attention.py", 7)
+                warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, "/a/b/c/engine.py", 9)
+                warnings.warn_explicit("something else", UserWarning, "/a/b/c/engine.py", 10)
+
+    def begin(mode):  # which says that it is new
+        modes.append(mode)
+        warnings.warn("Synchronization debug mode is a prototype feature and is incomplete", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", begin)
+    found = syncs.synchronisations(Engine(), None)
+    assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
+    assert modes[-1] == "default"
