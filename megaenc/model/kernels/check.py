@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaenc.model.verdict import Verdict
+
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
 once, which puts a bfloat16 out by half of that where it is rounded to the nearest; triton's interpreter cuts off instead."""
@@ -20,25 +22,6 @@ class Widths:
     head: int
     ffn: int
     vocabulary: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of trying a kernel."""
-
-    name: str
-    available: bool
-    """It could be compiled and run."""
-    error: float | None
-    """the largest, as `ALLOWED` says; None where it was not available"""
-    allowed: float
-    why: str
-    """it is not to be used; empty where it is"""
-
-    @property
-    def right(self) -> bool:
-        """Whether a model may be computed by it."""
-        return not self.why
 
 
 Comparison = tuple[str, Tensor, Tensor]
