@@ -29,7 +29,7 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 
 # Of torch's scaled dot product; cuDNN would make a plan for each length of a document.
 _OF_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-_HOPPER = (9, 0)  # the device that flash-attn 3 is made for
+_HOPPER, _THIRD = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 is made for, and its module
 
 
 def attend_by(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
@@ -54,8 +54,9 @@ def lacking(name: str, device: torch.device, dtype: torch.dtype) -> str:
         return "needs an accelerator"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"computes in 16-bit numbers and not in {str(dtype).removeprefix('torch.')}"
-    if name == "flash" and not any(util.find_spec(module) for module in ("flash_attn", "flash_attn_interface")):
-        return "flash-attn is not installed"
+    if name == "flash" and not flash_module(device):
+        third = ", and version 3, which is, is for a Hopper alone" if util.find_spec(_THIRD) else ""
+        return f"flash-attn{' 2' if third else ''} is not installed{third}"
     if name == "cudnn" and (torch.version.hip or not torch.backends.cudnn.is_available()):
         return "this torch has no cuDNN"
     return ""
@@ -73,12 +74,18 @@ def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
     return varlen_attn(q, k, v, cu_q, cu_k, longest_q, longest_k, scale=scale, window_size=window, **_GROUPED)
 
 
+def flash_module(device: torch.device) -> str:
+    """The module of flash-attn 3 where it is installed and `device` is a Hopper, else that of flash-attn 2; empty without it."""
+    # AMD's numbers of devices mean others.
+    if util.find_spec(_THIRD) and not torch.version.hip and torch.cuda.get_device_capability(device) == _HOPPER:
+        return _THIRD
+    return "flash_attn" if util.find_spec("flash_attn") else ""
+
+
 @functools.cache
 def flash_kernel(device: torch.device) -> Kernel:
-    """flash-attn 3's kernel where it is installed and `device` is a Hopper, else flash-attn 2's. ImportError without either."""
-    third = bool(util.find_spec("flash_attn_interface")) and not torch.version.hip  # where the numbers of devices mean others
-    third = third and torch.cuda.get_device_capability(device) == _HOPPER
-    function = importlib.import_module("flash_attn_interface" if third else "flash_attn").flash_attn_varlen_func
+    """That of `flash_module`, which must not be empty."""
+    function = importlib.import_module(flash_module(device)).flash_attn_varlen_func
 
     def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
         out = function(q, k, v, cu_q, cu_k, longest_q, longest_k, softmax_scale=scale, causal=causal)

@@ -4,6 +4,7 @@ Kernels of accelerators have been silently wrong for a mask, a width of heads or
 documents, as a run would run it, and compared with the formula, written out in float32 on the host.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from megaenc.model.attention_backends import attend_by, lacking
 from megaenc.model.packing import Packing
+from megaenc.model.padded_attention import MOST_MASK_BYTES, mask_bytes
+from megaenc.model.verdict import Verdict
 from megaenc.objectives import Attention
 from megaenc.randomness import normal_rows
 
@@ -47,25 +50,7 @@ class Row:
 
 _ACCELERATOR = Row((5, 259, 1, 67, 130), (2, 200, 0, 66, 0))
 _HOST = Row((5, 41, 1, 33, 18), (2, 30, 0, 32, 0))  # there tiles are smaller, and the check takes longer
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a backend was found to be. `error` and `allowed`: see `relative_error` and `tolerance`."""
-
-    name: str
-    available: bool
-    """Whether it could be tried at all."""
-    error: float | None
-    """The largest that was found; None where nothing was computed."""
-    allowed: float
-    why: str
-    """What speaks against it, for the console; empty for a backend that is right."""
-
-    @property
-    def right(self) -> bool:
-        """Whether a run may use it."""
-        return not self.why
+_LONGEST = 2048  # of what the check tries; the formula takes the square of it on the host
 
 
 def check_backend(
@@ -77,29 +62,62 @@ def check_backend(
     dtype: torch.dtype,
     device: torch.device,
     masks: Iterable[Attention] = tuple(Attention),
+    seq_length: int = 0,
+    packs: int = 1,
 ) -> Verdict:
     """Try the backend `name` (of attention_backends.ORDER) on `device` under each of `masks`; whatever it raises is a verdict.
 
-    `heads`: of queries, `groups`: of keys and values, those of this process.
+    `heads`: of queries, `groups`: of keys and values, those of this process; `packs` of `seq_length` tokens: of a micro-batch.
+    `error` and `allowed` of the verdict: see `relative_error` and `tolerance`.
     """
-    row = _HOST if device.type == "cpu" else _ACCELERATOR
-    allowed = tolerance(dtype, max(row.lengths) + head_dim, device)
+    worst = Verdict(name, True, 0.0, tolerance(dtype, head_dim, device), "")
     if missing := lacking(name, device, dtype):
-        return Verdict(name, False, None, allowed, missing)
-    inputs = [x.to(dtype) for x in _made(sum(row.lengths), heads, groups, head_dim)]
-    worst = 0.0
-    for mask in masks:
-        where = f"under {mask} attention with heads {head_dim} wide"
-        try:
-            for what, error in _errors(name, row, inputs, mask, device):
-                if not error <= allowed:
-                    found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
-                    return Verdict(name, True, error, allowed, f"{what} {found} {where}")
-                worst = max(worst, error)
-        except Exception as error:  # whatever a kernel may raise
-            said = " ".join(str(error).split())[:200]
-            return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {said}")
-    return Verdict(name, True, worst, allowed, "")
+        return dataclasses.replace(worst, available=False, error=None, why=missing)
+    masks = list(masks)
+    if name == "cudnn" and (too_much := _too_much_memory(packs, seq_length, dtype, masks)):
+        return dataclasses.replace(worst, error=None, why=too_much)
+    for row, queries, keys in _rows(device, heads, groups, seq_length):
+        allowed = tolerance(dtype, max(row.lengths) + head_dim, device)
+        inputs = [x.to(dtype) for x in _made(sum(row.lengths), queries, keys, head_dim)]
+        for mask in masks:
+            where = f"under {mask} attention with heads {head_dim} wide"
+            try:
+                for what, error in _errors(name, row, inputs, mask, device):
+                    if not error <= allowed:
+                        found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
+                        return Verdict(name, True, error, allowed, f"{what} {found} {where}")
+                    if error >= worst.error:
+                        worst = Verdict(name, True, error, allowed, "")
+            except Exception as error:  # whatever a kernel may raise
+                said = " ".join(str(error).split())[:200]
+                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {said}")
+    return worst
+
+
+def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[Row, int, int]]:
+    """(row, heads of queries, of keys and values) of each trial.
+
+    On an accelerator one with a document as long as the run's may be: of one group, for what is wrong with a length is so in
+    each, and the formula takes its time on the host.
+    """
+    if device.type == "cpu":
+        yield _HOST, heads, groups
+        return
+    yield _ACCELERATOR, heads, groups
+    longest = min(seq_length, _LONGEST) + 3
+    if longest > max(_ACCELERATOR.lengths):
+        yield Row((7, 33, longest), (3, 0, longest // 3)), heads // groups, 1
+
+
+def _too_much_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
+    """What speaks against padded documents under `masks`; empty where nothing."""
+    needed, masks = mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
+    if not masks or needed <= MOST_MASK_BYTES:
+        return ""
+    return (
+        f"masks under {masks[0]} attention take {needed / 2**30:.3g} GiB where documents fill {packs:,} packs of {seq_length:,} "
+        f"tokens, and {MOST_MASK_BYTES / 2**30:.3g} GiB are allowed: smaller micro-batches or shorter packs take less"
+    )
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:

@@ -66,7 +66,7 @@ def _scaled(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constex
     tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the check has seen
 def _turned(x, out, rows, columns, width, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -3,6 +3,8 @@
 cuDNN makes a plan for each shape that it sees, which takes tens to hundreds of milliseconds. So documents are sorted into
 lengths of 128, 256, 512, ..., and each sort is one batch whose number of documents is rounded up to a power of two: less than
 four times the tokens, mostly less than two, and some tens of shapes in all.
+
+Unless the mask is causal, a batch has a mask of [documents, length, length] numbers, which is kept for all layers.
 """
 
 from dataclasses import dataclass
@@ -17,6 +19,8 @@ from megaenc.model.packing import Packing, to_device
 from megaenc.objectives import Attention
 
 _SHORTEST = 128
+MOST_MASK_BYTES = 4 * 2**30
+"""Of the masks of a micro-batch: what a run may begin with."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Padded:
             found = np.flatnonzero(sort == length)
             rows += [np.arange(start, stop) for start, _, stop in spans[found]]
             places = [at * length + np.arange(lengths[document]) for at, document in enumerate(found)]
-            count = 1 << (len(found) - 1).bit_length()
+            count = _power_of_2(len(found))
             # Those that fill the batch up have one token: a softmax over nothing would be no number.
             sizes = np.ones((2, count), dtype=np.int64)
             sizes[:, : len(found)] = lengths[found], prefixes[found]
@@ -59,6 +63,17 @@ class Padded:
             batches.append(Batch((count, int(length)), len(at), to_device(torch.from_numpy(at), device), bias))
         order = np.concatenate(rows)
         return cls(*(to_device(torch.from_numpy(array), device) for array in (order, np.argsort(order))), batches)
+
+
+def mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
+    """Of the masks of a micro-batch whose documents fill their packs, which is about the most that there can be."""
+    length = max(_SHORTEST, _power_of_2(seq_length))
+    return _power_of_2(packs) * length**2 * dtype.itemsize
+
+
+def _power_of_2(number: int) -> int:
+    """The smallest that is not below `number`."""
+    return 1 << max(number - 1, 0).bit_length()
 
 
 def _bias(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ DEPTH = 2  # the next, and one more for when that takes longer than usual
 
 
 class Ahead(Generic[Key, Made]):
-    """Calls `make` in one thread, up to DEPTH results before they are asked for.
+    """Calls `make` in one thread: while one result is used, up to DEPTH of the next are made.
 
     What is asked for is what is given, whatever was begun: a wrong guess costs the time of making it. The thread waits for
     nobody, so that it ends with the interpreter, or when nobody has this object any more.
@@ -33,7 +33,7 @@ class Ahead(Generic[Key, Made]):
             self._forget()
         left = deque([*keys, *following][len(self._begun) :])
         for _ in keys:
-            while left and len(self._begun) <= DEPTH:
+            while left and len(self._begun) < 1 + DEPTH:  # the one that is asked for now, and those ahead of it
                 self._begun.append((left[0], self._pool.submit(self._make, left.popleft())))
             _, made = self._begun.popleft()
             yield made.result()

@@ -9,7 +9,8 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 from megaenc.model.attention_backends import ORDER
-from megaenc.model.attention_check import Verdict, check_backend
+from megaenc.model.attention_check import check_backend
+from megaenc.model.verdict import Verdict
 from megaenc.objectives import Attention
 from megaenc.training.plan import Plan, validated_objectives
 from megaenc.training.together import on_all
@@ -20,15 +21,33 @@ def attention_of(plan: Plan, backend: Backend) -> str:
     objectives = validated_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.objectives()
     masks = {objective.attention for objective in objectives.values()}
     settings = plan.settings
-    return choose_attention(settings.kernels.attention_backend, settings.shape, settings.layout, plan.dtype, masks, backend)
+    return choose_attention(
+        settings.kernels.attention_backend,
+        settings.shape,
+        settings.layout,
+        plan.dtype,
+        masks,
+        backend,
+        seq_length=settings.data.seq_length,
+        packs=settings.micro_batch_size,
+    )
 
 
 def choose_attention(
-    asked: str, shape: ModelConfig, layout: Layout, dtype: torch.dtype, masks: Collection[Attention], backend: Backend
+    asked: str,
+    shape: ModelConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    masks: Collection[Attention],
+    backend: Backend,
+    *,
+    seq_length: int = 0,
+    packs: int = 1,
 ) -> str:
     """The backend `asked` for, under "auto" the first of ORDER, that is right on all ranks, which call this together.
 
-    One that is wrong or fails is named on the console. InputError where none is right.
+    `packs` of `seq_length` tokens: of a micro-batch; without them long documents are not tried. One that is wrong or fails is
+    named on the console. InputError where none is right.
     """
     names = ORDER if asked == "auto" else (asked,)
     share = layout.tensor_model_parallel_size
@@ -46,6 +65,8 @@ def choose_attention(
                     dtype=dtype,
                     device=backend.device,
                     masks=[mask for mask in Attention if mask in masks],
+                    seq_length=seq_length,
+                    packs=packs,
                 )
             if verdicts[names[place]].right:
                 return place

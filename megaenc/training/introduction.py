@@ -4,14 +4,14 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend, Kernels
 from megaenc.objectives import Phase
-from megaenc.training.engine import BatchResult
 from megaenc.training.plan import Plan
+from megaenc.training.results import BatchResult
 
 
-def introduction(plan: Plan, backend: Backend, kernels: Kernels, resumed: int) -> str:
+def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str, bool], resumed: int) -> str:
     """Model, machine, layout and kernels, phases and batch, how often the data are read.
 
-    `kernels`: those that were chosen; `resumed`: the step it goes on after, or 0.
+    `kernels`: those that were chosen; `fused`: whether each fused kernel is used; `resumed`: the step it goes on after, or 0.
     """
     settings = plan.settings
     where = f"{dist.get_world_size()} x {backend.description}"
@@ -22,6 +22,8 @@ def introduction(plan: Plan, backend: Backend, kernels: Kernels, resumed: int) -
     precision = "bf16" if settings.bf16 else "fp32"
     save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
     computed = f"{parallel}; attention by {kernels.attention_backend}"
+    if not backend.is_host:
+        computed += f"; fused kernels: {', '.join(name for name, used in fused.items() if used) or 'none'}"
     return (
         f"{settings.model_name}: {millions:.1f}M parameters in {precision} on {where} ({computed}), {start}\n"
         f"  {phases}; {plan.settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"

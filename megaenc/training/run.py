@@ -10,12 +10,13 @@ from megaenc.errors import InputError
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.checkpoint_folder import Damaged
 from megaenc.training.diagnosis import report_skipped
-from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.engine import Engine
 from megaenc.training.evaluation import Validation
 from megaenc.training.introduction import introduction, spike_found
 from megaenc.training.leaving_out import leave_out, read_alike
 from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan
+from megaenc.training.results import BatchResult
 from megaenc.training.run_folder import RunFolder
 from megaenc.training.saving import OwnCheckpoints
 from megaenc.training.spikes import RecentLosses
@@ -47,13 +48,13 @@ class Run:
         self._progress = {name: (saved or vars(plan.start))[name] for name in PROGRESS}
         self._engine = Engine(plan, backend)
         if plan.settings.output.save:
-            on_rank_0(lambda: folder.record(plan, self._engine.kernels))
+            on_rank_0(lambda: folder.record(plan, self._engine.kernels, self._engine.fused))
         watchdog.beat("load", self.done)
         if saved:
             checkpoints.load(self._engine, self.done)
         source = saved or _begin(self._engine, plan.start)
         self._losses = RecentLosses(source.get("losses"))
-        say(introduction(plan, backend, self._engine.kernels, resumed=self.done if saved else 0))
+        say(introduction(plan, backend, self._engine.kernels, self._engine.fused, resumed=self.done if saved else 0))
         self._validation = Validation(plan) if plan.validation else None
         self.monitor = Monitor(plan, backend, self._engine, folder, self.done)
         self.monitor.cut(self.done if saved else -1)

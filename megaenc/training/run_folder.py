@@ -66,11 +66,14 @@ class RunFolder:
             with whole_folder(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
-    def record(self, plan: "Plan", kernels: Kernels | None = None) -> None:
-        """Write what `plan` is to run.json and config.yaml, and by which `kernels` the run computes, once they are chosen."""
+    def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
+        """Write what `plan` is to run.json and config.yaml, and by which kernels the run computes, once they are chosen.
+
+        `fused`: whether each fused kernel is used, by name.
+        """
         path = self.path
         if kernels:
-            self._computed_by = {"kernels": dataclasses.asdict(kernels)}
+            self._computed_by = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
         # First: it is what makes the folder a run.
         write_whole(path / FACTS, json.dumps(plan.facts | self._computed_by, indent=1))
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}

@@ -166,15 +166,25 @@ def test_what_is_lacking():
     assert lacking("varlen", accelerator, torch.bfloat16) == ""
 
 
-def test_flash_attn_is_there_or_not(monkeypatch):
+NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, is for a Hopper alone"
+SECOND, THIRD = "flash_attn", "flash_attn_interface"
+
+
+@pytest.mark.parametrize("modules", [(), (SECOND,), (THIRD,), (SECOND, THIRD)], ids=" and ".join)
+@pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((8, 0), None), ((9, 0), "7.0")])
+def test_flash_attn_is_there_or_not(modules, capability, hip, monkeypatch):
+    """What is tried is what there is: version 3 on AMD's or on an older device is none."""
     from megaenc.model import attention_backends
 
-    accelerator, found = torch.device("cuda", 0), []
-    monkeypatch.setattr(attention_backends.util, "find_spec", lambda name: name in found)
-    assert attention_backends.lacking("flash", accelerator, torch.bfloat16) == "flash-attn is not installed"
-    for module in ("flash_attn", "flash_attn_interface"):
-        found[:] = [module]
-        assert attention_backends.lacking("flash", accelerator, torch.bfloat16) == ""
+    accelerator = torch.device("cuda", 0)
+    monkeypatch.setattr(attention_backends.util, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    third = THIRD in modules and capability == (9, 0) and not hip
+    module = THIRD if third else SECOND if SECOND in modules else ""
+    assert attention_backends.flash_module(accelerator) == module
+    found = attention_backends.lacking("flash", accelerator, torch.bfloat16)
+    assert found == ("" if module else ALONE if modules else NONE)
 
 
 def test_cudnn_is_there_or_not(monkeypatch):

@@ -241,3 +241,55 @@ def test_the_row_has_what_kernels_stumble_over(row):
     assert 0 in inside and any(0 < share < 1 for share in inside)
     assert any(length - prefix == 1 < length for prefix, length in zip(prefixes, lengths, strict=True))
     assert 0 < row.loud.sum() < row.edges[-1] == sum(lengths)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch):
+    """The rows of an accelerator, on the host."""
+    from megaenc.model import attention_check
+
+    rows = attention_check._rows
+    monkeypatch.setattr(attention_check, "_rows", lambda _, *others: rows(torch.device("cuda"), *others))
+
+
+@pytest.mark.parametrize(("dtype", "seq_length"), [(torch.float32, 4096), (torch.bfloat16, 700)])
+def test_a_long_document_is_right_too(dtype, seq_length, as_on_an_accelerator):
+    verdict = check(dtype=dtype, seq_length=seq_length, masks=BOTH)
+    assert verdict.right and 0 < verdict.error < verdict.allowed * 0.7
+
+
+@pytest.mark.parametrize("seq_length", [0, 600, 4096])
+def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(seq_length, planted, as_on_an_accelerator):
+    """As where a kernel leaves out keys beyond the 500th."""
+
+    def wrong(q, k, v, packing):
+        at = torch.cat([torch.arange(stop - start) for start, stop in packing.documents])
+        return right(q, k, torch.where((at > 500)[:, None, None], 0.0, v), packing)
+
+    verdict = planted(wrong, seq_length=seq_length, masks=[Attention.CAUSAL])
+    assert verdict.right == (seq_length == 0)
+    assert verdict.right or verdict.why.startswith("values off by")
+
+
+@pytest.mark.parametrize(
+    ("packs", "seq_length", "masks", "needed"),
+    [
+        (1, 33_000, BOTH, "8 GiB where documents fill 1 packs of 33,000 tokens"),
+        (600, 2048, [Attention.PREFIX], "8 GiB where documents fill 600 packs of 2,048 tokens"),
+        (512, 2048, BOTH, ""),
+        (1, 33_000, [Attention.CAUSAL], ""),
+    ],
+)
+def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, needed, planted):
+    planted(right)
+    verdict = check("cudnn", packs=packs, seq_length=seq_length, masks=masks, dtype=torch.bfloat16)
+    assert verdict.right == (not needed) and needed in verdict.why
+
+
+def test_what_masks_take_is_what_is_said():
+    from megaenc.model.packing import Packing
+    from megaenc.model.padded_attention import Padded, mask_bytes
+
+    row = Packing.of([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
+    [batch] = Padded.of(row, HOST, torch.bfloat16).batches
+    assert batch.bias.nbytes == mask_bytes(3, 300, torch.bfloat16)

@@ -194,6 +194,21 @@ def test_the_start_finds_what_computes_something_else(monkeypatch):
         module.check_products("hybrid", detect(), widths, torch.float32)
 
 
+def test_what_the_products_raise_is_one_line(monkeypatch):
+    """So that `on_all` tells it to every rank, and none waits for one that has left with a traceback."""
+    from megaenc.backend import detect
+    from megaenc.model import float8 as module
+
+    def no_kernel(*_, **__):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")
+
+    monkeypatch.setattr(torch, "_scaled_mm", no_kernel)
+    with pytest.raises(InputError) as refused:
+        module.check_products("hybrid", detect(), [(OUT, WIDTH)], torch.float32)
+    assert str(refused.value).startswith(f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on ")
+    assert str(refused.value).endswith("NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic; leave the flag out")
+
+
 def machine(monkeypatch, name, **has):
     """As `detect` finds it, without there being one."""
     from megaenc.backend import detect

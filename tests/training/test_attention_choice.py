@@ -24,7 +24,7 @@ def choose(asked, backend, masks=tuple(Attention)):
 @pytest.fixture
 def machine(monkeypatch, one_process):
     """A machine on which each backend is what it is said to be: right, wrong or missing; says which were tried."""
-    from megaenc.model.attention_check import Verdict
+    from megaenc.model.verdict import Verdict
     from megaenc.training import attention_choice
 
     def machine(**kinds):
@@ -117,8 +117,10 @@ def test_the_masks_of_a_run(schedule, more, masks, small_corpus, machine, one_pr
 
     asked = machine(sdpa="right")
     flags = [*small_corpus.flags, "--seq-length", "64", "--objective-schedule", schedule, "--train-iters", "4", *more]
-    attention_of(make_plan(read_settings(flags, "test")), one_process)
-    assert set(asked[-1][1]["masks"]) == masks
+    attention_of(make_plan(read_settings([*flags, "--micro-batch-size", "2"], "test")), one_process)
+    found = asked[-1][1]
+    assert set(found["masks"]) == masks
+    assert (found["seq_length"], found["packs"]) == (64, 2)
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(small_corpus, tmp_path):
@@ -156,6 +158,8 @@ def test_a_run_may_go_on_by_another(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(save), "--save-interval", "4"]
     runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "4"])
     assert json.loads((save / "run.json").read_text())["kernels"]["attention_backend"] == "sdpa"
+    fused = json.loads((save / "run.json").read_text())["kernels"]["fused"]
+    assert fused == dict.fromkeys(("norm", "rotary", "swiglu", "loss", "sum"), False)  # what was asked for, a processor has not
     assert "attention_backend: auto" in (save / "config.yaml").read_text()
     ended = runs.script(runs.PRETRAIN, [*flags, "--attention-backend", "sdpa", "--exit-interval", "8"])
     assert "going on after step 4" in ended.stdout

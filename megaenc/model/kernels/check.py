@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaenc.model.verdict import Verdict
+
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
 once, which puts a bfloat16 out by half of that where it is rounded to the nearest; triton's interpreter cuts off instead."""
@@ -20,25 +22,6 @@ class Widths:
     head: int
     ffn: int
     vocabulary: int
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of trying a kernel."""
-
-    name: str
-    available: bool
-    """It could be compiled and run."""
-    error: float | None
-    """the largest, as `ALLOWED` says; None where it was not available"""
-    allowed: float
-    why: str
-    """it is not to be used; empty where it is"""
-
-    @property
-    def right(self) -> bool:
-        """Whether a model may be computed by it."""
-        return not self.why
 
 
 Comparison = tuple[str, Tensor, Tensor]
@@ -120,17 +103,18 @@ def _check_norm(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
 def _check_rotary(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
     from megaenc.model.kernels.rotary import rotate
 
-    for tokens, heads, dim in ((7, 3, widths.head), (5, 18, 96), (3, 40, 64), (1, 1, 10), (0, 2, 64)):
+    # Slices, as queries and keys are of the joint projection; rows at round addresses have a variant of their own.
+    shapes = (7, 3, widths.head, 16), (7, 3, widths.head, 5), (5, 18, 96, 5), (3, 40, 64, 5), (1, 1, 10, 5), (0, 2, 64, 5)
+    for tokens, heads, dim, beside in shapes:
         angles = draw(tokens, 1, 1, dim // 2, size=1000.0).detach().float()
         cos, sin = angles.cos(), angles.sin()
 
-        def formula(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
-            first, second = x[..., :-5].chunk(2, -1)
+        def formula(x: Tensor, cos: Tensor = cos, sin: Tensor = sin, dim: int = dim) -> Tensor:
+            first, second = x[..., :dim].chunk(2, -1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-        # A slice, as queries and keys are of the joint projection.
-        x = draw(tokens, 1, heads, dim + 5)
-        yield from _against(lambda x, cos=cos, sin=sin: rotate(x[..., :-5], cos, sin), formula, draw, "x", x)
+        x = draw(tokens, 1, heads, dim + beside)
+        yield from _against(lambda x, cos=cos, sin=sin, dim=dim: rotate(x[..., :dim], cos, sin), formula, draw, "x", x)
 
 
 def _check_swiglu(draw: _Draw, widths: Widths) -> Iterator[Comparison]:

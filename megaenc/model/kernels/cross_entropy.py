@@ -5,14 +5,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.model.kernels.launch import power_of_2, strip
+from megaenc.model.kernels.launch import UNSEEN, power_of_2, strip
 
 LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
 NOBODY: tl.constexpr = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
-def statistics_kernel(logits, labels, out, rows, stride, first, columns, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=UNSEEN, do_not_specialize_on_alignment=UNSEEN)
+def cross_entropy_statistics_kernel(logits, labels, out, rows, stride, first, columns, width, COLUMNS: tl.constexpr):
     """One program takes a row, a block at a time: what it has added up shrinks where a higher score comes."""
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * stride
@@ -21,7 +21,9 @@ def statistics_kernel(logits, labels, out, rows, stride, first, columns, COLUMNS
     token = 0
     for start in range(0, columns, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        scores = tl.load(here + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        # Loaded to the padding's end, which is a round number: many at a time, whatever the size of the vocabulary.
+        scores = tl.load(here + column, mask=column < width, other=0.0).to(tl.float32)
+        scores = tl.where(column < columns, scores, float("-inf"))
         top = tl.max(scores, axis=0)
         likeliest = tl.min(tl.where(scores == top, column, NOBODY), axis=0)
         token = tl.where(top > highest, likeliest, token)
@@ -37,12 +39,13 @@ def statistics_kernel(logits, labels, out, rows, stride, first, columns, COLUMNS
     tl.store(out + 3 * rows + row, (token + first).to(tl.float32))
 
 
-@triton.jit
-def gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=UNSEEN, do_not_specialize_on_alignment=UNSEEN)
+def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, columns, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     here = logits + row * stride + column
-    scores = tl.load(here, mask=column < columns, other=float("-inf")).to(tl.float32)
+    scores = tl.load(here, mask=column < width, other=0.0).to(tl.float32)
+    scores = tl.where(column < columns, scores, float("-inf"))
     chance = tl.exp(scores - tl.load(top + row)) / tl.load(total + row)
     at = tl.load(labels + row) - first
     error = tl.where((column == at) & (column < columns), chance - 1.0, chance)
@@ -61,7 +64,9 @@ def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) ->
     if rows:
         block = min(power_of_2(width), 4096)
         constants = {"COLUMNS": block, "num_warps": min(max(block // 256, 1), 8)}
-        statistics_kernel[(rows,)](logits_nV, labels_n, out_4n, rows, logits_nV.stride(0), first, columns, **constants)
+        cross_entropy_statistics_kernel[(rows,)](
+            logits_nV, labels_n, out_4n, rows, logits_nV.stride(0), first, columns, width, **constants
+        )
     return out_4n
 
 
@@ -74,5 +79,7 @@ def to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tens
     if rows:
         constants = strip(width)
         programs = rows, triton.cdiv(width, constants["COLUMNS"])
-        gradient_kernel[programs](logits_nV, labels_n, top_n, sum_n, logits_nV.stride(0), first, columns, width, **constants)
+        cross_entropy_gradient_kernel[programs](
+            logits_nV, labels_n, top_n, sum_n, logits_nV.stride(0), first, columns, width, **constants
+        )
     return logits_nV

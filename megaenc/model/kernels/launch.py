@@ -8,6 +8,13 @@ from torch import Tensor
 _TILE = 2048
 """Numbers that a program holds of each tensor at a time: eight of them in each thread of eight warps, four on AMD."""
 
+UNSEEN = ("rows", "heads", "first", "columns", "labels", "top", "total")
+"""Arguments of kernels that differ from one micro-batch or rank to the next, and that no vector of loads hangs on.
+
+For others triton makes a variant where a number is 1 or a multiple of 16, or an address one of 16 bytes. Of these it must not:
+the check at the start would not have seen it, and it would be compiled in the middle of training.
+"""
+
 
 def power_of_2(number: int) -> int:
     """The smallest power of two that is not below `number`: what a block of Triton's can be."""

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import resident, rows_of, tile
+from megaenc.model.kernels.launch import UNSEEN, resident, rows_of, tile
 
 
-@triton.jit
-def forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=UNSEEN)
+def rms_norm_forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < width)
@@ -20,8 +20,8 @@ def forward_kernel(x, weight, out, rows, x_stride, width, epsilon, ROWS: tl.cons
     tl.store(out + row * width + column, (numbers * shrink * scale).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def backward_kernel(
+@triton.jit(do_not_specialize=UNSEEN)
+def rms_norm_backward_kernel(
     gradient, x, weight, to_x, to_weight, rows, gradient_stride, x_stride, width, epsilon,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,7 @@ class _RMSNorm(torch.autograd.Function):
             rows, width = rows_RH.shape
             constants = tile(width)
             programs = triton.cdiv(rows, constants["ROWS"])
-            forward_kernel[(programs,)](rows_RH, weight, out, rows, rows_RH.stride(0), width, epsilon, **constants)
+            rms_norm_forward_kernel[(programs,)](rows_RH, weight, out, rows, rows_RH.stride(0), width, epsilon, **constants)
         return out
 
     @staticmethod
@@ -80,7 +80,7 @@ class _RMSNorm(torch.autograd.Function):
         # One sum a program, in an order that is the same every time: atomic additions would not be.
         to_weight_PH = torch.empty(programs, width, dtype=torch.float32, device=rows_RH.device)
         strides = gradient_RH.stride(0), rows_RH.stride(0)
-        backward_kernel[(programs,)](
+        rms_norm_backward_kernel[(programs,)](
             gradient_RH, rows_RH, weight, to_x, to_weight_PH, rows, *strides, width, ctx.epsilon, **constants
         )
         return to_x, to_weight_PH.sum(0).to(weight.dtype), None

@@ -6,11 +6,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.model.kernels.launch import power_of_2, tile
+from megaenc.model.kernels.launch import UNSEEN, power_of_2, tile
 
 
-@triton.jit
-def turn_kernel(
+@triton.jit(do_not_specialize=UNSEEN)
+def rotary_kernel(
     x, cos, sin, out, token_stride, head_stride, heads, half, SIGN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """One program takes ROWS heads of a token, which share their angles."""
@@ -59,5 +59,5 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
         constants["num_warps"] = max(1, constants["ROWS"] * constants["COLUMNS"] // 256)
         programs = tokens, triton.cdiv(heads, constants["ROWS"])
         strides = x.stride(0), x.stride(2)
-        turn_kernel[programs](x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants)
+        rotary_kernel[programs](x, cos, sin, out, *strides, heads, width // 2, SIGN=sign, **constants)
     return out

@@ -10,7 +10,7 @@ from megaenc.model.kernels.launch import rows_of, strip
 
 
 @triton.jit
-def forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
+def swiglu_forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -20,7 +20,7 @@ def forward_kernel(x, out, x_stride, width, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, COLUMNS: tl.constexpr):
+def swiglu_backward_kernel(gradient, x, to_x, gradient_stride, x_stride, width, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -49,7 +49,7 @@ class _SwiGLU(torch.autograd.Function):
         if out.numel():
             constants = strip(width)
             programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
-            forward_kernel[programs](rows_R2F, out, rows_R2F.stride(0), width, **constants)
+            swiglu_forward_kernel[programs](rows_R2F, out, rows_R2F.stride(0), width, **constants)
         return out
 
     @staticmethod
@@ -62,5 +62,5 @@ class _SwiGLU(torch.autograd.Function):
             constants = strip(width)
             programs = len(rows_R2F), triton.cdiv(width, constants["COLUMNS"])
             strides = gradient_RF.stride(0), rows_R2F.stride(0)
-            backward_kernel[programs](gradient_RF, rows_R2F, to_x, *strides, width, **constants)
+            swiglu_backward_kernel[programs](gradient_RF, rows_R2F, to_x, *strides, width, **constants)
         return to_x

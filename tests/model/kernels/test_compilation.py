@@ -10,7 +10,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("triton interprets here and does not compile", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime.jit import create_function_from_signature  # noqa: E402
 
 from megaenc.model.kernels import cross_entropy, launch, norm, rotary, swiglu  # noqa: E402
 
@@ -18,18 +19,22 @@ TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip"
 TURNED = {"SIGN": -1, "ROWS": 16, "COLUMNS": 64, "num_warps": 4}
 BLOCK = {"COLUMNS": 4096, "num_warps": 8}
 KERNELS = {
-    "norm": [(norm.forward_kernel, launch.tile(1728)), (norm.backward_kernel, launch.tile(1728))],
-    "norm of heads": [(norm.forward_kernel, launch.tile(96)), (norm.backward_kernel, launch.tile(96))],
-    "rotary": [(rotary.turn_kernel, TURNED)],
-    "swiglu": [(swiglu.forward_kernel, launch.strip(5120)), (swiglu.backward_kernel, launch.strip(5120))],
-    "loss": [(cross_entropy.statistics_kernel, BLOCK), (cross_entropy.gradient_kernel, launch.strip(128_256))],
+    "norm": [(norm.rms_norm_forward_kernel, launch.tile(1728)), (norm.rms_norm_backward_kernel, launch.tile(1728))],
+    "norm of heads": [(norm.rms_norm_forward_kernel, launch.tile(96)), (norm.rms_norm_backward_kernel, launch.tile(96))],
+    "rotary": [(rotary.rotary_kernel, TURNED)],
+    "swiglu": [(swiglu.swiglu_forward_kernel, launch.strip(5120)), (swiglu.swiglu_backward_kernel, launch.strip(5120))],
+    "loss": [
+        (cross_entropy.cross_entropy_statistics_kernel, BLOCK),
+        (cross_entropy.cross_entropy_gradient_kernel, launch.strip(128_256)),
+    ],
 }
 IN_FLOAT32 = {"to_weight", "cos", "sin", "top", "total"}
+ROUND = {"logits", "stride", "width"}  # of the loss's arguments: multiples of 16 in every run
 IN_ITS_OWN = {"x", "weight", "out", "gradient", "to_x", "logits"}
 
 
 def source(kernel, dtype: str, constants: dict) -> ASTSource:
-    own = IN_ITS_OWN - ({"out"} if kernel is cross_entropy.statistics_kernel else set())
+    own = IN_ITS_OWN - ({"out"} if kernel is cross_entropy.cross_entropy_statistics_kernel else set())
     types = dict.fromkeys(IN_FLOAT32 | {"out"}, "*fp32") | dict.fromkeys(own, f"*{dtype}")
     types |= {"labels": "*i64", "epsilon": "fp32"} | dict.fromkeys(constants, "constexpr")
     return ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
@@ -45,6 +50,35 @@ def test_it_compiles(name, target, dtype, tmp_path, monkeypatch):
         options = {"num_warps": constants.pop("num_warps")}
         compiled = triton.compile(source(kernel, dtype, constants), target=target, options=options)
         assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 1000
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_differs_between_micro_batches_and_ranks_makes_no_other_variant(name):
+    """By triton's own key of a launch: what the check at the start has compiled is what training runs."""
+    for kernel, launched in KERNELS[name]:
+        key_of = create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGETS[1]))
+        tensors = IN_FLOAT32 | IN_ITS_OWN | {"labels"}
+
+        def key(number: int, place: int, kernel=kernel, launched=launched, key_of=key_of, tensors=tensors) -> list:
+            arguments = {name: torch.zeros(8) if name in tensors else 64 for name in kernel.arg_names} | {"epsilon": 1e-5}
+            arguments |= {name: number for name in ("rows", "heads", "first", "columns") if name in arguments}
+            arguments |= {name: torch.zeros(8)[place:] for name in ("labels", "top", "total") if name in arguments}
+            return key_of(**{name: arguments[name] for name in kernel.arg_names} | launched)[1]
+
+        assert key(1, 0) == key(16, 0) == key(17, 0) == key(17, 1)
+        assert any("D" in str(kind) for _, kind in key(17, 1))  # rows that lie at round addresses are still known to
+
+
+@pytest.mark.parametrize("kernel", [cross_entropy.cross_entropy_statistics_kernel, cross_entropy.cross_entropy_gradient_kernel])
+def test_logits_are_read_many_at_a_time_whatever_the_size_of_the_vocabulary(kernel, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    [constants] = [dict(launched) for known, launched in KERNELS["loss"] if known is kernel]
+    options = {"num_warps": constants.pop("num_warps")}
+    whole = source(kernel, "bf16", constants)
+    round_ones = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name in ROUND}
+    known = ASTSource(kernel, whole.signature, constants, round_ones)
+    assert "ld.global.v4" in triton.compile(known, target=TARGETS[1], options=options).asm["ptx"]
+    assert "ld.global.v4" not in triton.compile(whole, target=TARGETS[1], options=options).asm["ptx"]
 
 
 def test_tiles_are_what_the_kernels_want():

@@ -23,7 +23,7 @@ def test_what_is_right_passes(name, dtype):
     assert 0 < verdict.error < verdict.allowed in ALLOWED.values()
 
 
-PADDED = 'columns, other=float("-inf")).to(tl.float32)\n        top'
+PADDED = 'columns, scores, float("-inf"))\n        top'
 
 # What is checked, where a mistake is planted, what stands there, the mistake, and what the verdict says of it.
 MISTAKES = [
