@@ -70,8 +70,9 @@ class _CopiesToHost(TorchFunctionMode):
 
 def _of_the_host():
     """megatron-core has the number of a mask type in a tensor of the host, and reads it where it recomputes attention."""
-    frames = (frame for frame in reversed(traceback.extract_stack()) if "/torch/" not in frame.filename)
-    caller = next(frame for frame in frames if frame.filename != __file__)
+    between = "/torch/", "/host_adapter.py", __file__
+    frames = reversed(traceback.extract_stack())
+    caller = next(frame for frame in frames if not any(name in frame.filename for name in between))
     in_attention = caller.filename.endswith("megatron/core/transformer/attention.py")
     return in_attention and caller.name in ("_checkpointed_attention_forward", "custom_forward")
 
