@@ -15,7 +15,13 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 # Seconds that a save may take once the job is told that its time is nearly over; sbatch's --signal leaves a minute more.
 SAVE_SECONDS=${SAVE_SECONDS:-540}
 
-[ -z "$VENV" ] || PATH=$(realpath -s "$VENV")/bin:$PATH
+if [ -n "$VENV" ]; then
+  [ -x "$VENV/bin/torchrun" ] || {
+    echo "error: VENV=$VENV has no torchrun: ./install.sh makes .venv, VENV=DIR names another, VENV= takes what is in PATH" >&2
+    exit 2
+  }
+  PATH=$(realpath -s "$VENV")/bin:$PATH
+fi
 # Threads are shared out by megaenc; torchrun remarks on the variable where it is not set.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -e /dev/kfd ]; then

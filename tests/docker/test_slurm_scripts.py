@@ -201,6 +201,12 @@ def test_processes_and_where_they_meet(job, tmp_path):
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"
 
 
+def test_a_clone_without_its_environment_is_refused(job, tmp_path):
+    code, said = ended(job("one", VENV=".venv"))
+    assert code == 2 and said.startswith("error: VENV=.venv has no torchrun: ./install.sh makes .venv")
+    assert not (tmp_path / "torchrun").exists()
+
+
 def test_what_the_container_sees(job, tmp_path):
     assert ended(job("rocm-apptainer", SIF="other.sif", BIND="/data,/scratch"))[0] == 0
     words = (tmp_path / "apptainer").read_text().splitlines()
