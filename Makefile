@@ -18,7 +18,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-failed faults lint clean force
+.PHONY: help install quickstart test test-failed smoke faults lint clean force
 # A checkpoint must outlive a Ctrl-C: the next call goes on from it.
 .PRECIOUS: $(TRAINED)
 
@@ -26,6 +26,7 @@ help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
 	@echo "make test         the whole test suite"
+	@echo "make smoke        of it, a minute: a short run, going on with it, export, fine-tuning"
 	@echo "make test-failed  of it, what the last call found failing, one test at a time"
 	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
 	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
@@ -79,6 +80,9 @@ test: $(INSTALLED)
 test-failed: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest --last-failed --last-failed-no-failures none
 
+smoke: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest tests/smoke
+
 # 100 kills took 25 minutes on two cores that were busy otherwise too.
 KILLS ?= 100
 SEED ?= 0
@@ -88,8 +92,8 @@ faults: $(INSTALLED)
 lint: $(INSTALLED)
 	ruff check
 	ruff format --check
-	shellcheck install.sh docker/rocm_env.sh .ci/run benchmarks/gpu.sh
-	hadolint docker/Dockerfile.cpu docker/Dockerfile.rocm
+	shellcheck --external-sources install.sh docker/*.sh docker/slurm/*.sh docker/slurm/*.sbatch benchmarks/gpu.sh .ci/run
+	hadolint docker/Dockerfile.*
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .pytest_cache .ruff_cache

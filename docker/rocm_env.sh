@@ -39,8 +39,11 @@ megaenc_default NCCL_P2P_NET_CHUNKSIZE 524288
 # RCCL's own algorithms rather than MSCCL's: steadier.
 megaenc_default RCCL_MSCCL_ENABLE 0
 
-# Nothing of NVTE_*: those are Transformer Engine's, which is not installed, and megatron-core refuses to start where they
-# contradict the kind of attention that was asked for.
+# Kernels are compiled once a node, on its own disk: a home folder on the network would be written by all processes at once.
+megaenc_default TRITON_CACHE_DIR "${TMPDIR:-/tmp}/triton-$(id -u)"
+
+# Nothing of NVTE_*: those are about Transformer Engine's attention, which is not used, and megatron-core refuses to start where
+# they contradict the kind of attention that was asked for.
 
 unset -f megaenc_default
 unset megaenc_found

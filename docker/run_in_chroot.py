@@ -1,16 +1,18 @@
 #!/usr/bin/env python3
 """Build and run a Dockerfile of this folder where no Docker engine can be: in a root directory, by chroot. Needs root.
 
-    debootstrap --variant=minbase bookworm /tmp/image     # what debian:bookworm-slim is made of
-    python docker/run_in_chroot.py build docker/Dockerfile.cpu --root /tmp/image
+    debootstrap --variant=minbase bookworm /tmp/debian     # what debian:bookworm-slim is made of
+    python docker/run_in_chroot.py build docker/Dockerfile.cpu --base /tmp/debian --root /tmp/image
     python docker/run_in_chroot.py run --root /tmp/image -- megaenc --version
 
-The root stands in for the image that FROM names, and is changed. What is known of the language of Dockerfiles is what these
-files use; anything else is refused. There are no layers: a build that failed starts again from a fresh root. What this machine
-alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
+The base stands in for every image that FROM names and is not changed: each stage works in a copy of it, or of the stage that it
+names. The stages that the last one (or --target) needs are carried out, one after the other. What is known of the language of
+Dockerfiles is what these files use; anything else is refused. There are no layers: a build that failed starts again. What this
+machine alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
 """
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,6 +40,7 @@ shift
 exec chroot --userspec="$user" --groups= "$root" /usr/bin/env -i "$@"
 """
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_FROM = re.compile(r"--from=(\S+)\s+")
 # Docker lends a container these files of the host.
 _HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
 
@@ -54,6 +58,23 @@ class Image:
     user: str = "0"
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    health: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Stage:
+    """The lines of a Dockerfile from one FROM to the next."""
+
+    name: str
+    """what AS calls it, in small letters; its number where nothing does"""
+    base: str
+    lines: list[tuple[int, str, str]] = field(default_factory=list)
+
+    def needs(self) -> set[str]:
+        """The names of what it is built upon and copies from."""
+        copied = {found[1].lower() for _, name, rest in self.lines if name == "COPY" and (found := _FROM.match(rest))}
+        return copied | {self.base.lower()}
 
 
 def instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -174,25 +195,93 @@ def run_inside(root: Path, image: Image, env: Mapping[str, str], command: Sequen
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def build(
-    dockerfile: Path, context: Path, root: Path, asked: Mapping[str, str], lent_files, lent_env: Mapping[str, str]
-) -> Image:
-    """Carry out the Dockerfile in the root. `asked` are build arguments. Raises Refusal, which names the line."""
-    image, arguments, unused = Image(), {}, dict(asked)
+def stages(dockerfile: Path, asked: Mapping[str, str]) -> tuple[list[Stage], dict[str, str]]:
+    """The stages of a Dockerfile, and the arguments before the first. Raises Refusal."""
+    found: list[Stage] = []
+    arguments: dict[str, str] = {}
     for line, name, rest in instructions(dockerfile.read_text()):
+        match name:
+            case "FROM":
+                base, *named = expand(rest, arguments).split()
+                if named and (len(named) != 2 or named[0].upper() != "AS"):
+                    raise Refusal(f"{dockerfile}:{line}: only FROM IMAGE [AS NAME] is known")
+                found.append(Stage(named[1].lower() if named else str(len(found)), base))
+            case "ARG" if not found:
+                key, _, value = rest.partition("=")
+                arguments[key] = asked.get(key, expand(value, arguments))
+            case _ if not found:
+                raise Refusal(f"{dockerfile}:{line}: {name} before the first FROM")
+            case _:
+                found[-1].lines.append((line, name, rest))
+    if not found:
+        raise Refusal(f"{dockerfile}: has no FROM")
+    return found, arguments
+
+
+def wanted(found: Sequence[Stage], target: str | None, dockerfile: Path) -> list[Stage]:
+    """The target (else the last stage) and what it needs, in the order of the file. Refuses a target that there is not."""
+    names = [stage.name for stage in found]
+    if target and target.lower() not in names:
+        raise Refusal(f"--target {target}: {dockerfile} has the stages {', '.join(names)}")
+    needed = {target.lower() if target else names[-1]}
+    for stage in reversed(found):
+        needed |= stage.needs() if stage.name in needed else set()
+    return [stage for stage in found if stage.name in needed]
+
+
+def build(
+    dockerfile: Path,
+    context: Path,
+    base: Path,
+    root: Path,
+    asked: Mapping[str, str],
+    target: str | None = None,
+    lent_files: Sequence[tuple[str, str]] = (),
+    lent_env: Mapping[str, str] = types.MappingProxyType({}),
+) -> Image:
+    """Carry out the Dockerfile; `root` gets the files of its last stage. `asked` are build arguments. Raises Refusal.
+
+    The other stages are folders beside `root`, gone when all went well.
+    """
+    found, arguments = stages(dockerfile, asked)
+    used = set(arguments)
+    build_stages = wanted(found, target, dockerfile)
+    roots = {stage.name: root.with_name(f"{root.name}.{stage.name}") for stage in build_stages[:-1]} | {
+        build_stages[-1].name: root
+    }
+    if there := [path for path in roots.values() if path.exists()]:
+        raise Refusal(f"{there[0]} exists; remove it or name another --root")
+    images: dict[str, Image] = {}
+    for stage in build_stages:
+        below = roots.get(stage.base.lower(), base)
+        print(f"{dockerfile}: {stage.name}, from {stage.base}" + (f", for which {base} stands in" if below == base else ""))
+        subprocess.run(["cp", "--archive", "--reflink=auto", str(below), str(roots[stage.name])], check=True)
+        image = copy.deepcopy(images.get(stage.base.lower(), Image()))
+        images[stage.name] = image
+        used |= _carry_out(stage, image, dockerfile, context, roots, {**arguments}, asked, lent_files, lent_env)
+    if unused := sorted(set(asked) - used):
+        raise Refusal(f"--build-arg {unused[0]}: {dockerfile} has no such argument")
+    for path in list(roots.values())[:-1]:
+        shutil.rmtree(path)
+    return image
+
+
+def _carry_out(stage, image, dockerfile, context, roots, outer, asked, lent_files, lent_env) -> set[str]:
+    """The lines of a stage, which change its root and `image`; returns the arguments that it knows. Refusals name the line."""
+    root, arguments = roots[stage.name], {}
+    for line, name, rest in stage.lines:
         started = time.monotonic()
         print(f"{dockerfile}:{line}: {name} {rest}", flush=True)
         known = {**arguments, **image.env}
         try:
             match name:
-                case "FROM":
-                    print(f"    {root} stands in for {expand(rest, known)}")
-                    arguments = {}
                 case "ARG":
-                    key, _, value = rest.partition("=")
-                    arguments[key] = unused.pop(key, expand(value, known))
+                    key, given, value = rest.partition("=")
+                    arguments[key] = asked.get(key, expand(value, known) if given else outer.get(key, ""))
                 case "ENV":
-                    image.env |= {key: value for key, _, value in (w.partition("=") for w in shlex.split(expand(rest, known)))}
+                    image.env |= _assignments(rest, known)
+                case "LABEL":
+                    image.labels |= _assignments(rest, known)
                 case "RUN":
                     if rest.startswith(("[", "-", "<")):
                         raise Refusal("only RUN with a command for the shell is known")
@@ -200,13 +289,7 @@ def build(
                     if status:
                         raise Refusal(f"RUN ended with status {status}")
                 case "COPY":
-                    *sources, destination = expand(rest, known).split()
-                    if not sources or rest.startswith(("-", "[")):
-                        raise Refusal("only COPY SOURCE ... DESTINATION is known")
-                    for source, target in copies(sources, destination, sent_files(context)):
-                        path = root / os.path.join(image.folder, target).lstrip("/")
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copy(context / source, path)
+                    _copy(expand(rest, known), image, context, root, roots)
                 case "WORKDIR":
                     image.folder = os.path.join(image.folder, expand(rest, known))
                     (root / image.folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
@@ -216,15 +299,44 @@ def build(
                     if not rest.startswith("["):
                         raise Refusal(f"only {name} as a list is known")
                     setattr(image, "entrypoint" if name == "ENTRYPOINT" else "command", json.loads(rest))
+                case "HEALTHCHECK":
+                    _, mark, command = rest.partition("CMD ")
+                    if not mark or not command.startswith("["):
+                        raise Refusal("only HEALTHCHECK ... CMD as a list is known")
+                    image.health = json.loads(command)
                 case _:
                     raise Refusal(f"{name} is not known here")
         except Refusal as refusal:
             raise Refusal(f"{dockerfile}:{line}: {refusal}") from None
         if name == "RUN":
             print(f"    {time.monotonic() - started:.0f} s", flush=True)
-    if unused:
-        raise Refusal(f"--build-arg {next(iter(unused))}: {dockerfile} has no such argument")
-    return image
+    return set(arguments)
+
+
+def _assignments(rest: str, known: Mapping[str, str]) -> dict[str, str]:
+    """NAME=VALUE NAME="two words" as a dict."""
+    return {key: value for key, _, value in (word.partition("=") for word in shlex.split(expand(rest, known)))}
+
+
+def _copy(rest: str, image: Image, context: Path, root: Path, roots: Mapping[str, Path]) -> None:
+    """COPY SOURCE ... DESTINATION from the context, or COPY --from=STAGE SOURCE DESTINATION from a stage. Raises Refusal."""
+    if found := _FROM.match(rest):
+        stage, (*sources, destination) = found[1].lower(), rest[found.end() :].split()
+        if stage not in roots or len(sources) != 1:
+            raise Refusal("only COPY --from=STAGE SOURCE DESTINATION is known")
+        source, target = roots[stage] / sources[0].lstrip("/"), root / os.path.join(image.folder, destination).lstrip("/")
+        if not source.exists():
+            raise Refusal(f"COPY --from={found[1]}: {sources[0]} is not there")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "--archive", "--no-target-directory", "--reflink=auto", str(source), str(target)], check=True)
+        return
+    *sources, destination = rest.split()
+    if not sources or rest.startswith(("-", "[")):
+        raise Refusal("only COPY [--from=STAGE] SOURCE ... DESTINATION is known")
+    for source, target in copies(sources, destination, sent_files(context)):
+        path = root / os.path.join(image.folder, target).lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(context / source, path)
 
 
 def pairs(given: Sequence[str], separator: str, flag: str) -> list[tuple[str, str]]:
@@ -241,6 +353,8 @@ def main() -> int:
     builds = verbs.add_parser("build", help="carry out a Dockerfile in a root")
     builds.add_argument("dockerfile", type=Path)
     builds.add_argument("--context", type=Path, default=Path(), help="what COPY copies from (default: here)")
+    builds.add_argument("--base", type=Path, required=True, help="the root directory that stands in for what FROM names")
+    builds.add_argument("--target", help="the stage to build, instead of the last")
     builds.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
     runs = verbs.add_parser("run", help="run a command in a root that was built")
     runs.add_argument("--user", help="instead of the image's, as docker run -u")
@@ -256,11 +370,12 @@ def main() -> int:
         root = asked.root.resolve()
         lent_files, lent_env = pairs(asked.bind, ":", "--bind"), dict(pairs(asked.env, "=", "--env"))
         state = root.with_name(root.name + ".json")
-        if not (root / "bin/sh").exists():
-            raise Refusal(f"{root} is no root directory with a shell: debootstrap --variant=minbase bookworm {root}")
+        base = asked.base.resolve() if asked.verb == "build" else root
+        if not (base / "bin/sh").exists():
+            raise Refusal(f"{base} is no root directory with a shell: debootstrap --variant=minbase bookworm {base}")
         if asked.verb == "build":
             arguments = dict(pairs(asked.build_arg, "=", "--build-arg"))
-            image = build(asked.dockerfile, asked.context, root, arguments, lent_files, lent_env)
+            image = build(asked.dockerfile, asked.context, base, root, arguments, asked.target, lent_files, lent_env)
             state.write_text(json.dumps(asdict(image), indent=1) + "\n")
             size = subprocess.run(["du", "-sm", str(root)], capture_output=True, text=True, check=True).stdout.split()[0]
             print(f"{root}: {size} MB")

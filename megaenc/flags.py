@@ -48,11 +48,16 @@ def parse(
 
 
 def from_yaml(
-    default: Settings, path: str | Path, *, first: tuple[str, Callable[[Settings, Any], Settings]] | None = None
+    default: Settings,
+    path: str | Path,
+    *,
+    first: tuple[str, Callable[[Settings, Any], Settings]] | None = None,
+    above: tuple[Path, ...] = (),
 ) -> Settings:
     """Return `default` with the fields that the YAML file at `path` names; keys are flag names with `-` or `_`.
 
-    `first` names a key that, where the file has it, changes the defaults of others (a preset), and how.
+    A file whose `config` names another one, seen from its own folder, goes over that. `first` names a key that, where the file
+    has it, changes the defaults of others (a preset), and how. `above`: the files that have led here.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -67,6 +72,11 @@ def from_yaml(
     if not isinstance(values, dict):
         raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
     fields = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if below := fields.pop("config", None):
+        here = Path(path).resolve()
+        if here in above:
+            raise InputError(f"--config {path}: field `config` leads back to this file")
+        default = from_yaml(default, here.parent / str(below), first=first, above=(*above, here))
     if first and first[0] in fields:
         default = first[1](default, fields[first[0]])
     return replace_fields(default, fields, source=str(path))

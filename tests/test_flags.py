@@ -70,6 +70,17 @@ def test_yaml_fills_in_nested_fields_under_either_spelling(tmp_path):
     assert flags.from_yaml(DEFAULT, path) == DEFAULT
 
 
+def test_a_yaml_file_goes_over_the_one_that_it_names(tmp_path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/recipe.yaml").write_text("lr: 1\nbf16: false\n")
+    (tmp_path / "layout.yaml").write_text("config: recipes/recipe.yaml\ntensor_model_parallel_size: 2\nlr: 3\n")
+    assert flags.from_yaml(DEFAULT, tmp_path / "layout.yaml") == Settings("here", 3.0, False, layout=Layout(2))
+
+    (tmp_path / "recipes/recipe.yaml").write_text("config: ../layout.yaml\n")
+    with pytest.raises(InputError, match=r"layout.yaml: field `config` leads back to this file"):
+        flags.from_yaml(DEFAULT, tmp_path / "layout.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,15 @@ import venv
 from pathlib import Path
 
 import pytest
+import runs
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
-SCRIPTS = [ROOT / "install.sh", ROOT / ".ci/run", *sorted((ROOT / "docker").glob("*.sh"))]
+DEFINITIONS = sorted((ROOT / "docker").glob("*.def"))
+SCRIPTS = [ROOT / "install.sh", ROOT / ".ci/run", *(ROOT / "docker").glob("*.sh"), *(ROOT / "docker/slurm").glob("*")]
 each_dockerfile = pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
+each_definition = pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda path: path.name)
+each_accelerator = pytest.mark.parametrize("kind", ["cuda", "rocm"])
 
 
 def load_interpreter():
@@ -153,8 +158,9 @@ def test_one_script_installs():
     recipe = re.search(r"^\$\(INSTALLED\): (.*)\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert "install.sh" in recipe[1].split() and recipe[2].endswith("./install.sh")
     assert "`./install.sh`" in (ROOT / "README.md").read_text()
-    for path in (ROOT / "Makefile", ROOT / "README.md", ROOT / "docs/containers.md", *DOCKERFILES):
-        assert not re.search(r"pip3? install", path.read_text()), path
+    for path in (ROOT / "Makefile", ROOT / "README.md", ROOT / "docs/containers.md", *DOCKERFILES, *DEFINITIONS):
+        steps_without = re.sub(r"if \[ -[en] .*?; fi", "", path.read_text(), flags=re.DOTALL)  # Transformer Engine's
+        assert not re.search(r"pip3? install", steps_without), path
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ def steps(dockerfile: Path) -> list[tuple[str, str]]:
 @each_dockerfile
 def test_every_copied_file_is_there_and_travels(dockerfile):
     sent = interpreter.sent_files(ROOT)
-    copied = [rest.split() for name, rest in steps(dockerfile) if name == "COPY"]
+    copied = [rest.split() for name, rest in steps(dockerfile) if name == "COPY" and not rest.startswith("--from")]
     assert copied
     targets = {target for *sources, target in copied for _, target in interpreter.copies(sources, target, sent)}
     needed = ("./install.sh", "./pyproject.toml", "./constraints.txt", "megaenc/__init__.py", "./examples/pretrain_encoder.py")
@@ -177,52 +183,140 @@ def test_every_copied_file_is_there_and_travels(dockerfile):
 def test_nothing_else_travels():
     sent = interpreter.sent_files(ROOT)
     tops = {path.split("/")[0] for path in sent}
-    assert not tops & {".git", ".venv", "demo", "tests", ".ci"} and not any("__pycache__" in path for path in sent)
-    assert "megaenc/cli.py" in sent and "docker/rocm_env.sh" in sent
+    assert not tops & {".git", ".venv", "demo", ".ci"} and not any("__pycache__" in path for path in sent)
+    assert {"megaenc/cli.py", "docker/rocm_env.sh", "docker/cuda_env.sh", "docker/health.sh"} <= set(sent)
+    assert [path for path in sent if path.startswith("tests")] == [
+        "tests/conftest.py",
+        "tests/runs.py",
+        "tests/smoke/test_smoke.py",
+    ]
 
 
 @each_dockerfile
 def test_the_base_is_an_argument_with_a_pinned_default(dockerfile):
-    (first, base), (second, used) = steps(dockerfile)[:2]
-    assert (first, second, used) == ("ARG", "FROM", "${BASE}")
-    assert re.fullmatch(r"BASE=[a-z/]+:\S*\d+\.\d+\S*", base), base
+    (first, base), *_ = steps(dockerfile)
+    assert first == "ARG" and re.fullmatch(r"BASE=[a-z/]+:\S*\d+\.\d+\S*", base), base
+    found, arguments = interpreter.stages(dockerfile, {})
+    names = {stage.name for stage in found}
+    assert {stage.base for stage in found} <= names | {arguments["BASE"]}
+    assert found[-1].base == arguments["BASE"]
+    asked = interpreter.stages(dockerfile, {"BASE": "mine:1"})[0]
+    assert {stage.base for stage in asked} <= names | {"mine:1"}
 
 
 @each_dockerfile
 def test_the_script_installs_and_a_user_without_rights_works(dockerfile):
-    assert sum("./install.sh" in rest for name, rest in steps(dockerfile) if name == "RUN") == 1
-    assert [rest for name, rest in steps(dockerfile) if name == "USER"] == ["10001"]
-    assert [rest for name, rest in steps(dockerfile) if name == "WORKDIR"][-1] == "/work"
+    last = interpreter.stages(dockerfile, {})[0][-1]
+    assert [rest for name, rest in steps(dockerfile) if name == "RUN" and "EXTRAS=''" in rest and "./install.sh" in rest]
+    assert [rest for _, name, rest in last.lines if name == "USER"][-1] == "10001"
+    assert [rest for _, name, rest in last.lines if name == "WORKDIR"][-1] == "/work"
 
 
-def rocm_environment(**variables: str) -> dict[str, str]:
-    """What a command sees that the entry point of the ROCm image starts."""
-    (entry,) = (json.loads(rest) for name, rest in steps(ROOT / "docker/Dockerfile.rocm") if name == "ENTRYPOINT")
+@each_dockerfile
+def test_the_image_says_what_it_is_and_can_be_asked_whether_it_is_well(dockerfile):
+    lines = interpreter.stages(dockerfile, {})[0][-1].lines
+    label = next(rest for _, name, rest in lines if name == "LABEL")
+    keys = {word.partition("=")[0].removeprefix("org.opencontainers.image.") for word in shlex.split(label)}
+    assert keys == {"title", "description", "licenses", "revision"}
+    health = next(rest for _, name, rest in lines if name == "HEALTHCHECK")
+    assert health.endswith('CMD ["megaenc-health", "cpu"]')
+    assert any("ln -s /opt/megaenc/docker/health.sh /usr/local/bin/megaenc-health" in rest for _, name, rest in lines)
+
+
+def test_health_trains_two_steps_and_says_so():
+    """With two processes, by a link of another name as in the images."""
+    ran = subprocess.run(
+        [ROOT / "docker/health.sh", "cpu"],
+        env=runs.surroundings() | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "NPROC": "2"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (0, "healthy: two steps trained, 2 x processor\n"), ran.stderr
+
+
+def test_health_says_what_is_wrong(tmp_path):
+    (tmp_path / "megaenc").write_text("#!/bin/sh\necho 'error: no disk' >&2\nexit 2\n")
+    (tmp_path / "megaenc").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NPROC": "1"}
+    ran = subprocess.run([ROOT / "docker/health.sh"], env=env, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.splitlines() == ["error: no disk", "error: two steps of training failed with exit code 2"]
+    assert subprocess.run([ROOT / "docker/health.sh", "gpu"], capture_output=True, check=False).returncode == 2
+
+
+# ---- settings of the accelerators ------------------------------------------------------------------------------------------
+
+
+def environment_in_image(kind: str, **variables: str) -> dict[str, str]:
+    """What a command sees that the entry point of the image starts."""
+    (entry,) = (json.loads(rest) for name, rest in steps(ROOT / f"docker/Dockerfile.{kind}") if name == "ENTRYPOINT")
     command = [part.replace("/opt/megaenc", str(ROOT)) for part in entry] + ["env", "-0"]
-    ran = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    ran = subprocess.run(command, env={"PATH": os.defpath, **variables}, capture_output=True, text=True, check=True)
     return dict(line.split("=", 1) for line in ran.stdout.split("\0") if line)
 
 
-def test_the_settings_of_rocm_can_be_overridden_and_taken_out():
-    settings = rocm_environment()
-    assert settings["HSA_NO_SCRATCH_RECLAIM"] == "1" and settings["NCCL_P2P_NET_CHUNKSIZE"] == "524288"
+@pytest.mark.parametrize(
+    ("kind", "values", "other", "taken_out"),
+    [
+        ("rocm", {"HSA_NO_SCRATCH_RECLAIM": "1", "NCCL_P2P_NET_CHUNKSIZE": "524288"}, "GPU_MAX_HW_QUEUES", "NCCL_IB_GID_INDEX"),
+        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_DEBUG": "WARN"}, "PYTORCH_ALLOC_CONF", "TORCH_NCCL_HIGH_PRIORITY"),
+    ],
+)
+def test_settings_can_be_overridden_and_taken_out(kind, values, other, taken_out):
+    settings = environment_in_image(kind)
+    assert {name: settings.get(name) for name in values} == values
     assert not [name for name in settings if name.startswith(("NVTE", "megaenc"))]
-    changed = rocm_environment(GPU_MAX_HW_QUEUES="4", NCCL_IB_GID_INDEX="")
-    assert changed.pop("GPU_MAX_HW_QUEUES") == "4"
-    assert settings.keys() - changed.keys() == {"NCCL_IB_GID_INDEX", "GPU_MAX_HW_QUEUES"}
+    changed = environment_in_image(kind, **{other: "mine", taken_out: ""})
+    assert changed.pop(other) == "mine" and settings.keys() - changed.keys() == {taken_out, other}
 
 
-def test_each_setting_of_rocm_has_its_reason():
-    lines = (ROOT / "docker/rocm_env.sh").read_text().splitlines()
+@each_accelerator
+def test_each_setting_has_its_reason(kind):
+    lines = (ROOT / f"docker/{kind}_env.sh").read_text().splitlines()
     set_at = [number for number, line in enumerate(lines) if line.startswith("megaenc_default ")]
-    assert len(set_at) >= 12
+    assert len(set_at) >= 5
     assert all(lines[number - 1].startswith("# ") for number in set_at)
+
+
+# ---- Apptainer -------------------------------------------------------------------------------------------------------------
+
+
+def sections(definition: Path) -> dict[str, list[str]]:
+    """The lines of each %section, comments left out, continued ones joined."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in re.sub(r" *\\\n\s*", " ", definition.read_text()).splitlines():
+        if line.startswith("%"):
+            name = line[1:].strip()
+        elif line.strip() and not line.lstrip().startswith("#"):
+            found.setdefault(name, []).append(line.strip())
+    return found
+
+
+@each_definition
+def test_a_definition_makes_what_the_dockerfile_makes(definition):
+    kind = definition.stem.removeprefix("megaenc-")
+    dockerfile = (ROOT / f"docker/Dockerfile.{kind}").read_text()
+    found = sections(definition)
+    assert found["arguments"][0] in re.findall(r"^ARG (BASE=.*)$", dockerfile, re.MULTILINE)
+    words = set(re.sub(r" *\\\n\s*", " ", dockerfile).split())
+    packages = next(line for line in found["post"] if "apt-get install" in line).partition("--no-install-recommends ")[2].split()
+    assert packages and set(packages) <= words
+    assert any("./install.sh" in line for line in found["post"])
+    checks = [line for line in found["post"] if "is not built for" in line]
+    assert len(checks) == 1 and checks[0] in re.sub(r" *\\\n\s*", " ", dockerfile)
+    assert found["runscript"] == [f". /opt/megaenc/docker/{kind}_env.sh", 'exec "$@"']
+    for line in found["files"]:
+        source, target = line.split()
+        assert (ROOT / source).exists() and target.startswith("/opt/megaenc/"), line
+        assert (ROOT / source).is_dir() or interpreter.travels(source, interpreter.ignore_rules(ROOT)), line
 
 
 def test_lint_sees_every_script_and_dockerfile():
     recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
-    for path in (*SCRIPTS, *DOCKERFILES):
-        assert str(path.relative_to(ROOT)) in recipe.split(), path
+    seen = {
+        path for pattern in recipe.split() if "*" in pattern or "/" in pattern or "." in pattern for path in ROOT.glob(pattern)
+    }
+    assert {*SCRIPTS, *DOCKERFILES} <= seen
 
 
 # ---- the interpreter -------------------------------------------------------------------------------------------------------
@@ -240,10 +334,16 @@ def test_the_last_line_of_dockerignore_that_matches_decides(tmp_path):
             if interpreter.travels(path, rules)] == ["kept/a", "deep/inside.txt", "kept/a.log"]  # fmt: skip
 
 
-def built(tmp_path, text: str, **arguments: str):
+def built(tmp_path, text: str, target: str | None = None, **arguments: str):
     (tmp_path / "Dockerfile").write_text(text)
-    (tmp_path / "root").mkdir()
-    return interpreter.build(tmp_path / "Dockerfile", tmp_path / "context", tmp_path / "root", arguments, [], {})
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/of-the-base").touch()
+    place = (tmp_path / "Dockerfile", tmp_path / "context", tmp_path / "base", tmp_path / "root")
+    return interpreter.build(*place, arguments, target)
+
+
+def files_of(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
 def test_steps_without_commands(tmp_path):
@@ -263,21 +363,70 @@ def test_steps_without_commands(tmp_path):
         CMD ["-c", "true"]
     """
     image = built(tmp_path, text, FOLDER="lib")
-    files = sorted(str(path.relative_to(tmp_path / "root")) for path in (tmp_path / "root").rglob("*") if path.is_file())
-    assert files == ["opt/lib/a.py", "opt/lib/package/a.py", "opt/lib/read.me"]
+    assert files_of(tmp_path / "root") == ["of-the-base", "opt/lib/a.py", "opt/lib/package/a.py", "opt/lib/read.me"]
+    assert files_of(tmp_path / "base") == ["of-the-base"]
     assert image.env["PATH"].startswith("/venv/bin:/usr/") and image.env["NOTE"] == "two words"
     assert (image.folder, image.user, image.entrypoint, image.command) == ("/opt/lib", "7", ["sh"], ["-c", "true"])
     assert interpreter.ids(tmp_path / "root", image.user) == "7:0"
 
 
+STAGES = """
+    ARG BASE=x:1
+    ARG OTHER=${BASE}
+    FROM ${OTHER} AS Build
+    ARG OTHER
+    WORKDIR /opt
+    COPY made ./
+    FROM build AS never
+    COPY no-such-file ./
+    FROM ${BASE}
+    LABEL title="a thing" other=${OTHER}
+    COPY --from=build /opt /srv/opt
+    HEALTHCHECK --interval=1h CMD ["well"]
+"""
+
+
+def test_stages(tmp_path, capfd):
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/made").write_text("m")
+    image = built(tmp_path, STAGES, OTHER="y:2")
+    assert files_of(tmp_path / "root") == ["of-the-base", "srv/opt/made"]
+    assert (image.labels, image.health, image.folder) == ({"title": "a thing", "other": ""}, ["well"], "/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Dockerfile", "base", "context", "root"]
+    said = capfd.readouterr().out
+    assert "build, from y:2" in said and "2, from x:1" in said and "never" not in said
+
+
+def test_a_stage_by_its_name(tmp_path):
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context/made").write_text("m")
+    assert built(tmp_path, STAGES, target="build").folder == "/opt"
+    assert files_of(tmp_path / "root") == ["of-the-base", "opt/made"]
+
+
+def test_a_root_that_is_there_is_left_alone(tmp_path):
+    (tmp_path / "root").mkdir()
+    with pytest.raises(interpreter.Refusal, match="root exists; remove it or name another --root"):
+        built(tmp_path, "FROM x")
+
+
+def test_a_stage_that_there_is_not_is_refused(tmp_path):
+    with pytest.raises(interpreter.Refusal, match=r"--target later: .* has the stages build, 1"):
+        built(tmp_path, "FROM x AS build\nFROM y", target="later")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("HEALTHCHECK NONE", ":1: HEALTHCHECK is not known here"),
-        ("COPY a b", ":1: COPY a: no such file among those that .dockerignore lets travel"),
-        ("COPY --from=x a b", ":1: only COPY SOURCE ... DESTINATION is known"),
+        ("LABEL a=b", ":1: LABEL before the first FROM"),
+        ("FROM x AS", ":1: only FROM IMAGE [AS NAME] is known"),
+        ("FROM x\nVOLUME /a", ":2: VOLUME is not known here"),
+        ("FROM x\nHEALTHCHECK NONE", ":2: only HEALTHCHECK ... CMD as a list is known"),
+        ("FROM x\nCOPY a b", ":2: COPY a: no such file among those that .dockerignore lets travel"),
+        ("FROM x\nCOPY --from=y a b", ":2: only COPY --from=STAGE SOURCE DESTINATION is known"),
+        ("FROM x\nCOPY --chown=1 a b", ":2: only COPY [--from=STAGE] SOURCE ... DESTINATION is known"),
         ('FROM x\nRUN ["a"]', ":2: only RUN with a command for the shell is known"),
-        ("CMD megaenc", ":1: only CMD as a list is known"),
+        ("FROM x\nCMD megaenc", ":2: only CMD as a list is known"),
     ],
 )
 def test_what_the_interpreter_does_not_know_is_refused_with_its_line(tmp_path, text, expected):
@@ -288,4 +437,4 @@ def test_what_the_interpreter_does_not_know_is_refused_with_its_line(tmp_path, t
 
 def test_a_build_argument_that_is_unknown_is_refused(tmp_path):
     with pytest.raises(interpreter.Refusal, match=r"--build-arg X: .* has no such argument"):
-        built(tmp_path, "ARG Y=1", X="2")
+        built(tmp_path, "ARG Y=1\nFROM x", X="2")

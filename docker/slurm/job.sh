@@ -1,0 +1,70 @@
+# shellcheck shell=bash
+# What the sbatch files share; they read it from the root of the clone, in which they are submitted.
+# Each variable may be set before sbatch: NPROC=4 sbatch docker/slurm/one.sbatch ...
+
+# Processes of a node: one for each of its GPUs, one on a node without.
+NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
+# The virtual environment that ./install.sh has made; VENV= for the megaenc that is in PATH already.
+VENV=${VENV-.venv}
+# Where the processes of several nodes meet: the job's first node,
+MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+# at a port that goes with the job's number, below those that Linux gives out by itself.
+MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
+# How often processes that died are started again inside the job.
+MAX_RESTARTS=${MAX_RESTARTS:-3}
+# Seconds that a save may take once the job is told that its time is nearly over; sbatch's --signal leaves a minute more.
+SAVE_SECONDS=${SAVE_SECONDS:-540}
+
+if [ -n "$VENV" ]; then
+  [ -x "$VENV/bin/torchrun" ] || {
+    echo "error: VENV=$VENV has no torchrun: ./install.sh makes .venv, VENV=DIR names another, VENV= takes what is in PATH" >&2
+    exit 2
+  }
+  PATH=$(realpath -s "$VENV")/bin:$PATH
+fi
+# Threads are shared out by megaenc; torchrun remarks on the variable where it is not set.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ -e /dev/kfd ]; then
+  . docker/rocm_env.sh
+else
+  . docker/cuda_env.sh
+fi
+
+# A requeued job keeps its number, so it goes on in the same folder.
+case " $* " in
+  *" --save "* | *" --save="*) ;;
+  *) set -- "$@" --save "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" ;;
+esac
+
+# torchrun ends with 1 whatever its processes end with. What they ended with on purpose they leave in its folder of logs.
+notes=$PWD/.jobs/$SLURM_JOB_ID
+rm -rf "$notes"
+mkdir -p "$notes" || exit 2
+
+# The exit code of a launch that ended with $1.
+exit_code() {
+  local note
+  note=$(cat "$notes"/*/megaenc_exit_code 2>/dev/null | head -n 1)
+  rm -rf "$notes"
+  if (($1 == 0)); then echo 0; else echo "${note:-$1}"; fi
+}
+
+# Run a launcher, pass on what Slurm says, and end the job: requeued where the run was stopped and saved (75), else with the
+# exit code of the run.
+run() {
+  local launched code ended=
+  echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_JOB_NUM_NODES x $NPROC processes, $SLURM_JOB_NODELIST"
+  "$@" &
+  launched=$!
+  # That time is nearly over (--signal=B:) is said to this script alone. An end (scancel, requeue, preemption) is said to every
+  # process of the job; then the script waits, for Slurm kills what is left when it is gone.
+  trap 'echo "$(date "+%F %T") job $SLURM_JOB_ID: time is nearly over, asking for a save"; kill -USR1 "$launched"' USR1
+  trap 'ended=yes' TERM
+  while kill -0 "$launched" 2>/dev/null; do wait "$launched"; done
+  wait "$launched"
+  code=$(exit_code $?)
+  echo "$(date '+%F %T') job $SLURM_JOB_ID: ended with $code"
+  # What is being ended is requeued by Slurm, or not to be requeued at all.
+  if ((code == 75)) && [ -z "$ended" ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+  exit "$code"
+}

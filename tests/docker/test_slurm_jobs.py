@@ -1,0 +1,262 @@
+"""The sbatch files under a real Slurm of this machine, with its own configuration, ports and keys, ended with the tests.
+
+Needs root and Debian's slurm-wlm and munge: apt-get install slurm-wlm munge. Two nodes of 8 GPUs each that are counted and not
+there; the jobs that run ask for none.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import runs
+
+ROOT = runs.ROOT
+FILES = sorted((ROOT / "docker/slurm").glob("*.sbatch"))
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
+MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
+pytestmark = [
+    pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
+]
+
+STEPS = 60
+# Some steps a second at most, so that the job can be met in the middle.
+TRAINING = [
+    *("--num-layers", "4", "--hidden-size", "128", "--ffn-hidden-size", "320", "--num-attention-heads", "4"),
+    *("--num-query-groups", "2", "--seq-length", "128", "--micro-batch-size", "4", "--global-batch-size", "16"),
+    *("--train-iters", str(STEPS), "--objective-schedule", "clm:0.5,mlm:0.5", "--lr", "3e-3", "--eval-interval", "0"),
+    *("--save-interval", str(STEPS), "--log-interval", "1", "--no-bf16"),
+]
+LONG = 400  # seconds for what takes ten on a machine that has nothing else to do
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def configuration(folder: Path) -> str:
+    host, (controller, *nodes) = socket.gethostname().partition(".")[0], free_ports(3)
+    # cred_expire is how long a requeued job waits before it may begin again; Slurm takes no less than 5 seconds.
+    lines = f"""
+        ClusterName=tests
+        SlurmctldHost={host}(127.0.0.1)
+        SlurmctldPort={controller}
+        AuthType=auth/munge
+        CredType=cred/munge
+        AuthInfo=socket={folder}/munge.socket,cred_expire=6
+        SlurmUser=root
+        SlurmdUser=root
+        StateSaveLocation={folder}/state
+        SlurmdSpoolDir={folder}/spool-%n
+        SlurmctldPidFile={folder}/slurmctld.pid
+        SlurmdPidFile={folder}/slurmd-%n.pid
+        SlurmctldLogFile={folder}/slurmctld.log
+        SlurmdLogFile={folder}/slurmd-%n.log
+        SwitchType=switch/none
+        MpiDefault=none
+        ProctrackType=proctrack/linuxproc
+        TaskPlugin=task/none
+        JobAcctGatherType=jobacct_gather/none
+        SelectType=select/cons_tres
+        SelectTypeParameters=CR_CPU
+        SchedulerParameters=bf_interval=1,sched_interval=1,requeue_delay=1
+        SlurmdParameters=config_overrides
+        GresTypes=gpu
+        ReturnToService=2
+        KillWait=200
+        PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+    """
+    node = f"NodeHostname={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=4000 Gres=gpu:8 State=UNKNOWN"
+    lines += "".join(f"NodeName=n{number} Port={port} {node}\n" for number, port in enumerate(nodes, 1))
+    return re.sub(r"(?m)^ +", "", lines)
+
+
+def started(stack: contextlib.ExitStack, command: list[str], environment: dict[str, str]) -> None:
+    """A daemon in the foreground, ended with the stack."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def end() -> None:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    stack.callback(end)
+
+
+def until(found: Callable[[], object], what: str, seconds: float = 60, log: Path | None = None):
+    """What `found` finds, as soon as it finds something; AssertionError after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (result := found()):
+        said = log.read_text()[-3000:] if log and log.exists() else ""
+        assert time.monotonic() < deadline, f"{what}: not after {seconds} s\n{said}"
+        time.sleep(0.2)
+    return result
+
+
+class Slurm:
+    """The commands of one Slurm."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.environment = runs.surroundings() | {
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "VENV": str(Path(sys.executable).parents[1]),
+        }
+
+    def ask(self, *command: str, **variables: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, env=self.environment | variables, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    def submit(self, name: str, log: Path, options: list[str], flags: list[str], **variables: str) -> str:
+        """Submit a file for processors alone; returns the job's number."""
+        options = ["--parsable", "--gpus-per-node=0", "--output", str(log), *options]
+        asked = self.ask("sbatch", *options, str(ROOT / f"docker/slurm/{name}.sbatch"), *flags, **variables)
+        assert asked.returncode == 0, asked.stderr
+        return asked.stdout.strip()
+
+    def show(self, job: str) -> dict[str, str]:
+        words = self.ask("scontrol", "--oneliner", "show", "job", job).stdout.split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def wait(self, job: str, log: Path, seconds: float = LONG) -> dict[str, str]:
+        """What there is to say of the job once it has ended for good."""
+
+        def over() -> dict[str, str] | None:
+            found = self.show(job)
+            return found if found.get("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL") else None
+
+        return until(over, f"end of job {job}", seconds, log)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Slurm]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="megaenc-slurm-", dir="/tmp"))  # a short path: a socket lies in it
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.chmod(0o755)
+        (folder / "slurm.conf").write_text(configuration(folder))
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
+        for number in range(8):  # a GPU has to be a device: each is a second /dev/null
+            os.mknod(folder / f"gpu{number}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o400)
+        (folder / "state").mkdir()
+        here = Slurm(folder)
+        names = ("socket", "key-file", "pid-file", "log-file", "seed-file")
+        files = [f"--{name}={folder}/munge.{name.partition('-')[0]}" for name in names]
+        started(stack, ["munged", "--foreground", "--force", *files], here.environment)
+        until((folder / "munge.socket").exists, "munged")
+        started(stack, ["slurmctld", "-D", "-f", str(folder / "slurm.conf")], here.environment)
+        for node in ("n1", "n2"):
+            started(stack, ["slurmd", "-D", "-N", node, "-f", str(folder / "slurm.conf")], here.environment)
+        stack.callback(lambda: (here.ask("scancel", "--user=root", "--signal=KILL", "--full"), time.sleep(1)))
+        ready = "--states=idle"
+        until(
+            lambda: here.ask("sinfo", "--noheader", ready, "--format=%D").stdout.strip() == "2", "two idle nodes",
+            log=folder / "slurmctld.log",
+        )  # fmt: skip
+        yield here
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_slurm_accepts_every_file_as_it_is(slurm, path):
+    asked = slurm.ask("sbatch", "--test-only", str(path))
+    nodes = re.search(r"--nodes=(\d+)", path.read_text())[1]
+    assert asked.returncode == 0, asked.stderr
+    assert re.search(rf"to start at \S+ using {16 * int(nodes)} processors on nodes n", asked.stderr), asked.stderr
+
+
+def test_more_gpus_than_there_are_are_refused(slurm):
+    """So what the test above says is about GPUs."""
+    assert slurm.ask("sbatch", "--test-only", "--gpus-per-node=9", str(FILES[0])).returncode != 0
+
+
+def steps(folder: Path) -> int:
+    return len(runs.metrics(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_corpus, tmp_path_factory) -> Path:
+    """The run without Slurm, by two processes as well."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
+    runs.script(runs.PRETRAIN, flags, processes=2, timeout=LONG)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "nodes", "processes"), [("one", 1, 2), ("many", 2, 1)])
+def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(
+    slurm, small_corpus, undisturbed, tmp_path, name, nodes, processes
+):
+    """Two processes. First Slurm says that time is nearly over, then the job is requeued while it trains."""
+    folder, log = tmp_path / "run", tmp_path / "job.log"
+    flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
+    more = {"MASTER_ADDR": "127.0.0.1"} if nodes > 1 else {}
+    job = slurm.submit(name, log, ["--nodes", str(nodes)], flags, NPROC=str(processes), **more)
+    until(lambda: steps(folder) >= 5, "5 steps", LONG, log)
+
+    assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0  # what --signal=B:USR1@600 does
+    until(lambda: slurm.show(job)["Restarts"] == "1", "the first requeue", LONG, log)
+    saved = steps(folder)
+    assert 5 <= saved < STEPS and "ended with 75" in log.read_text()
+
+    until(lambda: steps(folder) >= saved + 5, "5 more steps", LONG, log)
+    assert slurm.ask("scontrol", "requeue", job).returncode == 0  # what a preemption does
+    until(lambda: slurm.show(job)["Restarts"] == "2", "the second requeue", LONG, log)
+
+    found = slurm.wait(job, log)
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("COMPLETED", "0:0", "2"), log.read_text()[-3000:]
+    assert steps(folder) == STEPS
+    assert runs.curve(folder) == runs.curve(undisturbed)
+    runs.assert_same_weights(folder, undisturbed, STEPS)
+    assert log.read_text().count("start 1:") == log.read_text().count("start 2:") == log.read_text().count("start 3:") == 1
+
+
+def test_a_wrong_flag_is_passed_on_and_not_tried_again(slurm, small_corpus, tmp_path):
+    log = tmp_path / "job.log"
+    job = slurm.submit("one", log, [], [*small_corpus.flags, "--lr", "-1", "--save", str(tmp_path / "run")], NPROC="2")
+    found = slurm.wait(job, log)
+    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
+    assert "error: --lr: found -1" in log.read_text()
+
+
+def test_a_cancelled_job_saves_and_is_not_requeued(slurm, small_corpus, tmp_path):
+    folder, log = tmp_path / "run", tmp_path / "job.log"
+    flags = [*small_corpus.flags, *TRAINING, "--save", str(folder)]
+    job = slurm.submit("one", log, [], flags, NPROC="2")
+    until(lambda: steps(folder) >= 5, "5 steps", LONG, log)
+    assert slurm.ask("scancel", job).returncode == 0
+    found = slurm.wait(job, log)
+    until(lambda: "ended with" in log.read_text(), "the end of the script", LONG, log)
+    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0") and "ended with 75" in log.read_text()
+    assert (folder / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == str(steps(folder))
+
+
+def test_the_smoke_job_runs(slurm, small_corpus, tmp_path):
+    log = tmp_path / "job.log"
+    flags = [*small_corpus.flags, "--seq-length", "64", "--num-layers", "2", "--save", str(tmp_path / "run")]
+    job = slurm.submit("smoke", log, ["--nodes=2"], flags, NPROC="1", MASTER_ADDR="127.0.0.1")
+    found = slurm.wait(job, log)
+    assert (found["JobState"], log.read_text().splitlines()[-1]) == ("COMPLETED", "smoke: ok"), log.read_text()[-3000:]
+    assert steps(tmp_path / "run") == 20
