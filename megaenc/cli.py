@@ -47,6 +47,7 @@ COMMANDS = {
     ),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
+    "doctor": ("megaenc.doctor.command:main", "look at all that training depends on here, and say what will bite"),
 }
 
 

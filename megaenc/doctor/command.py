@@ -1,0 +1,177 @@
+"""Looks at all that training depends on here: versions, processors, accelerators, networks, variables, numbers, disks, clocks.
+
+Each thing is ok, a note (worth knowing) or a problem (it stops or spoils a run), with what to do next; the problems stand again
+at the end. Nothing is changed, and what hangs is left after --timeout. Several processes also try what is between them, and what
+each has found is compared. Exit code 0 without problems, 1 with, 2 for wrong flags. Its output is what a bug report needs.
+
+megaenc doctor --save runs
+megaenc doctor --only versions attention --json doctor.json
+torchrun --nproc-per-node 8 -m megaenc doctor --save runs
+"""
+
+import os
+import shlex
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaenc import flags
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.doctor import report
+from megaenc.doctor.compare import Looked, together
+from megaenc.doctor.findings import Asked, Finding, Probe, problem
+from megaenc.doctor.probing import NoAnswer, Prober
+from megaenc.doctor.ranks import named
+from megaenc.errors import InputError, one_line_errors
+from megaenc.files import make_parent, stopped_by_sigterm, write_whole
+from megaenc.launcher import for_good, leave_if_told
+from megaenc.processes import die_with_launcher
+from megaenc.ranks import local_rank, rank, world_size
+
+PROBES = (
+    # What all ranks do together comes first, while they are level with each other.
+    Probe("ranks", "meeting", "megaenc.doctor.ranks:meet", "ranks", patience=2),
+    Probe("ranks", "clocks", "megaenc.doctor.ranks:clocks", "ranks"),
+    Probe("disk", "shared by ranks", "megaenc.doctor.ranks:shared_folder", "ranks"),
+    Probe("collectives", "collectives", "megaenc.doctor.collectives:collectives", "ranks", patience=2),
+    Probe("versions", "versions", "megaenc.doctor.versions:versions"),
+    Probe("machine", "processors", "megaenc.doctor.machine:processors", "node"),
+    Probe("machine", "memory", "megaenc.doctor.machine:memory", "node"),
+    Probe("machine", "/dev/shm", "megaenc.doctor.limits:shared_memory", "node"),
+    Probe("machine", "limits", "megaenc.doctor.limits:limits"),
+    Probe("accelerators", "driver", "megaenc.doctor.accelerators:driver", "node"),
+    Probe("accelerators", "seen by torch", "megaenc.doctor.accelerators:seen_by_torch"),
+    Probe("network", "InfiniBand, RoCE", "megaenc.doctor.interconnect:infiniband", "node"),
+    Probe("network", "interfaces", "megaenc.doctor.interconnect:interfaces", "node"),
+    Probe("variables", "variables", "megaenc.doctor.environment:variables"),
+    Probe("numbers", "matrix products", "megaenc.doctor.numbers:products"),
+    Probe("attention", "attention backends", "megaenc.doctor.attention:backends", patience=2),
+    Probe("kernels", "fused kernels", "megaenc.doctor.kernels:kernels"),
+    Probe("disk", "space", "megaenc.doctor.disk:space", "node"),
+    Probe("disk", "promises of the file system", "megaenc.doctor.disk:promises", "node"),
+)
+"""What is looked at; another thing is another line."""
+
+SUBJECTS = (
+    "versions",
+    "machine",
+    "accelerators",
+    "network",
+    "variables",
+    "numbers",
+    "attention",
+    "kernels",
+    "ranks",
+    "collectives",
+    "disk",
+)
+"""In the order of the report."""
+
+_OTHERS = 3  # times --timeout that rank 0 waits for what other ranks have found
+
+
+@dataclass(frozen=True)
+class DoctorFlags:
+    """What the doctor is told."""
+
+    save: str = "."
+    """folder that runs are to be saved in: its disk is tried with a file of at most 512 MiB, which is removed again"""
+    json: str = ""
+    """JSON file for all that was found, by every rank"""
+    only: tuple[str, ...] = ()
+    """subjects to look at, all unless given: versions, machine, accelerators, network, variables, numbers, attention, kernels,
+    ranks, collectives, disk"""
+    timeout: float = 60.0
+    """seconds after which something that does not answer is left, and named; what compiles has three times as long"""
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc doctor`."""
+    environment = dict(os.environ)
+    die_with_launcher()
+    leave_if_told()
+    quiet()
+    words = sys.argv[1:] if argv is None else argv
+    settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
+    _check(settings)
+    asked = Asked(settings.save, settings.timeout, environment)
+    with stopped_by_sigterm(), Prober(asked) as prober:
+        mine = look(prober, settings.only or SUBJECTS)
+        looked = _of_all(prober, mine, settings)
+    if not looked:
+        return
+    found = together(looked)
+    if settings.json:
+        about = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "ranks_asked": world_size(),
+            "command": shlex.join(words),
+        }
+        write_whole(Path(settings.json), report.as_json(looked, found, about))
+    say(report.text(found, SUBJECTS))
+    if any(finding.level == "problem" for _, finding in found):
+        for_good(1)
+        sys.exit(1)
+
+
+def _check(settings: DoctorFlags) -> None:
+    unknown = [name for name in settings.only if name not in SUBJECTS]
+    if unknown:
+        raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
+    if not settings.timeout > 0:
+        raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
+    if settings.save and Path(settings.save).is_file():
+        raise InputError(f"--save {settings.save}: found a file, expected the folder of a run, there or not")
+    if settings.json and not rank():
+        make_parent(Path(settings.json), "--json")
+
+
+def look(prober: Prober, subjects: Sequence[str]) -> Looked:
+    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it."""
+    waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
+    if any(each.where == "ranks" for each in waiting) and PROBES[0] not in waiting:
+        waiting.appendleft(PROBES[0])
+    findings: list[tuple[str, Finding]] = []
+    looked_at = dict.fromkeys(each.subject for each in waiting)
+    met, done = True, 0
+    with ProgressLine("looking", len(waiting), closing=False) as progress:
+        while waiting:
+            probe = waiting.popleft()
+            if probe.where == "ranks" and not met:
+                continue
+            progress.update(done, description=f"looking at {probe.subject}: {probe.name}")
+            found, ended = prober.findings(probe)
+            met &= ended or probe.where != "ranks"
+            findings += [(probe.subject, each) for each in found if isinstance(each, Finding)]
+            more = [each for each in found if isinstance(each, Probe)]
+            waiting.extendleft(reversed(more))
+            progress.total, done = progress.total + len(more), done + 1
+    return Looked(rank(), socket.gethostname(), tuple(findings), tuple(looked_at))
+
+
+def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]:
+    """On rank 0 what all ranks have found, with those missing named; elsewhere nothing, unless rank 0 cannot be told."""
+    if world_size() == 1:
+        return [mine]
+    patience = _OTHERS * settings.timeout
+    try:
+        found, told = prober.call("megaenc.doctor.ranks:exchange", mine, patience, seconds=patience + settings.timeout)
+    except NoAnswer as error:
+        found, told = [problem("comparing", str(error), "")], False
+    if not told:
+        said = f"rank {rank()} ({mine.host}) could not be compared with the others: {found[0].found}"
+        print("\n".join([said, report.text(mine.findings, SUBJECTS)]), flush=True)
+        sys.exit(1)
+    if rank():
+        return []
+    missing = [each for each in range(world_size()) if each not in found]
+    if missing:
+        advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
+        lost = problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice)
+        found[0] = Looked(mine.rank, mine.host, (*mine.findings, ("ranks", lost)), mine.subjects)
+    return [found[each] for each in sorted(found)]

@@ -1,0 +1,86 @@
+"""What all ranks have found, laid over each other: said once where they agree, with the odd ones named where they do not."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megaenc.doctor.findings import LEVELS, Finding, Level
+from megaenc.doctor.ranks import named
+
+_SHOWN = 6  # ranks with something of their own, of one finding
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What one rank has found."""
+
+    rank: int
+    host: str
+    findings: tuple[tuple[str, Finding], ...]
+    """With the subject of each."""
+    subjects: tuple[str, ...]
+    """Those that it has looked at; a rank that is not the first of its node leaves the node's to that one."""
+
+
+def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:
+    """The findings of all, in the order of the first that has each; of one rank alone they stay as they are."""
+    found: dict[tuple[str, str], dict[int, Finding]] = {}
+    for each in looked:
+        for subject, finding in each.findings:
+            found.setdefault((subject, finding.what), {})[each.rank] = finding
+    hosts = {each.rank: each.host for each in looked}
+    merged: list[tuple[str, Finding]] = []
+    for (subject, what), by_rank in found.items():
+        for each in looked:
+            if subject in each.subjects and each.rank not in by_rank and _compared(by_rank):
+                by_rank[each.rank] = Finding(what, "nothing", alike=next(iter(by_rank.values())).alike)
+        merged += [(subject, finding) for finding in _merged(by_rank, hosts)]
+    return merged
+
+
+def _compared(by_rank: dict[int, Finding]) -> bool:
+    return any(finding.alike != "ok" for finding in by_rank.values())
+
+
+def _merged(by_rank: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]:
+    """One finding where all ranks say the same or need not; otherwise that of most, and one for those which differ."""
+    first = by_rank[min(by_rank)]
+    if _compared(by_rank):
+        counted = Counter(finding.found for finding in by_rank.values())
+        usual = max(counted, key=lambda text: (counted[text], text == first.found))
+        of_most = next(by_rank[rank] for rank in sorted(by_rank) if by_rank[rank].found == usual)
+        odd = {rank: finding for rank, finding in by_rank.items() if finding.found != usual}
+        return [of_most, *([_odd(of_most, odd, hosts)] if odd else [])]
+    worse = {rank: finding for rank, finding in by_rank.items() if finding.level != "ok"}
+    if first.level == "ok" or len(by_rank) == 1:
+        return [first, *_named(worse, hosts)] if len(by_rank) > 1 else [first]
+    return _named(worse, hosts)
+
+
+def _odd(usual: Finding, odd: dict[int, Finding], hosts: dict[int, str]) -> Finding:
+    by_text: dict[str, list[int]] = {}
+    for rank, finding in odd.items():
+        by_text.setdefault(finding.found, []).append(rank)
+    parts = [f"{text} on rank {_place(ranks, hosts)}" for text, ranks in list(by_text.items())[:_SHOWN]]
+    parts += [f"{len(by_text) - _SHOWN} others"] if len(by_text) > _SHOWN else []
+    levels: list[Level] = [usual.alike, *(finding.level for finding in odd.values())]
+    advice = next((finding.advice for finding in odd.values() if finding.advice), "") or "ranks differ: give all nodes the same"
+    return Finding(f"{usual.what} elsewhere", "; ".join(parts), max(levels, key=LEVELS.index), advice)
+
+
+def _named(found: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]:
+    """A finding for each text, with the ranks that have it."""
+    by_text: dict[tuple[str, str], list[int]] = {}
+    for rank, finding in found.items():
+        by_text.setdefault((finding.found, finding.level), []).append(rank)
+    if len(by_text) == 1 and len(hosts) == len(found):
+        return [found[min(found)]]
+    merged = []
+    for ranks in list(by_text.values())[:_SHOWN]:
+        finding = found[ranks[0]]
+        merged.append(replace(finding, what=f"{finding.what}, rank {named(ranks)}", found=f"{finding.found} ({hosts[ranks[0]]})"))
+    return merged
+
+
+def _place(ranks: list[int], hosts: dict[int, str]) -> str:
+    return f"{named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"

@@ -1,0 +1,141 @@
+"""The variables that torch, the networks and the accelerators listen to, each with a word where its value is known to bite."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megaenc.doctor.findings import Asked, Finding, Level, ok
+
+_PREFIXES = (
+    "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
+    "OMP_", "PYTORCH_", "RCCL_", "ROCBLAS_", "ROCR_", "TORCH_", "TRITON_", "UCX_",
+)  # fmt: skip
+_OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Which may well differ between ranks."""
+_LONGEST = 120
+
+
+@dataclass(frozen=True)
+class Bite:
+    """A value of a variable that bites."""
+
+    names: tuple[str, ...]
+    bites: Callable[[str], bool]
+    level: Level
+    advice: str
+
+
+def _on(value: str) -> bool:
+    return value.strip().lower() not in ("", "0", "false", "off", "no")
+
+
+def _off(value: str) -> bool:
+    return not _on(value)
+
+
+def _any(value: str) -> bool:
+    return True
+
+
+def _is(*values: str) -> Callable[[str], bool]:
+    return lambda value: value.strip().upper() in values
+
+
+BITES = (
+    Bite(
+        ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
+        lambda value: value != "1",
+        "problem",
+        "megatron-core refuses to start with it: take it out; --attention-backend chooses instead",
+    ),
+    Bite(
+        ("CUDA_DEVICE_MAX_CONNECTIONS",),
+        lambda value: value != "1",
+        "note",
+        "megatron-core's overlap of communication and computing counts on 1, which megaenc sets where it is not set: take it out",
+    ),
+    Bite(
+        ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY"),
+        _on,
+        "note",
+        "each kernel is waited for: for finding a fault only, take it out",
+    ),
+    Bite(
+        ("NCCL_P2P_DISABLE",),
+        _on,
+        "note",
+        "accelerators of a node speak through the host's memory, several times slower: take it out unless they hang without",
+    ),
+    Bite(("NCCL_SHM_DISABLE",), _on, "note", "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
+    Bite(("NCCL_IB_DISABLE",), _on, "note", "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
+    Bite(
+        ("NCCL_NET_GDR_LEVEL",), _is("0", "LOC"), "note", "the network cards do not reach the accelerators' memory: take it out"
+    ),
+    Bite(
+        ("NCCL_ALGO", "NCCL_PROTO"),
+        _any,
+        "note",
+        "one way for all sizes costs speed: it is for runs that repeat bit by bit, else take it out",
+    ),
+    Bite(
+        ("NCCL_DEBUG",),
+        _is("INFO", "TRACE"),
+        "note",
+        "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file",
+    ),
+    Bite(
+        ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
+        _any,
+        "note",
+        "torch reads it as TORCH_NCCL_... now: rename it or take it out",
+    ),
+    Bite(
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING",),
+        _off,
+        "note",
+        "a lost rank leaves the others waiting until megaenc's own watch ends them: take it out",
+    ),
+    Bite(("TORCH_NCCL_BLOCKING_WAIT",), _on, "note", "the host waits for each collective: take it out"),
+    Bite(
+        ("TORCH_DISTRIBUTED_DEBUG",),
+        _is("DETAIL"),
+        "note",
+        "every collective is compared over all ranks first: slow, take it out",
+    ),
+    Bite(("HSA_OVERRIDE_GFX_VERSION",), _any, "note", "kernels of another architecture are run: wrong numbers may come of it"),
+    Bite(("HSA_ENABLE_SDMA",), _off, "note", "copies take compute units: take it out unless copies were found to be wrong"),
+    Bite(
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"),
+        _on,
+        "note",
+        "each tensor is allocated anew: slow, take it out",
+    ),
+    Bite(
+        ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+        _on,
+        "note",
+        "float32 products are rounded to 10 bits: take it out",
+    ),
+    Bite(
+        ("TRITON_INTERPRET",), _on, "problem", "kernels run on the host, thousands of times slower: for tests only, take it out"
+    ),
+)
+
+
+def variables(asked: Asked) -> list[Finding]:
+    """Those that are set, in order of the alphabet."""
+    shown = {name: value for name, value in sorted(asked.environment.items()) if name.startswith(_PREFIXES)}
+    found = [_variable(name, value) for name, value in shown.items()]
+    if "HIP_VISIBLE_DEVICES" in shown and "ROCR_VISIBLE_DEVICES" in shown:
+        advice = "the first counts among those that the second leaves: set one of them"
+        both = f"{shown['HIP_VISIBLE_DEVICES']} of {shown['ROCR_VISIBLE_DEVICES']}"
+        found.append(Finding("HIP_ and ROCR_VISIBLE_DEVICES", both, "note", advice))
+    return found or [ok("variables", "none of NCCL, RCCL, CUDA, HIP, HSA, TORCH, OMP and their like is set")]
+
+
+def _variable(name: str, value: str) -> Finding:
+    text = value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
+    alike: Level = "ok" if name in _OF_A_RANK else "note"
+    for bite in BITES:
+        if name in bite.names and bite.bites(value):
+            return Finding(name, text, bite.level, bite.advice, alike)
+    return ok(name, text or "(empty)", alike)

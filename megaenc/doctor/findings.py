@@ -1,0 +1,78 @@
+"""What probes are, what they are told and what they find."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Level = Literal["ok", "note", "problem"]
+LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
+"""From harmless to what will stop or spoil a run; a note is worth knowing and stops nothing."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    """Unique within its subject."""
+    found: str
+    level: Level = "ok"
+    advice: str = ""
+    """What to do next; empty where nothing is to be done."""
+    alike: Level = "ok"
+    """How bad it is if another rank has found something else."""
+
+
+def ok(what: str, found: str, alike: Level = "ok") -> Finding:
+    """Nothing to do."""
+    return Finding(what, found, alike=alike)
+
+
+def note(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
+    """Worth knowing."""
+    return Finding(what, found, "note", advice, alike)
+
+
+def problem(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
+    """It stops or spoils a run."""
+    return Finding(what, found, "problem", advice, alike)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What each probe is told."""
+
+    save: str = "."
+    """The folder of the run, which may not be there yet."""
+    seconds: float = 60.0
+    """How long it may wait for a program or another process."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Of the command, as it was given."""
+    root: Path = Path("/")
+    """Where /sys, /proc and /dev are looked for."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Something to look at: `function`, "module:name", called with an Asked and `arguments`.
+
+    It returns findings, and probes to be carried out next, each of which may hang or die without the others.
+    """
+
+    subject: str
+    name: str
+    """What is being looked at, for the line of progress and where nothing comes of it."""
+    function: str
+    where: Literal["rank", "node", "ranks"] = "rank"
+    """On each rank, on one rank of each node, or on all ranks together."""
+    arguments: tuple[Any, ...] = ()
+    patience: float = 1.0
+    """How many times --timeout it has."""
+
+
+class Broken(Exception):
+    """A probe ended with a finding that leaves nothing for the like of it to go on from."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.found)
+        self.finding = finding

@@ -1,0 +1,137 @@
+"""How the machine is linked to others: InfiniBand cards, network interfaces, and which of them gloo and NCCL would take."""
+
+import re
+import socket
+from pathlib import Path
+
+import psutil
+
+from megaenc.doctor.findings import Asked, Finding, note, ok, problem
+from megaenc.doctor.limits import accelerated
+from megaenc.ranks import local_world_size, world_size
+
+_NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+_PASSED_OVER = ("lo", "docker")
+
+
+def several_nodes() -> bool:
+    """Whether this run has more processes than this node."""
+    return world_size() > local_world_size()
+
+
+def infiniband(asked: Asked) -> list[Finding]:
+    """The cards of /sys/class/infiniband, and whether a process may use them as it is told to."""
+    ports = sorted((asked.root / "sys/class/infiniband").glob("*/ports/*"))
+    if not ports:
+        if several_nodes() and accelerated(asked):
+            advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
+            return [note("InfiniBand, RoCE", "no card", advice)]
+        return [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
+    found = [_port(port, asked) for port in ports]
+    if not (asked.root / "dev/infiniband").exists():
+        advice = "NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
+        found.append(problem("/dev/infiniband", "not there, though there are cards", advice))
+    return found
+
+
+def _port(port: Path, asked: Asked) -> Finding:
+    name = f"{port.parents[1].name} port {port.name}"
+    state, rate, layer = (_read(port / file) for file in ("state", "rate", "link_layer"))
+    kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
+    text = f"{kind}, {rate}, {state.partition(':')[2].strip() or state}"
+    if "ACTIVE" not in state:
+        advice = "not used by NCCL; name the cards that are with NCCL_IB_HCA if it hangs on this one"
+        return note(name, text, advice, alike="note")
+    index = asked.environment.get("NCCL_IB_GID_INDEX", "")
+    if index.isdigit():
+        gid, version = _read(port / "gids" / index), _read(port / "gid_attrs/types" / index)
+        text += f", address {index}: {version or 'InfiniBand' if gid not in ('', _NO_GID) else 'none'}"
+        if gid in ("", _NO_GID):
+            advice = f"NCCL_IB_GID_INDEX={index} names no address of this card: take it out (NCCL_IB_GID_INDEX= for rocm_env.sh)"
+            return problem(name, text, advice)
+        if kind == "RoCE" and "v2" not in version:
+            called = version or "no RoCE v2"
+            advice = f"NCCL_IB_GID_INDEX={index} is {called}, which routers do not carry: name one of RoCE v2 (show_gids)"
+            return note(name, text, advice)
+    return ok(name, text, alike="note")
+
+
+def interfaces(asked: Asked) -> list[Finding]:
+    """Each interface that is up, and the ones that processes would meet over."""
+    up = {name: about for name, about in psutil.net_if_stats().items() if about.isup}
+    addresses = {
+        name: [each.address for each in given if each.family == socket.AF_INET] for name, given in psutil.net_if_addrs().items()
+    }
+    found = []
+    for name, about in sorted(up.items()):
+        if addresses.get(name):
+            speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
+            found.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
+    usable = [name for name in up if addresses.get(name)]
+    found.append(nccl_interface(asked.environment.get("NCCL_SOCKET_IFNAME"), usable))
+    owners = {address: name for name in usable for address in addresses[name]}
+    return [*found, gloo_interface(asked.environment.get("GLOO_SOCKET_IFNAME"), usable, _own_addresses(), owners)]
+
+
+def nccl_interface(asked: str | None, usable: list[str]) -> Finding:
+    """Over which of the interfaces `usable` NCCL and RCCL meet. `asked`: NCCL_SOCKET_IFNAME."""
+    what = "NCCL meets over"
+    if asked:
+        chosen = [name for name in usable if matches(asked, name)]
+        if not chosen:
+            advice = f"NCCL_SOCKET_IFNAME={asked} names none that is up: take it out or name one of {', '.join(usable)}"
+            return problem(what, "nothing", advice)
+        return ok(what, f"{', '.join(chosen)}, by NCCL_SOCKET_IFNAME")
+    first = [name for name in usable if name.startswith("ib")]
+    others = [name for name in usable if not name.startswith((*_PASSED_OVER, "ib"))]
+    chosen = first or others or usable
+    if several_nodes() and len(chosen) > 1:
+        advice = f"NCCL_SOCKET_IFNAME={chosen[0]} if it is that one which the nodes see each other by"
+        return note(what, ", ".join(chosen), advice)
+    return ok(what, ", ".join(chosen) or "no interface")
+
+
+def matches(asked: str, name: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME=`asked` takes the interface `name`: beginnings of names, `=` whole names, `^` none of them."""
+    kind, given = re.match(r"(\^=|\^|=|)(.*)", asked).groups()
+    words = [word.strip() for word in given.split(",") if word.strip()]
+    hit = any(name == word if "=" in kind else name.startswith(word) for word in words)
+    return hit != kind.startswith("^")
+
+
+def gloo_interface(asked: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
+    """Over which interface gloo meets: the one asked for, else that of the address which this machine's own name leads to.
+
+    `asked`: GLOO_SOCKET_IFNAME; `own`: the addresses of the machine's name; `owners`: interface by address.
+    """
+    what = "gloo meets over"
+    if asked:
+        missing = [name for name in asked.split(",") if name not in usable]
+        if missing:
+            advice = f"GLOO_SOCKET_IFNAME={asked}: name one of {', '.join(usable)}"
+            return problem(what, f"{', '.join(missing)}, which is not up", advice)
+        return ok(what, f"{asked}, by GLOO_SOCKET_IFNAME")
+    real = next((address for address in own if address in owners and owners[address] != "lo"), None)
+    if real:
+        return ok(what, f"{owners[real]}, the interface of {real}, to which this machine's name leads")
+    text = f"lo: this machine's name leads to {', '.join(own) or 'no address'}"
+    if several_nodes():
+        others = [name for name in usable if not name.startswith(_PASSED_OVER)]
+        advice = f"other nodes cannot reach that: export GLOO_SOCKET_IFNAME={others[0] if others else 'INTERFACE'} on all"
+        return problem(what, text, advice)
+    return ok(what, f"{text}; enough on one node")
+
+
+def _own_addresses() -> list[str]:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(address[0] for *_, address in found))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,223 @@
+"""What is between processes: whether they meet, their clocks, the folder that they share, and what each of them has found."""
+
+import fcntl
+import functools
+import os
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megaenc.doctor.disk import existing
+from megaenc.doctor.findings import Asked, Broken, Finding, note, ok, problem
+from megaenc.ranks import rank, world_size
+
+PINGS = 50
+_APART, _FAR_APART = 1.0, 60.0  # seconds
+_SEEN = 10.0  # a network file system may show a new file some seconds late
+_POLL = 0.05
+
+
+def meet(asked: Asked) -> list[Finding]:
+    """All processes join one group over gloo, which the probes after this one use."""
+    begin = time.perf_counter()
+    try:
+        join(asked.seconds)
+    except RuntimeError as error:
+        advice = "a rank is late or cannot be reached: set GLOO_SOCKET_IFNAME to the nodes' network, look for a firewall"
+        found = f"{world_size()} ranks: {' '.join(str(error).split())[:200]}"
+        raise Broken(problem("meeting", found, advice)) from None
+    seconds = time.perf_counter() - begin
+    if world_size() == 1:
+        return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor tries what is between several")]
+    hosts = len(set(_gather(socket.gethostname())))
+    return (
+        [ok("ranks", f"{world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s")]
+        if not rank()
+        else []
+    )
+
+
+@functools.cache
+def join(seconds: float) -> None:
+    """Join the group of all processes, or make one of this process alone. RuntimeError where not all are there in time."""
+    import torch.distributed as dist
+
+    from megaenc.backend.rendezvous import meet
+
+    timeout = timedelta(seconds=seconds)
+    if "RANK" in os.environ:
+        store, own, size = meet(timeout)
+        dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
+        dist.barrier()
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _gather(mine: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    answers: list = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return answers
+
+
+def clocks(asked: Asked) -> list[Finding]:
+    """How far the clocks of the ranks are apart; rank 0 measures and tells."""
+    join(asked.seconds)
+    if world_size() == 1:
+        return []
+    hosts = _gather(socket.gethostname())
+    offsets = measured_offsets()
+    return [] if rank() else [apart(offsets, hosts)]
+
+
+def measured_offsets(clock: Callable[[], float] | None = None) -> list[tuple[float, float]]:
+    """Of each rank, on rank 0: seconds that its clock is ahead of rank 0's, and how wrong that may be. Elsewhere an empty list.
+
+    As NTP does it (RFC 5905, section 8): a message goes there and back, both ends note the time of sending and receiving; of some
+    the one with the shortest way is right to half of that way. `clock` is the system's unless given.
+    """
+    import torch
+    import torch.distributed as dist
+
+    clock = clock or time.time
+    ping, pong = torch.zeros(1), torch.zeros(2, dtype=torch.float64)
+    if rank():
+        for _ in range(PINGS):
+            dist.recv(ping, 0)
+            received = clock()
+            pong[0], pong[1] = received, clock()
+            dist.send(pong, 0)
+        return []
+    offsets = [(0.0, 0.0)]
+    for other in range(1, dist.get_world_size()):
+        ways = []
+        for _ in range(PINGS):
+            sent = clock()
+            dist.send(ping, other)
+            dist.recv(pong, other)
+            back = clock()
+            there, away = pong.tolist()
+            ways.append((back - sent - (away - there), ((there - sent) + (away - back)) / 2))
+        shortest, offset = min(ways)
+        offsets.append((offset, max(shortest, 0.0) / 2))
+    return offsets
+
+
+def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
+    """The finding for `measured_offsets` of ranks on `hosts`."""
+    first, last = min(range(len(offsets)), key=lambda at: offsets[at]), max(range(len(offsets)), key=lambda at: offsets[at])
+    difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
+    text = f"at most {_seconds(difference)} apart, to {_seconds(error)}"
+    if difference - error < _APART:
+        return ok("clocks", text)
+    odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is right, for somebody has to be
+    text += f": rank {odd} ({hosts[odd]}) is {'ahead' if odd == last else 'behind'}"
+    advice = "logs of nodes cannot be laid side by side: start the time service there (chronyc tracking, timedatectl)"
+    if difference - error < _FAR_APART:
+        return note("clocks", text, advice)
+    return problem("clocks", text, f"{advice}; file times, certificates and Slurm's own keys are refused at minutes")
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.2g} ms" if value >= 1e-3 else f"{1e6 * value:.2g} µs"
+
+
+def shared_folder(asked: Asked) -> list[Finding]:
+    """Whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
+    import torch.distributed as dist
+
+    join(asked.seconds)
+    if world_size() == 1:
+        return []
+    name = _gather(secrets.token_hex(8))[0]
+    path = existing(Path(asked.save)) / f".megaenc-doctor-{name}"
+    descriptor = None
+    try:
+        with suppress(OSError):  # a folder that cannot be written to is found by another probe
+            if not rank():
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = _gather(descriptor is not None)[0]
+        found = _shared(path) if rank() and there else ""
+        everywhere = _gather(found)
+    finally:
+        if descriptor is not None:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+    dist.barrier()
+    return [] if rank() or not there else [sharing(everywhere)]
+
+
+def _shared(path: Path) -> str:
+    """ "missing" or "unlocked", or nothing, as this rank sees the file that rank 0 has made and locked."""
+    deadline = time.monotonic() + _SEEN
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return "missing"
+        with suppress(OSError):
+            os.listdir(path.parent)  # which has some network file systems look anew
+        time.sleep(_POLL)
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except BlockingIOError:
+        return ""
+    except OSError:
+        return "unlocked"
+    return "unlocked"
+
+
+def sharing(everywhere: list[str]) -> Finding:
+    """The finding for what each rank saw of the file."""
+    missing, unlocked = ([at for at, found in enumerate(everywhere) if found == word] for word in ("missing", "unlocked"))
+    if missing:
+        advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
+        return problem("shared by ranks", f"a file of rank 0 is not there on rank {named(missing)}", advice)
+    if unlocked:
+        advice = "two commands on different nodes could train in one folder: start one, or mount it with locks across nodes"
+        return note("shared by ranks", f"a lock of rank 0 does not hold on rank {named(unlocked)}", advice)
+    return ok("shared by ranks", "one folder for all, and a lock of one holds for all")
+
+
+def named(ranks: list[int]) -> str:
+    """Ranks for the eye: 0-3, 7."""
+    parts: list[list[int]] = []
+    for each in sorted(ranks):
+        if parts and each == parts[-1][-1] + 1:
+            parts[-1].append(each)
+        else:
+            parts.append([each])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def exchange(asked: Asked, mine: Any, patience: float) -> dict[int, Any]:
+    """On rank 0, by rank, what each has handed in after `patience` seconds, those that have not come left out. Elsewhere nothing.
+
+    Through the launcher's store, which is there also where no group could be made.
+    """
+    import torch.distributed as dist
+
+    store, own, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
+    store = dist.PrefixStore("megaenc/doctor", store)
+    if own:
+        store.set(str(own), pickle.dumps(mine))
+        return {}
+    found, deadline = {0: mine}, time.monotonic() + patience
+    while len(found) < size:
+        for other in range(1, size):
+            if other not in found and store.check([str(other)]):
+                found[other] = pickle.loads(store.get(str(other)))
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL)
+    return found

@@ -1,0 +1,43 @@
+"""Programs that tell of a machine, such as nvidia-smi: they may be missing, fail, or never end."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+
+
+class ToolError(Exception):
+    """A program did not tell what it was asked, in one line."""
+
+
+def installed(program: str) -> bool:
+    """Whether the program is on the PATH."""
+    return shutil.which(program) is not None
+
+
+def told_by(command: Sequence[str], seconds: float) -> str:
+    """What `command` prints on standard output. ToolError where it fails or has not ended after `seconds`.
+
+    It is killed then and not waited for: what hangs in a driver does not even die.
+    """
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        told, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise ToolError(f"no answer in {seconds:.3g} s") from None
+    if process.returncode:
+        last = (told.strip().splitlines() or ["without a word"])[-1]
+        raise ToolError(f"exit code {process.returncode}: {last[:200]}")
+    return told

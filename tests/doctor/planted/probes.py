@@ -1,0 +1,41 @@
+"""Probes that misbehave."""
+
+import os
+import signal
+import sys
+import time
+
+from megaenc.doctor.findings import Asked, Broken, Finding, Probe, ok, problem
+
+
+def hangs(asked: Asked) -> list[Finding]:
+    """With the interpreter's lock free, as in a driver; the process is killed either way."""
+    time.sleep(600)
+    return []
+
+
+def crashes(asked: Asked) -> list[Finding]:
+    """As a library does that was built for another machine."""
+    print("about to go", file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return []
+
+
+def raises(asked: Asked) -> list[Finding]:
+    """As a broken package does."""
+    raise ImportError("no such symbol", name="flash_attn.ops")
+
+
+def breaks_off(asked: Asked) -> list[Finding]:
+    """As a meeting does that nobody comes to."""
+    raise Broken(problem("meeting", "nobody came", "wait"))
+
+
+def process(asked: Asked, word: str) -> list[Finding | Probe]:
+    """Which process this is, and a probe more."""
+    return [ok("process", f"{os.getpid()} {word}"), Probe("ranks", "more", "probes:raises")]
+
+
+def finds_a_problem(asked: Asked) -> list[Finding]:
+    """And leaves its process in doubt."""
+    return [problem("something", "wrong", "see to it")]

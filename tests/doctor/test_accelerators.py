@@ -1,0 +1,132 @@
+"""What the drivers' programs say, from words of theirs written down by hand, and programs that hang."""
+
+import time
+
+import pytest
+
+from megaenc.doctor import accelerators
+from megaenc.doctor.findings import Asked
+
+ROWS = "{number}, NVIDIA H100 80GB HBM3, 81559, {used}, 570.86.15, {errors}"
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tSYS\tPIX\t0-51\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tSYS\tPIX\t0-51\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tNV18\tSYS\t52-103\t1\t\tN/A
+GPU3\tSYS\tSYS\tNV18\t X \tSYS\t52-103\t1\t\tN/A
+NIC0\tPIX\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+ROCM_TOPOLOGY = """============================ ROCm System Management Interface ============================
+================================ Link Type between two GPUs ================================
+       GPU0         GPU1         GPU2
+GPU0   0            XGMI         XGMI
+GPU1   XGMI         0            XGMI
+GPU2   XGMI         XGMI         0
+================================== End of ROCm SMI Log ===================================
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Put a program in front of the PATH, which is otherwise that of the shell's own tools."""
+
+    def put(name: str, script: str) -> None:
+        file = tmp_path / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{file.parent}:/usr/bin:/bin")
+
+    return put
+
+
+def devices(count=4, used="3", errors="0") -> str:
+    return "\n".join(ROWS.format(number=number, used=used, errors=errors) for number in range(count))
+
+
+def test_devices_are_counted_by_name():
+    found = {each.what: each.found for each in accelerators.nvidia_devices(devices())}
+    assert found == {"devices": "4 x NVIDIA H100 80GB HBM3, 80 GiB", "driver": "570.86.15"}
+
+
+def test_memory_in_use_and_uncorrected_errors_are_named():
+    found = {
+        each.what: each
+        for each in accelerators.nvidia_devices(devices(1) + "\n" + ROWS.format(number=1, used="40960", errors="2"))
+    }
+    assert (found["memory in use"].level, found["memory in use"].found) == ("note", "1: 40.0 GiB")
+    assert (found["memory errors"].level, found["memory errors"].found) == ("problem", "uncorrected, 1: 2")
+
+
+def test_a_device_without_error_counts_is_fine():
+    assert {each.level for each in accelerators.nvidia_devices(devices(1, errors="[N/A]"))} == {"ok"}
+
+
+def test_links_decide_the_layout():
+    pairs = accelerators.nvidia_links(TOPOLOGY)
+    assert pairs == {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
+    [found] = accelerators.links(pairs)
+    assert (found.level, found.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in found.advice
+    [found] = accelerators.links(accelerators.rocm_links(ROCM_TOPOLOGY))
+    assert (found.level, found.found) == ("ok", "all XGMI")
+    assert accelerators.links({}) == []
+
+
+def test_a_driver_that_hangs_is_a_problem_and_is_left(program):
+    program("nvidia-smi", "sleep 60")
+    begin = time.monotonic()
+    found = accelerators.driver(Asked(seconds=0.5))
+    assert time.monotonic() - begin < 10
+    assert (found[0].level, found[0].what, found[0].found) == ("problem", "nvidia-smi", "no answer in 0.2 s")
+
+
+def test_a_driver_that_has_lost_its_devices_is_a_problem(program):
+    program("nvidia-smi", "echo 'Unable to determine the device handle: Unknown Error'; exit 255")
+    found = accelerators.driver(Asked(seconds=20))[0]
+    assert found.level == "problem" and found.found.startswith("exit code 255: Unable to determine the device handle")
+
+
+def test_rocm_s_program_is_asked_where_it_is_there(program, monkeypatch):
+    said = "GPU[0]\\t\\t: Card Series: \\t\\tAMD Instinct MI250X\\nGPU[0]\\t\\t: GFX Version: \\t\\tgfx90a"
+    program(
+        "rocm-smi",
+        f'case "$1" in --showproductname) printf "{said}\\n";; --showdriverversion) echo "Driver version: 6.10.5";; esac',
+    )
+    found = {each.what: each.found for each in accelerators.driver(Asked(seconds=20))}
+    assert found == {"devices": "1 x AMD Instinct MI250X", "architecture": "1 x gfx90a", "driver": "6.10.5"}
+
+
+def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert accelerators.seen_by_torch(Asked(root=tmp_path))[0].level == "ok"
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    [found] = accelerators.seen_by_torch(Asked(root=tmp_path))
+    assert found.level == "problem" and "built for processors alone" in found.advice
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    [found] = accelerators.seen_by_torch(Asked(root=tmp_path))
+    assert found.level == "problem" and "driver and torch do not fit" in found.advice
+    [found] = accelerators.seen_by_torch(Asked(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert (found.level, found.found) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
+
+
+def test_more_processes_than_devices_are_a_problem(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
+    assert accelerators.seen_by_torch(Asked())[0].found == "4 x NVIDIA H100, 80 GiB"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    [found] = accelerators.seen_by_torch(Asked())
+    assert found.level == "problem" and "--nproc-per-node 4" in found.advice

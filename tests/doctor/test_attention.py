@@ -1,0 +1,69 @@
+"""The self-checks of attention and of fused kernels, as findings."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaenc.backend.megatron import prepare_megatron
+from megaenc.doctor import attention, kernels
+from megaenc.doctor.findings import Asked
+
+prepare_megatron()
+
+
+def test_every_backend_is_a_probe_and_none_is_wrong_here():
+    probes = attention.backends(Asked())
+    assert "sdpa" in [probe.name for probe in probes]
+    found = {each.what: each for probe in probes for each in attention.backend(Asked(), *probe.arguments)}
+    assert set(found) == {probe.name for probe in probes}
+    assert {each.level for each in found.values()} == {"ok"}
+    assert found["sdpa"].found.startswith("right: ") and "heads 64 and 96 wide" in found["sdpa"].found
+    if not torch.cuda.is_available():
+        assert found["varlen"].found == "cannot be used: needs an accelerator"
+
+
+def test_a_backend_that_ignores_causal_is_named(monkeypatch):
+    right = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of, is_causal=False, **others: right(*of, **others))
+    [found] = attention.backend(Asked(), "sdpa")
+    assert (found.what, found.level) == ("sdpa", "problem")
+    assert "under causal attention" in found.found and found.advice
+
+
+def test_a_backend_that_raises_is_named(monkeypatch):
+    def refuses(*_, **__):
+        raise RuntimeError("no kernel image is available for execution on the device")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)
+    [found] = attention.backend(Asked(), "sdpa")
+    assert found.level == "problem" and "no kernel image" in found.found
+
+
+def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
+    from megaenc.model.kernels import check
+
+    def wrong(draw, widths):
+        yield "the output", torch.ones(3), torch.zeros(3, dtype=torch.float64)
+
+    def right(draw, widths):
+        yield "the output", torch.ones(3), torch.ones(3, dtype=torch.float64)
+
+    def fails(draw, widths):
+        raise RuntimeError("triton: no")
+        yield
+
+    monkeypatch.setattr(check, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
+    assert kernels.kernels(Asked())[0].level == "ok", "on processors there are none"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = {probe.name: kernels.kernel(Asked(), *probe.arguments)[0] for probe in kernels.kernels(Asked())}
+    assert {name: each.level for name, each in found.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
+    assert "the output" in found["wrong"].found and "triton: no" in found["fails"].found
+    assert all(each.advice for each in found.values() if each.level != "ok")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a device the doctor itself is the test")
+def test_the_kernels_there_are_can_be_asked_for(monkeypatch):
+    from megaenc.model.kernels.check import CHECKS
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert [probe.name for probe in kernels.kernels(Asked())] == list(CHECKS)

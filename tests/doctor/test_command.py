@@ -1,0 +1,110 @@
+"""`megaenc doctor` as it is called: alone, with planted faults, under torchrun, where torch is broken."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from megaenc.doctor import command
+from megaenc.doctor.report import WIDTH
+
+HERE = Path(__file__).parent
+DOCTOR = [sys.executable, "-m", "megaenc", "doctor"]
+TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaenc", "doctor"]
+
+
+def levels(file: Path) -> dict[tuple[str, str], str]:
+    return {(row["subject"], row["what"]): row["level"] for row in json.loads(file.read_text())["findings"]}
+
+
+def test_a_sound_machine_has_no_problem(tmp_path):
+    ended = runs.run([*DOCTOR, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert "problem" not in levels(tmp_path / "found.json").values()
+    assert {row["subject"] for row in found["findings"]} == set(command.SUBJECTS)
+    lines = ended.stdout.splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    assert lines[-1].startswith("no problem: ")
+    assert [line for line in lines if line in command.SUBJECTS] == list(command.SUBJECTS)
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+
+
+def test_a_broken_attention_is_named_and_the_exit_code_is_1(tmp_path):
+    flags = ["--only", "attention", "--save", str(tmp_path)]
+    ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "planted", environment={"PLANTED": "causal ignored"})
+    end = ended.stdout[ended.stdout.index("1 problem: ") :]
+    assert "attention, sdpa: " in end and "under causal attention" in " ".join(end.split())
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_path):
+    flags = ["--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "broken_torch")
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "libcudart.so.12: cannot open shared object file" in " ".join(ended.stdout.split())
+    found = levels(tmp_path / "found.json")
+    assert found["versions", "torch"] == "problem" and found["attention", "attention backends"] == "problem"
+    assert found["versions", "tokenizers"] == "ok" and found["disk", "locks"] == "ok" and found["machine", "memory"] == "ok"
+
+
+def test_two_ranks_try_what_is_between_them(tmp_path):
+    """On the second the clock is 90 seconds ahead and transformers is another one."""
+    flags = [
+        "--only",
+        "versions",
+        "ranks",
+        "collectives",
+        "disk",
+        "--save",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
+    planted = {"PLANTED": "clock ahead,odd version"}
+    ended = runs.run([*TWO, *flags], expect=1, packages=HERE / "planted", environment=planted)
+    found = levels(tmp_path / "found.json")
+    assert {what for (_, what), level in found.items() if level == "problem"} == {"clocks", "transformers elsewhere"}
+    said = " ".join(ended.stdout.split())
+    assert "at most 90 s apart" in said and "rank 1 (" in said and "is ahead" in said
+    assert "5.0.99 on rank 1" in said
+    names = ("all-reduce", "reduce-scatter", "all-gather", "send and receive")
+    assert [found["collectives", f"{name}, gloo"] for name in names] == ["ok"] * 4
+    assert found["disk", "shared by ranks"] == "ok"
+    assert ended.stdout.count("2 problems: ") == 1, "rank 0 alone prints"
+    assert len(json.loads((tmp_path / "found.json").read_text())["ranks"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--only", "networks"], "error: --only networks: expected some of versions, machine, "),
+        (["--timeout", "0"], "error: --timeout 0: expected seconds above 0"),
+        (["--save", __file__], f"error: --save {__file__}: found a file"),
+        (["--json", f"{__file__}/found.json"], f"error: --json {__file__}/found.json: cannot create the folder"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, line, refusal):
+    assert refusal(command.main, flags).startswith(line)
+
+
+def test_the_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--help"])
+    assert stop.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "torchrun --nproc-per-node 8 -m megaenc doctor" in said
+        and "Exit code 0 without problems, 1 with, 2 for wrong flags" in said
+    )
+
+
+def test_each_subject_is_in_the_help_and_has_a_probe():
+    assert {probe.subject for probe in command.PROBES} == set(command.SUBJECTS)
+
+
+def test_nothing_heavy_is_imported_by_whoever_waits():
+    """What is broken is broken in the process of the probes alone."""
+    code = "import sys, megaenc.doctor.command; assert not {'torch', 'numpy', 'transformers', 'megatron'} & set(sys.modules)"
+    runs.run([sys.executable, "-c", code])

@@ -1,0 +1,67 @@
+"""What ranks have found, laid over each other."""
+
+from megaenc.doctor.compare import Looked, together
+from megaenc.doctor.findings import note, ok, problem
+
+
+def looked(rank, *findings, subjects=("versions",), host=None):
+    return Looked(rank, host or f"node{rank // 2}", tuple(("versions", each) for each in findings), subjects)
+
+
+def by_name(*ranks):
+    return {finding.what: finding for _, finding in together(ranks)}
+
+
+def test_one_rank_is_itself():
+    findings = (ok("torch", "2.13.0", alike="problem"), note("x", "y", "z"))
+    assert [finding for _, finding in together([looked(0, *findings)])] == list(findings)
+
+
+def test_what_all_have_is_said_once():
+    found = by_name(*(looked(rank, ok("torch", "2.13.0", alike="problem")) for rank in range(4)))
+    assert found == {"torch": ok("torch", "2.13.0", alike="problem")}
+
+
+def test_the_odd_one_out_is_named_even_if_it_is_rank_0():
+    theirs = [looked(rank, ok("torch", "2.13.0" if rank else "2.11.0", alike="problem")) for rank in range(4)]
+    found = by_name(*theirs)
+    assert found["torch"].found == "2.13.0"
+    odd = found["torch elsewhere"]
+    assert (odd.level, odd.found) == ("problem", "2.11.0 on rank 0 (node0)")
+    assert odd.advice
+
+
+def test_of_two_that_differ_rank_0_s_counts():
+    found = by_name(looked(0, ok("torch", "b", alike="problem")), looked(1, ok("torch", "a", alike="problem")))
+    assert found["torch"].found == "b" and found["torch elsewhere"].found == "a on rank 1 (node0)"
+
+
+def test_a_package_that_is_missing_on_a_rank_is_another_version():
+    found = by_name(looked(0, ok("apex", "1.0", alike="note")), looked(1), looked(2, ok("apex", "1.0", alike="note")))
+    assert (found["apex elsewhere"].level, found["apex elsewhere"].found) == ("note", "nothing on rank 1 (node0)")
+
+
+def test_ranks_that_did_not_look_are_not_asked():
+    found = by_name(looked(0, ok("cards", "1", alike="note")), looked(1, subjects=("numbers",)))
+    assert set(found) == {"cards"}
+
+
+def test_figures_may_differ_and_those_of_rank_0_stand():
+    found = by_name(*(looked(rank, ok("writing", f"{rank} MB/s")) for rank in range(4)))
+    assert found == {"writing": ok("writing", "0 MB/s")}
+
+
+def test_what_is_bad_on_one_rank_alone_is_told_with_it():
+    found = by_name(looked(0, ok("sdpa", "right")), looked(1, problem("sdpa", "off by 1", "do")), looked(2, ok("sdpa", "right")))
+    assert found["sdpa"].level == "ok"
+    assert (found["sdpa, rank 1"].level, found["sdpa, rank 1"].found) == ("problem", "off by 1 (node0)")
+
+
+def test_what_is_bad_everywhere_is_told_once():
+    found = by_name(*(looked(rank, problem("sdpa", "off by 1", "do")) for rank in range(3)))
+    assert found == {"sdpa": problem("sdpa", "off by 1", "do")}
+
+
+def test_a_problem_of_the_odd_one_stays_a_problem():
+    found = by_name(looked(0, ok("apex", "1", alike="note")), looked(1, problem("apex", "broken", "mend it", alike="note")))
+    assert (found["apex elsewhere"].level, found["apex elsewhere"].advice) == ("problem", "mend it")

@@ -1,0 +1,84 @@
+"""The folder of a run, and file systems that break their promises."""
+
+import errno
+import fcntl
+import os
+
+import pytest
+
+from megaenc.doctor import disk
+from megaenc.doctor.findings import Asked
+
+
+def test_a_good_folder_keeps_all_promises_and_is_left_as_it_was(tmp_path):
+    found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path / "runs" / "not yet there")))}
+    assert {name: found[name].found for name in ("locks", "renaming", "syncing")} == dict.fromkeys(
+        ("locks", "renaming", "syncing"), "kept"
+    )
+    assert "MB/s" in found["writing"].found
+    assert not list(tmp_path.iterdir())
+
+
+def test_space_is_that_of_the_folder_above_one_that_is_not_there(tmp_path):
+    found = {each.what: each for each in disk.space(Asked(save=str(tmp_path / "a" / "b")))}
+    assert found["folder"].found.startswith(f"{tmp_path}, on ")
+
+
+def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
+    class Full:
+        f_frsize, f_blocks, f_bavail, f_files, f_favail = 4096, 2**28, 2**18, 2**20, 12
+
+    monkeypatch.setattr("os.statvfs", lambda path: Full)
+    found = {each.what: each for each in disk.space(Asked(save=str(tmp_path)))}
+    assert (found["space"].level, found["space"].found) == ("note", "1.0 GiB free of 1,024.0")
+    assert (found["files"].level, found["files"].found) == ("note", "12 more can be made")
+
+
+@pytest.mark.parametrize(("kind", "level"), [("ext4", "ok"), ("lustre", "ok"), ("tmpfs", "note"), ("overlay", "note")])
+def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind, level, tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/mounts").write_text(f"root / ext4 rw 0 0\nproc /proc proc rw 0 0\ndata {tmp_path} {kind} rw 0 0\n")
+    found = disk.space(Asked(save=str(tmp_path), root=tmp_path))[0]
+    assert (found.level, found.found) == (level, f"{tmp_path}, on {kind}")
+
+
+def test_the_longest_mount_counts_and_not_one_of_a_like_name(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/mounts").write_text(f"root / ext4 rw 0 0\na {tmp_path}/dat tmpfs rw 0 0\nb {tmp_path} nfs4 rw 0 0\n")
+    assert disk.file_system(tmp_path / "data", tmp_path) == "nfs4"
+
+
+def test_a_file_system_without_locks_is_a_problem(tmp_path, monkeypatch):
+    def refuses(descriptor, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path)))}
+    assert (found["locks"].level, found["locks"].found) == ("problem", "Function not implemented")
+    assert found["renaming"].level == "ok"
+
+
+def test_locks_that_two_may_have_are_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)
+    found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path)))}
+    assert (found["locks"].level, found["locks"].found) == ("problem", "given to two at a time")
+
+
+def test_renaming_that_does_not_replace_is_a_problem(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda here, there: None)
+    found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path)))}
+    assert found["renaming"].level == "problem"
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
+    def refuses(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(disk, "TemporaryDirectory", refuses)
+    [found] = disk.promises(Asked(save=str(tmp_path)))
+    assert (found.level, found.what) == ("problem", "writing") and "Permission denied" in found.found
+
+
+def test_a_slow_disk_is_a_note():
+    assert disk.judged_speed(5e6).level == "note"
+    assert disk.judged_speed(5e8).level == "ok"

@@ -1,0 +1,33 @@
+"""Matrix products, right and wrong."""
+
+import torch
+
+from megaenc.doctor import numbers
+from megaenc.doctor.findings import Asked
+
+CPU = torch.device("cpu")
+
+
+def test_this_machine_multiplies_right():
+    found = {each.what: each for each in numbers.products(Asked())}
+    assert [found[name].level for name in ("products in float32", "products in bfloat16")] == ["ok", "ok"]
+    assert "FLOP/s" in found["products in float32"].found and "bfloat16" in found
+
+
+def test_products_of_fewer_bits_than_promised_are_a_problem(monkeypatch):
+    product = torch.Tensor.__matmul__
+    halved = lambda a, b: product(a.half(), b.half()).to(a.dtype) if a.dtype == torch.float32 else product(a, b)  # noqa: E731
+    assert numbers.product_error(CPU, torch.float32) < 1e-6
+    monkeypatch.setattr(numbers, "rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", halved)
+    found = {each.what: each for each in numbers.products(Asked())}
+    assert found["products in float32"].level == "problem" and found["products in bfloat16"].level == "ok"
+
+
+def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(monkeypatch):
+    monkeypatch.setattr("megaenc.backend.device.host_has_bf16", lambda: True)
+    monkeypatch.setattr(numbers, "rate", lambda device, dtype: 1e9 if dtype == torch.float32 else 1e8)
+    found = {each.what: each for each in numbers.products(Asked())}["bfloat16"]
+    assert found.level == "note" and "--no-bf16" in found.advice
+    monkeypatch.setattr("megaenc.backend.device.host_has_bf16", lambda: False)
+    assert {each.what: each for each in numbers.products(Asked())}["bfloat16"].level == "ok"

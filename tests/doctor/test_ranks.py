@@ -1,0 +1,46 @@
+"""Clocks, shared folders and collectives, of one process and of two."""
+
+import fcntl
+import os
+
+import pytest
+
+from megaenc.doctor import ranks
+
+HOSTS = ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "level", "said"),
+    [
+        ([(0, 0), (1e-4, 2e-5), (-2e-3, 3e-4)], "ok", "at most 2.1 ms apart, to 320 µs"),
+        ([(0, 0), (5.0, 1e-4), (0.1, 1e-4)], "note", "at most 5 s apart, to 100 µs: rank 1 (b) is ahead"),
+        ([(0, 0), (0.1, 1e-4), (-90.0, 1e-4)], "problem", "at most 90.1 s apart, to 200 µs: rank 2 (c) is behind"),
+        ([(0, 0), (1.5, 2.0), (0, 0)], "ok", "at most 1.5 s apart, to 2 s"),
+    ],
+)
+def test_clocks_that_are_apart_by_more_than_the_way_there(offsets, level, said):
+    found = ranks.apart(offsets, HOSTS)
+    assert (found.level, found.found) == (level, said)
+
+
+def test_ranks_are_named_in_runs():
+    assert ranks.named([7, 0, 1, 2, 3, 9, 10]) == "0-3, 7, 9-10"
+
+
+def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note():
+    found = ranks.sharing(["", "missing", "missing", ""])
+    assert found.level == "problem" and "rank 1-2" in found.found
+    found = ranks.sharing(["", "", "unlocked"])
+    assert found.level == "note" and "rank 2" in found.found
+    assert ranks.sharing(["", "", ""]).level == "ok"
+
+
+def test_what_a_rank_sees_of_the_file_of_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_SEEN", 0.1)
+    assert ranks._shared(tmp_path / "file") == "missing"
+    descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    assert ranks._shared(tmp_path / "file") == "unlocked"
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert ranks._shared(tmp_path / "file") == ""
+    os.close(descriptor)

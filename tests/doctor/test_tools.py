@@ -1,0 +1,23 @@
+"""Programs that fail or hang are an error in one line."""
+
+import time
+
+import pytest
+
+from megaenc.doctor.tools import ToolError, told_by
+
+
+def test_what_a_program_says_is_returned():
+    assert told_by(["sh", "-c", "echo two; echo lines"], 10) == "two\nlines\n"
+
+
+def test_a_program_that_fails_is_told_with_its_last_line():
+    with pytest.raises(ToolError, match=r"^exit code 9: no driver$"):
+        told_by(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
+
+
+def test_a_program_that_hangs_is_left_with_all_that_it_started():
+    begin = time.monotonic()
+    with pytest.raises(ToolError, match=r"no answer in 0\.3 s"):
+        told_by(["sh", "-c", "sleep 60 | sleep 60"], 0.3)
+    assert time.monotonic() - begin < 10

@@ -1,0 +1,64 @@
+"""Packages that are missing, half installed or of the wrong version."""
+
+import sys
+from importlib import metadata
+
+import pytest
+
+from megaenc.backend import megatron
+from megaenc.doctor import versions
+from megaenc.doctor.findings import Asked, Finding, Probe
+
+
+def test_every_package_is_a_probe_of_its_own():
+    """An import may take its process with it."""
+    found = versions.versions(Asked())
+    probes = {each.name: each.function for each in found if isinstance(each, Probe)}
+    assert {"torch", "megatron-core", "transformers", "tokenizers"} <= set(probes)
+    said = {each.what: each.found for each in found if isinstance(each, Finding)}
+    assert "flash-attn" in probes or "flash-attn" in said["not installed"]
+
+
+def test_what_is_installed_here_is_right():
+    for name in ("torch", "megatron-core", "tokenizers"):
+        [found] = versions.required(Asked(), name)
+        assert (found.level, found.found) == ("ok", metadata.version(name))
+    assert {each.level for each in versions.lacking()} == {"ok"}
+    assert {each.what for each in versions.libraries(Asked())} >= {"torch is built for"}
+
+
+@pytest.fixture
+def half_installed(tmp_path, monkeypatch):
+    """A package with metadata, whose module raises when it is imported."""
+    (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c104cuda9SetDeviceEa')")
+    (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.8.3.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.8.3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+
+
+def test_a_package_for_another_torch_is_a_note_where_nothing_needs_it(half_installed):
+    [found] = versions.optional(Asked(), "flash-attn")
+    assert found.level == "note" and found.found.startswith("2.8.3, and cannot be imported: ImportError: undefined symbol")
+    assert "pip uninstall flash-attn" in found.advice
+
+
+def test_and_a_problem_where_everything_does(half_installed):
+    [found] = versions.required(Asked(), "flash-attn")
+    assert found.level == "problem"
+    [found] = versions.required(Asked(), "no-such-package")
+    assert (found.level, found.found) == ("problem", "not installed")
+
+
+def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch):
+    monkeypatch.setattr(megatron, "KNOWN_VERSIONS", ("0.15.0",))
+    [found] = versions.required(Asked(), "megatron-core")
+    assert found.level == "problem" and "expected 0.15.0" in found.found and "megatron-core==0.15.0" in found.advice
+
+
+def test_what_megaenc_s_own_list_asks_for_is_looked_up(monkeypatch):
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "psutil", "nowhere>=1", "ruff>=99; extra == 'dev'"])
+    [found] = versions.lacking()
+    assert found.level == "problem"
+    assert "torch" in found.found and ">=99" in found.found and "nowhere is missing" in found.found
+    assert "psutil" not in found.found and "ruff" not in found.found
