@@ -72,7 +72,9 @@ def _rocm(seconds: float) -> list[Finding]:
         except ToolError as error:
             advice = "the driver does not answer: look at `dmesg` for amdgpu; a restart of the machine may be needed"
             return [*found, problem("rocm-smi", str(error), advice)]
-        if counted:
+        if counted and what == "driver":
+            found.append(ok(what, ", ".join(counted), alike="note"))
+        elif counted:
             found.append(ok(what, "; ".join(f"{count} x {name}" for name, count in counted.items()), alike="note"))
     return found
 

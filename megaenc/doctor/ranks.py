@@ -126,7 +126,7 @@ def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.2g} ms" if value >= 1e-3 else f"{1e6 * value:.2g} µs"
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
 
 
 def shared_folder(asked: Asked) -> list[Finding]:

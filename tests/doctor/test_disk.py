@@ -10,6 +10,12 @@ from megaenc.doctor import disk
 from megaenc.doctor.findings import Asked
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """What is written to measure speed takes a moment."""
+    monkeypatch.setattr(disk, "_SECONDS", 0.05)
+
+
 def test_a_good_folder_keeps_all_promises_and_is_left_as_it_was(tmp_path):
     found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path / "runs" / "not yet there")))}
     assert {name: found[name].found for name in ("locks", "renaming", "syncing")} == dict.fromkeys(
