@@ -11,7 +11,6 @@ from megaenc.doctor.findings import Asked, Finding, Probe, note, ok, problem
 _REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 _OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "transformer-engine", "apex", "amdsmi")
 _MODULES = {
-    "megatron-core": "megatron.core",
     "flash-attn": "flash_attn",
     "flash-attn-3": "flash_attn_interface",
     "transformer-engine": "transformer_engine.pytorch",
@@ -40,9 +39,10 @@ def required(asked: Asked, name: str) -> list[Finding]:
     if not found:
         return [problem(name, "not installed", f"pip install {name}, or ./install.sh for all", alike="problem")]
     try:
-        importlib.import_module(_MODULES.get(name, name))
+        _import(name)
     except Exception as error:  # a half-installed package raises whatever it likes
-        return [problem(name, f"{found}, and cannot be imported: {_short(error)}", f"install {name} anew: ./install.sh")]
+        said = f"{found}, and cannot be imported: {_short(error)}"
+        return [problem(name, said, f"install {name} anew: ./install.sh", alike="problem")]
     return _known(name, found) or [ok(name, found, alike="problem")]
 
 
@@ -62,11 +62,20 @@ def optional(asked: Asked, name: str) -> list[Finding]:
     """A package that is installed, though megaenc does without: it may be for another torch."""
     found = _version(name)
     try:
-        importlib.import_module(_MODULES.get(name, name))
+        _import(name)
     except Exception as error:
         advice = f"pip uninstall {name}, or install the one that is made for this torch"
         return [note(name, f"{found}, and cannot be imported: {_short(error)}", advice, alike="note")]
     return [ok(name, found, alike="note")]
+
+
+def _import(name: str) -> None:
+    if name == "megatron-core":  # without what it would load besides, for seconds
+        from megaenc.backend.megatron import import_megatron
+
+        import_megatron()
+    else:
+        importlib.import_module(_MODULES.get(name, name))
 
 
 def _version(name: str) -> str:
