@@ -16,7 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaenc import flags
@@ -52,6 +52,7 @@ PROBES = (
     Probe("attention", "attention backends", "megaenc.doctor.attention:backends", patience=2),
     Probe("kernels", "fused kernels", "megaenc.doctor.kernels:kernels"),
     Probe("disk", "space", "megaenc.doctor.disk:space", "node"),
+    Probe("disk", "temporary files", "megaenc.doctor.disk:temporary", "node"),
     Probe("disk", "promises of the file system", "megaenc.doctor.disk:promises", "node"),
 )
 """What is looked at; another thing is another line."""
@@ -164,14 +165,21 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     except NoAnswer as error:
         found, told = [problem("comparing", str(error), "")], False
     if not told:
-        said = f"rank {rank()} ({mine.host}) could not be compared with the others: {found[0].found}"
-        print("\n".join([said, report.text(mine.findings, SUBJECTS)]), flush=True)
-        sys.exit(1)
+        alone = _with(
+            mine, problem("comparing", found[0].found, "nothing is known of the other ranks: see what they have printed")
+        )
+        if rank():
+            print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
+            sys.exit(1)
+        return [alone]
     if rank():
         return []
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        lost = problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice)
-        found[0] = Looked(mine.rank, mine.host, (*mine.findings, ("ranks", lost)), mine.subjects)
+        found[0] = _with(mine, problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
     return [found[each] for each in sorted(found)]
+
+
+def _with(looked: Looked, finding: Finding) -> Looked:
+    return replace(looked, findings=(*looked.findings, ("ranks", finding)))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 
 from megaenc.doctor.findings import Asked, Finding, note, ok, problem
 
@@ -14,6 +14,7 @@ _GIB, _MB = 2**30, 10**6
 _PIECE = 4 * 2**20
 _LITTLE_SPACE = 40 * _GIB
 """Two checkpoints of the 1B model: 14 bytes for each of its 1.4 billion weights."""
+_ROOM = _GIB  # for temporary files
 _SLOW = 50 * _MB  # bytes a second
 _SECONDS = 2.0
 _MOST = 512 * 2**20
@@ -50,6 +51,19 @@ def space(asked: Asked) -> list[Finding]:
             note("files", f"{about.f_favail:,} more can be made", "a run writes a file for each rank and save: remove old ones")
         )
     return found
+
+
+def temporary(asked: Asked) -> list[Finding]:
+    """Room for temporary files, which launcher, compilers and tokenisers write."""
+    what, advice = "temporary files", "make room there, or export TMPDIR=FOLDER"
+    try:
+        place = gettempdir()
+    except OSError:
+        return [problem(what, "no folder for them can be written to", advice)]
+    about = os.statvfs(place)
+    free = about.f_frsize * about.f_bavail
+    text = f"{place}, {free / _GIB:,.1f} GiB free"
+    return [ok(what, text) if free > _ROOM else note(what, text, advice)]
 
 
 def file_system(place: Path, root: Path = Path("/")) -> str:

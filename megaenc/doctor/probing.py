@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
@@ -76,7 +75,7 @@ class Prober:
         root = str(Path(megaenc.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [self._asked.environment.get("PYTHONPATH")])])
         self._connection, there = Pipe()
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._said = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # there may be no room on any disk
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"from {__name__} import serve; serve()", str(there.fileno()), str(os.getpid())],
             pass_fds=[there.fileno()],

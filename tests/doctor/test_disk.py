@@ -40,6 +40,19 @@ def test_little_space_and_few_files_are_notes(tmp_path, monkeypatch):
     assert (found["files"].level, found["files"].found) == ("note", "12 more can be made")
 
 
+def test_no_room_for_temporary_files_is_named(monkeypatch):
+    assert disk.temporary(Asked())[0].found.endswith("GiB free")
+    monkeypatch.setattr(disk, "_ROOM", 2**70)
+    assert disk.temporary(Asked())[0].level == "note"
+
+    def nowhere():
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(disk, "gettempdir", nowhere)
+    [found] = disk.temporary(Asked())
+    assert found.level == "problem" and "TMPDIR" in found.advice
+
+
 @pytest.mark.parametrize(("kind", "level"), [("ext4", "ok"), ("lustre", "ok"), ("tmpfs", "note"), ("overlay", "note")])
 def test_file_systems_that_end_with_the_machine_or_the_container_are_notes(kind, level, tmp_path):
     (tmp_path / "proc").mkdir()
