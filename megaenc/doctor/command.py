@@ -138,7 +138,7 @@ def look(prober: Prober, subjects: Sequence[str]) -> Looked:
     if any(each.where == "ranks" for each in waiting) and PROBES[0] not in waiting:
         waiting.appendleft(PROBES[0])
     findings: list[tuple[str, Finding]] = []
-    looked_at = dict.fromkeys(each.subject for each in waiting)
+    looked_at = frozenset((each.subject, each.where) for each in waiting)
     met, done = True, 0
     with ProgressLine("looking", len(waiting), closing=False) as progress:
         while waiting:
@@ -148,11 +148,11 @@ def look(prober: Prober, subjects: Sequence[str]) -> Looked:
             progress.update(done, description=f"looking at {probe.subject}: {probe.name}")
             found, ended = prober.findings(probe)
             met &= ended or probe.where != "ranks"
-            findings += [(probe.subject, each) for each in found if isinstance(each, Finding)]
+            findings += [(probe.subject, replace(each, where=probe.where)) for each in found if isinstance(each, Finding)]
             more = [each for each in found if isinstance(each, Probe)]
             waiting.extendleft(reversed(more))
             progress.total, done = progress.total + len(more), done + 1
-    return Looked(rank(), socket.gethostname(), tuple(findings), tuple(looked_at))
+    return Looked(rank(), socket.gethostname(), tuple(findings), looked_at)
 
 
 def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]:
@@ -165,9 +165,8 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     except NoAnswer as error:
         found, told = [problem("comparing", str(error), "")], False
     if not told:
-        alone = _with(
-            mine, problem("comparing", found[0].found, "nothing is known of the other ranks: see what they have printed")
-        )
+        advice = "nothing is known of the other ranks: see what they have printed"
+        alone = _with(mine, problem("comparing", found[0].found, advice))
         if rank():
             print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
             sys.exit(1)

@@ -18,8 +18,8 @@ class Looked:
     host: str
     findings: tuple[tuple[str, Finding], ...]
     """With the subject of each."""
-    subjects: tuple[str, ...]
-    """Those that it has looked at; a rank that is not the first of its node leaves the node's to that one."""
+    looked_at: frozenset[tuple[str, str]]
+    """(subject, where) of the probes that it has carried out: each node's are left to its first rank."""
 
 
 def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:
@@ -31,9 +31,10 @@ def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:
     hosts = {each.rank: each.host for each in looked}
     merged: list[tuple[str, Finding]] = []
     for (subject, what), by_rank in found.items():
+        first = next(iter(by_rank.values()))
         for each in looked:
-            if subject in each.subjects and each.rank not in by_rank and _compared(by_rank):
-                by_rank[each.rank] = Finding(what, "nothing", alike=next(iter(by_rank.values())).alike)
+            if _compared(by_rank) and each.rank not in by_rank and (subject, first.where) in each.looked_at:
+                by_rank[each.rank] = Finding(what, "nothing", alike=first.alike, where=first.where)
         merged += [(subject, finding) for finding in _merged(by_rank, hosts)]
     return merged
 

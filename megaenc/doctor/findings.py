@@ -21,6 +21,8 @@ class Finding:
     """What to do next; empty where nothing is to be done."""
     alike: Level = "ok"
     """How bad it is if another rank has found something else."""
+    where: str = ""
+    """That of its probe; what is looked at once on a node is not missed on the node's other ranks."""
 
 
 def ok(what: str, found: str, alike: Level = "ok") -> Finding:

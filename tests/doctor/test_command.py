@@ -8,6 +8,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
+from megaenc.doctor.compare import Looked
+from megaenc.doctor.findings import ok, problem
+from megaenc.doctor.probing import NoAnswer
 from megaenc.doctor.report import WIDTH
 
 HERE = Path(__file__).parent
@@ -74,6 +77,40 @@ def test_two_ranks_try_what_is_between_them(tmp_path):
     assert found["disk", "shared by ranks"] == "ok"
     assert ended.stdout.count("2 problems: ") == 1, "rank 0 alone prints"
     assert len(json.loads((tmp_path / "found.json").read_text())["ranks"]) == 2
+
+
+class Others:
+    """Stands for what hands the findings of all ranks to rank 0."""
+
+    def __init__(self, *outcome):
+        self.outcome = outcome
+
+    def call(self, function, mine, patience, seconds):
+        if isinstance(self.outcome[0], Exception):
+            raise self.outcome[0]
+        return self.outcome
+
+
+def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    mine, theirs = (Looked(rank, "host", (("disk", ok("space", "enough")),), frozenset()) for rank in (0, 3))
+    looked = command._of_all(Others({0: mine, 3: theirs}, True), mine, command.DoctorFlags())
+    assert [each.rank for each in looked] == [0, 3]
+    subject, lost = looked[0].findings[-1]
+    assert (subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 180 s" in lost.found
+
+
+@pytest.mark.parametrize("outcome", [(NoAnswer("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
+def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    mine = Looked(0, "host", (("disk", ok("space", "enough")),), frozenset())
+    [alone] = command._of_all(Others(*outcome), mine, command.DoctorFlags())
+    assert alone.findings[-1][1].found == "no answer in 240 s"
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as stop:
+        command._of_all(Others(*outcome), mine, command.DoctorFlags())
+    said = capsys.readouterr().out
+    assert stop.value.code == 1 and said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,24 @@
 """What ranks have found, laid over each other."""
 
+from dataclasses import replace
+
 from megaenc.doctor.compare import Looked, together
 from megaenc.doctor.findings import note, ok, problem
 
 
-def looked(rank, *findings, subjects=("versions",), host=None):
-    return Looked(rank, host or f"node{rank // 2}", tuple(("versions", each) for each in findings), subjects)
+def looked(rank, *findings, where="rank"):
+    """Two ranks a node."""
+    found = tuple(("versions", replace(each, where=where)) for each in findings)
+    return Looked(rank, f"node{rank // 2}", found, frozenset({("versions", where)}))
 
 
 def by_name(*ranks):
-    return {finding.what: finding for _, finding in together(ranks)}
+    return {finding.what: replace(finding, where="") for _, finding in together(ranks)}
 
 
 def test_one_rank_is_itself():
     findings = (ok("torch", "2.13.0", alike="problem"), note("x", "y", "z"))
-    assert [finding for _, finding in together([looked(0, *findings)])] == list(findings)
+    assert list(by_name(looked(0, *findings)).values()) == list(findings)
 
 
 def test_what_all_have_is_said_once():
@@ -41,9 +45,11 @@ def test_a_package_that_is_missing_on_a_rank_is_another_version():
     assert (found["apex elsewhere"].level, found["apex elsewhere"].found) == ("note", "nothing on rank 1 (node0)")
 
 
-def test_ranks_that_did_not_look_are_not_asked():
-    found = by_name(looked(0, ok("cards", "1", alike="note")), looked(1, subjects=("numbers",)))
-    assert set(found) == {"cards"}
+def test_what_one_rank_of_a_node_has_looked_at_is_not_missed_on_the_others():
+    theirs = [looked(0, ok("processor", "EPYC", alike="note"), where="node"), looked(1)]
+    assert set(by_name(*theirs)) == {"processor"}
+    theirs += [looked(2, ok("processor", "Xeon", alike="note"), where="node"), looked(3)]
+    assert by_name(*theirs)["processor elsewhere"].found == "Xeon on rank 2 (node1)"
 
 
 def test_figures_may_differ_and_those_of_rank_0_stand():

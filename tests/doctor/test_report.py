@@ -36,7 +36,7 @@ def test_without_problems_that_is_what_is_said():
 
 
 def test_json_holds_what_each_rank_found():
-    looked = [Looked(0, "a", tuple(FINDINGS), SUBJECTS), Looked(1, "b", (), SUBJECTS)]
+    looked = [Looked(0, "a", tuple(FINDINGS), frozenset()), Looked(1, "b", (), frozenset())]
     read = json.loads(as_json(looked, FINDINGS, {"command": "--only disk"}))
     assert read["command"] == "--only disk" and read["worst"] == "problem"
     assert read["findings"][0] == {"subject": "disk", "what": "space", "level": "ok", "found": "1 GiB", "advice": ""}
