@@ -53,9 +53,9 @@ def _merged(by_rank: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]
         odd = {rank: finding for rank, finding in by_rank.items() if finding.found != usual}
         return [of_most, *([_odd(of_most, odd, hosts)] if odd else [])]
     worse = {rank: finding for rank, finding in by_rank.items() if finding.level != "ok"}
-    if first.level == "ok" or len(by_rank) == 1:
-        return [first, *_named(worse, hosts)] if len(by_rank) > 1 else [first]
-    return _named(worse, hosts)
+    if len({(finding.found, finding.level) for finding in by_rank.values()}) == 1:
+        return [first]
+    return [*([first] if first.level == "ok" else []), *_named(worse, hosts)]
 
 
 def _odd(usual: Finding, odd: dict[int, Finding], hosts: dict[int, str]) -> Finding:
@@ -74,8 +74,6 @@ def _named(found: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]:
     by_text: dict[tuple[str, str], list[int]] = {}
     for rank, finding in found.items():
         by_text.setdefault((finding.found, finding.level), []).append(rank)
-    if len(by_text) == 1 and len(hosts) == len(found):
-        return [found[min(found)]]
     merged = []
     for ranks in list(by_text.values())[:_SHOWN]:
         finding = found[ranks[0]]

@@ -68,6 +68,15 @@ def test_what_is_bad_everywhere_is_told_once():
     assert found == {"sdpa": problem("sdpa", "off by 1", "do")}
 
 
+def test_what_is_bad_on_every_node_is_told_once():
+    theirs = [
+        looked(0, note("swap", "full", "see"), where="node"),
+        looked(1),
+        looked(2, note("swap", "full", "see"), where="node"),
+    ]
+    assert by_name(*theirs) == {"swap": note("swap", "full", "see")}
+
+
 def test_a_problem_of_the_odd_one_stays_a_problem():
     found = by_name(looked(0, ok("apex", "1", alike="note")), looked(1, problem("apex", "broken", "mend it", alike="note")))
     assert (found["apex elsewhere"].level, found["apex elsewhere"].advice) == ("problem", "mend it")
