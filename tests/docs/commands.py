@@ -1,9 +1,8 @@
 """`make test-docs`: run every command that the README, docs and examples show.
 
-A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root of a
-copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in place of
-words; `--list` prints that. Commands see one thread each, no network for models and data sets, and packages that they install go into
-the copy.
+A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root of
+a copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in place
+of words; `--list` prints that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
 """
 
 import argparse
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-
 from docs.documents import ROOT, Block, blocks, documents, read
 
 TABLE = ROOT / "docs" / "commands.yaml"
@@ -28,7 +26,7 @@ REASONS = {
     "program": "needs another program's installation, or makes one",
 }
 LIMIT = 3600  # seconds of one document
-SHELL = """set -eEuo pipefail
+SHELL = """set -eEo pipefail
 trap 'echo "failed: line $LINENO" >&3' ERR
 PS4='+ $SECONDS s, line $LINENO: '
 set -x
@@ -39,8 +37,8 @@ set -x
 class Exceptions:
     """What docs/commands.yaml says of one document.
 
-    after: a document whose folder this one goes on in; before: bash that is run first; not_run: (words in the block, reason, why);
-    instead: (words, what is put in their place, why).
+    after: a document whose folder this one goes on in; before: bash that is run first; not_run: (words in the block, reason,
+    why); instead: (words, what is put in their place, why).
     """
 
     after: str = ""
@@ -168,7 +166,7 @@ def _shell(text: str, folder: Path, log: Path, mode: str) -> str:
     if not code:
         return ""
     lines = failed.read_text().splitlines()
-    return f"{lines[0].removeprefix('failed: ') if lines else 'a line that is no command'}: exit code {code}"
+    return f"{lines[0].removeprefix('failed: ') if lines else 'what is no command'}: exit code {code}"
 
 
 def listed(names: list[str], said: dict[str, Exceptions]) -> str:
