@@ -153,9 +153,8 @@ def _asked(name: str, place: str) -> Iterator[tuple[str, type, object]]:
             seen.append((settings, default))
             raise SystemExit(0)
 
-        with mock.patch.object(flags, "parse", parse), mock.patch.object(sys, "stderr"):
-            with contextlib.suppress(SystemExit):
-                getattr(importlib.import_module(module), function)(rest)
+        with mock.patch.object(flags, "parse", parse), contextlib.suppress(SystemExit):
+            getattr(importlib.import_module(module), function)(rest)
         yield " ".join([name, *rest]), *seen[0]
 
 

@@ -1,8 +1,8 @@
 """`make test-docs`: run every command that the README, docs and examples show.
 
-A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root of
-a copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in place
-of words; `--list` prints that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
+A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root
+of a copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in
+place of words; `--list` prints that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
 """
 
 import argparse
