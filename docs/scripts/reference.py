@@ -12,7 +12,6 @@ import importlib
 import inspect
 import itertools
 import re
-import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterator
