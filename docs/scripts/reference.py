@@ -66,10 +66,11 @@ def api() -> str:
 
 
 def _describe(thing: type | Callable, path: str) -> str:
-    name = path.rpartition(".")[2]
+    module, _, name = path.rpartition(".")
+    imported = f"```python\nfrom {module} import {name}\n```"
     if not isinstance(thing, type):
-        return f"### {name}\n\n```python\n{path}{_signature(thing)}\n```\n\n{_text(thing)}"
-    lines = [f"### {name}", f"```python\nclass {path}{_bases(thing)}\n```", _text(thing)]
+        return f"### {name}\n\n{imported}\n\n**`{name}{_signature(thing)}`**: {_text(thing)}"
+    lines = [f"### {name}{_bases(thing)}", imported, _text(thing)]
     if issubclass(thing, enum.Enum):
         lines.append("\n".join(f"- `{name}.{member.name}`: `{member.value!r}`" for member in thing))
     elif fields := list(_fields(thing)):
@@ -84,8 +85,8 @@ def _describe(thing: type | Callable, path: str) -> str:
 
 
 def _bases(thing: type) -> str:
-    bases = [base.__name__ for base in thing.__bases__ if base.__module__.startswith("megaenc") or base is Exception]
-    return f"({', '.join(bases)})" if bases else ""
+    bases = [base.__name__ for base in thing.__bases__ if base.__module__.startswith("megaenc")]
+    return f": a kind of {' and '.join(bases)}" if bases else ""
 
 
 def _signature(function: Callable, of_class: bool = False) -> str:

@@ -7,6 +7,7 @@ place of words; `--list` prints that. Commands have one thread each and ask no H
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ REASONS = {
 }
 LIMIT = 3600  # seconds of one document
 SHELL = """set -eEo pipefail
-trap 'echo "failed: line $LINENO" >&3' ERR
+trap 'echo "line $LINENO" >&3' ERR
 PS4='+ $SECONDS s, line $LINENO: '
 set -x
 """
@@ -165,8 +166,9 @@ def _shell(text: str, folder: Path, log: Path, mode: str) -> str:
                 shell.wait()
     if not code:
         return ""
-    lines = failed.read_text().splitlines()
-    return f"{lines[0].removeprefix('failed: ') if lines else 'what is no command'}: exit code {code}"
+    named = failed.read_text().splitlines()
+    begun = re.findall(r"^\++ \d+ s, (line \d+): ", log.read_text(errors="replace"), re.MULTILINE)  # an `exit` is in no trap
+    return f"{named[0] if named else begun[-1] if begun else 'no command'}: exit code {code}"
 
 
 def listed(names: list[str], said: dict[str, Exceptions]) -> str:
