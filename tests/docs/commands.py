@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -93,46 +93,56 @@ def copy_repository(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name)
 
 
-def run(name: str, work: Path, said: dict[str, Exceptions]) -> bool:
-    """Run a document, and before it the one that it comes after; True if all of its commands ended with 0.
+@dataclass
+class Runner:
+    """Runs documents, each in a folder of its own in `work`; one that passed there has the file `.passed`."""
 
-    It has a folder in `work`. One that passed has the file `.passed` and is not run again.
-    """
-    folder, log = work / name.replace("/", "__"), work / f"{name.replace('/', '__')}.log"
-    exceptions = said.get(name, Exceptions())
-    if (folder / ".passed").exists():
-        return True
-    if exceptions.after and not run(exceptions.after, work, said):
-        print(f"{name}: not run, as it comes after {exceptions.after}", flush=True)
-        return False
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if exceptions.after:
-        before = work / exceptions.after.replace("/", "__")
-        shutil.copytree(before, folder, symlinks=True, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".passed"))
-    else:
+    work: Path
+    said: dict[str, Exceptions]
+    failed: list[str] = field(default_factory=list)
+
+    def folder(self, name: str) -> Path:
+        """Where a document is run."""
+        return self.work / name.replace("/", "__")
+
+    def run(self, name: str) -> bool:
+        """Run a document, and before it the one that it comes after; True if all of its commands ended with 0.
+
+        What has passed, or failed, is not run again.
+        """
+        if name not in self.failed and not (self.folder(name) / ".passed").exists() and not self._passes(name):
+            self.failed.append(name)
+        return name not in self.failed
+
+    def _passes(self, name: str) -> bool:
+        exceptions, folder, log = self.said.get(name, Exceptions()), self.folder(name), self.folder(name).with_suffix(".log")
+        if exceptions.after and not self.run(exceptions.after):
+            print(f"{name}: not run, as it comes after {exceptions.after}", flush=True)
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if exceptions.after:
+            leave = shutil.ignore_patterns(".passed")
+            shutil.copytree(self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True, ignore=leave)
         copy_repository(folder)
-    begun = time.monotonic()
-    place = ""
-    if exceptions.before:
-        place = _shell(exceptions.before, folder, log, "a")
-    where = f"{TABLE.relative_to(ROOT)}: before {name}"
-    if not place:
-        place, where = _shell(script(name, exceptions), folder, log, "a"), name
-    shown = commands(name)
-    count = sum(left_out(block, exceptions) is None for block in shown)
-    took = time.monotonic() - begun
-    print(f"{name}: {count} of {len(shown)} blocks, {took // 60:.0f}:{took % 60:02.0f}", flush=True)
-    if place:
-        print(f"{where}: {place}, after this (all of it in {log}):", flush=True)
-        print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-25:]), flush=True)
-        return False
-    (folder / ".passed").touch()
-    return True
+        log.write_text("")
+        begun = time.monotonic()
+        where, wrong = f"{TABLE.name}, before {name}", _shell(exceptions.before, folder, log)
+        if not wrong:
+            where, wrong = name, _shell(script(name, exceptions), folder, log)
+        took, shown = time.monotonic() - begun, commands(name)
+        count = sum(left_out(block, exceptions) is None for block in shown)
+        print(f"{name}: {count} of {len(shown)} blocks, {took // 60:.0f}:{took % 60:02.0f}", flush=True)
+        if wrong:
+            print(f"{where}: {wrong}, after", flush=True)
+            print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+            return False
+        (folder / ".passed").touch()
+        return True
 
 
-def _shell(text: str, folder: Path, log: Path, mode: str) -> str:
-    """Run bash in `folder`, output to `log`; empty, or what failed: `line 12: exit code 2`."""
+def _shell(text: str, folder: Path, log: Path) -> str:
+    """Run bash in `folder`, its output behind what `log` holds; empty, or what failed: `line 12: exit code 2`."""
     (folder / ".commands").write_text(text)
     failed = folder / ".failed"
     failed.unlink(missing_ok=True)
@@ -144,7 +154,7 @@ def _shell(text: str, folder: Path, log: Path, mode: str) -> str:
         "HF_HUB_OFFLINE": "1",
         "WANDB_MODE": "offline",
     }
-    with log.open(mode) as output, failed.open("w") as failure:
+    with log.open("a") as output, failed.open("w") as failure:
         words = ["bash", "-c", f'exec 3>&"$1"; set --; {SHELL}source .commands', "docs", str(failure.fileno())]
         shell = subprocess.Popen(
             words,
@@ -203,11 +213,13 @@ def main() -> None:
         print(listed(names, said))
         return
     with tempfile.TemporaryDirectory(prefix="megaenc-docs-") as temporary:
-        work = Path(options.keep or temporary).resolve()
-        work.mkdir(parents=True, exist_ok=True)
-        failed = [name for name in names if commands(name) and not run(name, work, said)]
-        if failed:
-            sys.exit(f"{len(failed)} documents failed: {', '.join(failed)}")
+        runner = Runner(Path(options.keep or temporary).resolve(), said)
+        for name in filter(commands, names):
+            runner.run(name)
+            if not options.keep and all(exceptions.after != name for exceptions in said.values()):
+                shutil.rmtree(runner.folder(name), ignore_errors=True)
+        if runner.failed:
+            sys.exit(f"{len(runner.failed)} documents failed: {', '.join(runner.failed)}")
 
 
 if __name__ == "__main__":

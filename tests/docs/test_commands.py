@@ -68,8 +68,7 @@ def document(tmp_path, monkeypatch):
         monkeypatch.setattr(commands, "ROOT", root)
         monkeypatch.setattr(commands, "TABLE", root / "commands.yaml")
         monkeypatch.setattr("docs.documents.ROOT", root)
-        work.mkdir()
-        passed = commands.run(name, work, exceptions or {})
+        passed = commands.Runner(work, exceptions or {}).run(name)
         return passed, capsys.readouterr().out
 
     return run
