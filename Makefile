@@ -18,7 +18,7 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-failed smoke faults lint clean force
+.PHONY: help install quickstart test test-failed smoke test-docs reference faults lint clean force
 # A checkpoint must outlive a Ctrl-C: the next call goes on from it.
 .PRECIOUS: $(TRAINED)
 
@@ -28,6 +28,8 @@ help:
 	@echo "make test         the whole test suite"
 	@echo "make smoke        of it, a minute: a short run, going on with it, export, fine-tuning"
 	@echo "make test-failed  of it, what the last call found failing, one test at a time"
+	@echo "make test-docs    every command of README and docs, in copies of this repository (DOCS=, LIST=1, KEEP=)"
+	@echo "make reference    docs/api.md, docs/flags.md and docs/way.svg anew, from the docstrings and a script"
 	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
 	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"
 	@echo "make clean        remove $(VENV), $(DEMO) and caches"
@@ -82,6 +84,18 @@ test-failed: $(INSTALLED)
 
 smoke: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest tests/smoke
+
+# One document after the other. DOCS="docs/a.md docs/b.md": these alone; LIST=1: what is not run or replaced, and nothing else;
+# KEEP=folder: work there, and do not run again what has passed there.
+DOCS ?=
+LIST ?=
+KEEP ?=
+test-docs: $(INSTALLED)
+	PYTHONPATH=tests python -m docs.commands $(if $(LIST),--list) $(if $(KEEP),--keep '$(KEEP)') $(DOCS)
+
+reference: $(INSTALLED)
+	python docs/scripts/reference.py
+	python docs/scripts/picture.py
 
 # 100 kills took 25 minutes on two cores that were busy otherwise too.
 KILLS ?= 100

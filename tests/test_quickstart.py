@@ -35,12 +35,23 @@ def test_the_readme_shows_each_step_of_the_quickstart():
         assert step in readme, step
 
 
-def test_the_readme_names_no_command_that_there_is_not():
-    shown = re.findall(r"```.*?```|`[^`]+`", (ROOT / "README.md").read_text(), re.DOTALL)
-    names = re.findall(r"megaenc ([a-z-]+)(?: ([a-z-]+))?", " ".join(shown))
-    assert len(names) >= len(cli.COMMANDS)
+@pytest.mark.parametrize("path", ["README.md", "docs/README.md"])
+def test_the_readme_names_no_command_that_there_is_not(path):
+    names = commands_named(path)
+    assert names
     for first, second in names:
         assert first in cli.COMMANDS or f"{first} {second}" in cli.COMMANDS, (first, second)
+
+
+def test_the_index_names_every_command():
+    found = {name for first, second in commands_named("docs/README.md") for name in (first, f"{first} {second}")}
+    assert found >= set(cli.COMMANDS)
+
+
+def commands_named(path: str) -> list[tuple[str, str]]:
+    """The words behind `megaenc` wherever a document shows a command."""
+    shown = re.findall(r"```.*?```|`[^`]+`", (ROOT / path).read_text(), re.DOTALL)
+    return re.findall(r"megaenc ([a-z-]+)(?: ([a-z-]+))?", " ".join(shown))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/pretrain").glob("*.yaml")), ids=lambda path: path.stem)

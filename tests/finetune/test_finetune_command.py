@@ -32,7 +32,7 @@ def test_the_command_line_wins_over_the_file():
 
 def test_the_guide_s_run_is_one_of_its_grid():
     """Both write to `results`: a run of another protocol would stop the grid."""
-    run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```sh\n")[2].splitlines()[:3]
+    run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```bash\n")[2].splitlines()[:3]
     one = flags.parse(RunSettings, run.split()[3:], prog="test", description="")
     all_ = flags.parse_with_config(GridSettings, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
                                    prog="test", description="")  # fmt: skip

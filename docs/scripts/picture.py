@@ -1,0 +1,102 @@
+"""Draw docs/way.svg, the data's way through the stations of the package: `python docs/scripts/picture.py`.
+
+Boxes bring their own background, and what stands between them is of a grey that can be read on white and on black: so the picture
+need not know whether it is shown in light or dark.
+"""
+
+from html import escape
+from pathlib import Path
+
+FILE = Path(__file__).resolve().parents[1] / "way.svg"
+WIDTH, BOX, HIGH, GAP, LEFT = 1000, 168, 104, 28, 22
+GREY, LINE, INK = "#768390", "#768390", "#1f2328"
+STATION, THING = "#d7e8fb", "#f6f3e6"
+
+# (what it is, lines below it, a package of the code or a thing that lies on the disk)
+ROWS = [
+    [
+        ("text", ["JSONL, Parquet, files,", "folders, the Hub"], False),
+        ("data", ["megaenc tokenizer", "megaenc preprocess", "packs of seq_length tokens"], True),
+        ("objectives", ["clm  mlm  mntp  prefix_lm", "a schedule says which,", "step by step"], True),
+        ("model", ["megatron-core layers,", "head and loss at the", "predicted positions alone"], True),
+        ("training", ["megaenc pretrain, torchrun", "tensor x pipeline x data", "parallel"], True),
+    ],
+    [
+        ("report", ["tables, figures,", "verdicts on the claims"], False),
+        ("study", ["megaenc study", "plan, run, status, report"], True),
+        ("finetune", ["megaenc finetune grid", "rates x seeds, intervals"], True),
+        ("convert", ["megaenc convert to-hf", "a certificate: the same", "logits as the run"], True),
+        ("run folder", ["checkpoints, metrics.jsonl:", "resume, branch, initialise"], False),
+    ],
+]
+# what goes from one box to the next, in the order of the arrows
+BETWEEN = [["", "packs", "targets", "loss"], ["", "results", "HF folder", ""]]
+
+
+def box(column: int, top: int, title: str, lines: list[str], code: bool) -> list[str]:
+    """A station of the way, or a thing on the disk."""
+    x = LEFT + column * (BOX + GAP)
+    middle = x + BOX / 2
+    drawn = [
+        f'<rect x="{x}" y="{top}" width="{BOX}" height="{HIGH}" rx="8" fill="{STATION if code else THING}" stroke="{LINE}"/>'
+    ]
+    drawn.append(f'<text x="{middle}" y="{top + 25}" font-weight="600" font-size="15">{escape(title)}</text>')
+    drawn += [f'<text x="{middle}" y="{top + 48 + 18 * at}">{escape(line)}</text>' for at, line in enumerate(lines)]
+    return drawn
+
+
+def arrow(x1: float, y1: float, x2: float, y2: float, dashed: bool = False) -> str:
+    """A line with a head at its end."""
+    dash = ' stroke-dasharray="4 3"' if dashed else ""
+    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{LINE}" stroke-width="1.8" marker-end="url(#head)"{dash}/>'
+
+
+def label(x: float, y: float, words: str) -> str:
+    """Words beside an arrow, on whatever background the page has."""
+    return f'<text x="{x}" y="{y}" class="between">{escape(words)}</text>'
+
+
+def picture() -> str:
+    """The SVG."""
+    first, second = 34, 216
+    drawn = []
+    for top, row in zip((first, second), ROWS, strict=True):
+        for column, (title, lines, code) in enumerate(row):
+            drawn += box(column, top, title, lines, code)
+    for at in range(4):
+        right, left = LEFT + at * (BOX + GAP) + BOX, LEFT + (at + 1) * (BOX + GAP)
+        drawn.append(arrow(right + 2, first + HIGH / 2, left - 3, first + HIGH / 2))
+        drawn.append(arrow(left - 2, second + HIGH / 2, right + 3, second + HIGH / 2))
+        drawn.append(label((right + left) / 2, first - 12, BETWEEN[0][at]))
+        drawn.append(label((right + left) / 2, second + HIGH + 22, BETWEEN[1][at]))
+    last = LEFT + 4 * (BOX + GAP) + BOX / 2
+    drawn += [
+        arrow(last - 30, first + HIGH + 2, last - 30, second - 3),
+        label(last - 84, (first + HIGH + second) / 2 + 4, "checkpoints"),
+    ]
+    drawn += [arrow(last + 30, second - 2, last + 30, first + HIGH + 3, dashed=True)]
+    drawn += [label(last + 62, (first + HIGH + second) / 2 - 4, "goes"), label(last + 62, (first + HIGH + second) / 2 + 12, "on")]
+    convert = LEFT + 3 * (BOX + GAP) + BOX / 2
+    drawn.append(arrow(convert + 18, second + HIGH + 40, last - 3, second + HIGH + 40, dashed=True))
+    drawn.append(arrow(last, second + HIGH + 40, last, second + HIGH + 3, dashed=True))
+    drawn.append(label(convert - 75, second + HIGH + 44, "from-hf: a decoder comes in"))
+    drawn.append(label(LEFT + BOX, second + HIGH + 44, "blue: a package of megaenc; imports run the way of the data"))
+    title = "The data's way: text, data, objectives, model, training, run folder, convert, finetune, study, report"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 376" width="{WIDTH}" role="img" '
+            f'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12.5" '
+            f'text-anchor="middle" fill="{INK}">',
+            f"<title>{escape(title)}</title>",
+            f"<style>.between {{ fill: {GREY}; font-size: 12.5px }}</style>",
+            f'<defs><marker id="head" markerWidth="9" markerHeight="9" refX="7" refY="4" orient="auto">'
+            f'<path d="M0,0 L8,4 L0,8 z" fill="{LINE}"/></marker></defs>',
+            *drawn,
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(picture(), encoding="utf-8")
+    print(FILE.name)

@@ -1,0 +1,226 @@
+"""`make test-docs`: run every command that the README, docs and examples show.
+
+A document is one script: its blocks of bash, in their order, in one shell that ends at the first command that fails, at the root
+of a copy of this repository. docs/commands.yaml says what a reader has done before, which blocks are not run and what is put in
+place of words; `--list` prints that. Commands have one thread each and ask no Hub; packages that they install go into the copy.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from docs.documents import ROOT, Block, blocks, documents, read
+
+TABLE = ROOT / "docs" / "commands.yaml"
+REASONS = {
+    "accelerator": "needs a GPU",
+    "cluster": "needs several machines or Slurm",
+    "program": "needs another program's installation, or makes one",
+}
+LIMIT = 3600  # seconds of one document
+SHELL = """set -eEo pipefail
+trap 'echo "line $LINENO" >&3' ERR
+PS4='+ $SECONDS s, line $LINENO: '
+set -x
+"""
+
+
+@dataclass(frozen=True)
+class Exceptions:
+    """What docs/commands.yaml says of one document.
+
+    after: a document whose folder this one goes on in; before: bash that is run first; not_run: (words in the block, reason,
+    why); instead: (words, what is put in their place, why).
+    """
+
+    after: str = ""
+    before: str = ""
+    not_run: tuple[tuple[str, str, str], ...] = ()
+    instead: tuple[tuple[str, str, str], ...] = ()
+
+
+def table() -> dict[str, Exceptions]:
+    """docs/commands.yaml, by document. Raises ValueError for a reason that is none of REASONS."""
+    found = {}
+    for name, said in (yaml.safe_load(TABLE.read_text(encoding="utf-8")) or {}).items():
+        not_run = tuple((entry["block"], entry["needs"], entry["why"]) for entry in said.pop("not run", []))
+        for words, reason, _ in not_run:
+            if reason not in REASONS:
+                raise ValueError(f"{TABLE.name}: {name}: {words!r}: found {reason!r}, expected one of {', '.join(REASONS)}")
+        instead = tuple((entry["of"], entry["put"], entry["why"]) for entry in said.pop("instead", []))
+        found[name] = Exceptions(**said, not_run=not_run, instead=instead)
+    return found
+
+
+def commands(name: str) -> list[Block]:
+    """The blocks of a document that hold commands."""
+    return [block for block in blocks(read(name)) if block.language == "bash"]
+
+
+def left_out(block: Block, exceptions: Exceptions) -> tuple[str, str, str] | None:
+    """The exception that keeps a block from being run."""
+    text = "\n".join(block.lines)
+    return next((entry for entry in exceptions.not_run if entry[0] in text), None)
+
+
+def script(name: str, exceptions: Exceptions) -> str:
+    """The document as a script whose line numbers are the document's."""
+    lines = [""] * len(read(name))
+    for block in commands(name):
+        if left_out(block, exceptions) is None:
+            lines[block.line : block.line + len(block.lines)] = block.lines
+    text = "\n".join(lines)
+    for words, put, _ in exceptions.instead:
+        text = text.replace(words, put)
+    return text + "\n"
+
+
+def copy_repository(folder: Path) -> None:
+    """What git knows of the repository, and new files that it does not ignore, as it is on the disk."""
+    asked = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in filter(None, subprocess.run(asked, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+@dataclass
+class Runner:
+    """Runs documents, each in a folder of its own in `work`; one that passed there has the file `.passed`."""
+
+    work: Path
+    said: dict[str, Exceptions]
+    failed: list[str] = field(default_factory=list)
+
+    def folder(self, name: str) -> Path:
+        """Where a document is run."""
+        return self.work / name.replace("/", "__")
+
+    def run(self, name: str) -> bool:
+        """Run a document, and before it the one that it comes after; True if all of its commands ended with 0.
+
+        What has passed, or failed, is not run again.
+        """
+        if name not in self.failed and not (self.folder(name) / ".passed").exists() and not self._passes(name):
+            self.failed.append(name)
+        return name not in self.failed
+
+    def _passes(self, name: str) -> bool:
+        exceptions, folder, log = self.said.get(name, Exceptions()), self.folder(name), self.folder(name).with_suffix(".log")
+        if exceptions.after and not self.run(exceptions.after):
+            print(f"{name}: not run, as it comes after {exceptions.after}", flush=True)
+            return False
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if exceptions.after:
+            leave = shutil.ignore_patterns(".passed")
+            shutil.copytree(self.folder(exceptions.after), folder, symlinks=True, dirs_exist_ok=True, ignore=leave)
+        copy_repository(folder)
+        log.write_text("")
+        begun = time.monotonic()
+        where, wrong = f"{TABLE.name}, before {name}", _shell(exceptions.before, folder, log)
+        if not wrong:
+            where, wrong = name, _shell(script(name, exceptions), folder, log)
+        took, shown = time.monotonic() - begun, commands(name)
+        count = sum(left_out(block, exceptions) is None for block in shown)
+        print(f"{name}: {count} of {len(shown)} blocks, {took // 60:.0f}:{took % 60:02.0f}", flush=True)
+        if wrong:
+            print(f"{where}: {wrong}, after", flush=True)
+            print("".join(f"    {line}\n" for line in log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+            return False
+        (folder / ".passed").touch()
+        return True
+
+
+def _shell(text: str, folder: Path, log: Path) -> str:
+    """Run bash in `folder`, its output behind what `log` holds; empty, or what failed: `line 12: exit code 2`."""
+    (folder / ".commands").write_text(text)
+    failed = folder / ".failed"
+    failed.unlink(missing_ok=True)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{folder}{os.pathsep}{folder / 'site'}",
+        "PIP_TARGET": str(folder / "site"),  # what a document installs
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+    }
+    with log.open("a") as output, failed.open("w") as failure:
+        words = ["bash", "-c", f'exec 3>&"$1"; set --; {SHELL}source .commands', "docs", str(failure.fileno())]
+        shell = subprocess.Popen(
+            words,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[failure.fileno()],
+            start_new_session=True,
+        )
+        try:
+            code = shell.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"not done after {LIMIT} seconds"
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
+    if not code:
+        return ""
+    named = failed.read_text().splitlines()
+    begun = re.findall(r"^\++ \d+ s, (line \d+): ", log.read_text(errors="replace"), re.MULTILINE)  # an `exit` is in no trap
+    return f"{named[0] if named else begun[-1] if begun else 'no command'}: exit code {code}"
+
+
+def listed(names: list[str], said: dict[str, Exceptions]) -> str:
+    """What is done otherwise than a reader would, document by document."""
+    lines = []
+    for name in names:
+        exceptions, shown = said.get(name, Exceptions()), commands(name)
+        missing = [(block, entry) for block in shown if (entry := left_out(block, exceptions))]
+        if not shown:
+            continue
+        after = f", after {exceptions.after}" if exceptions.after else ""
+        lines.append(f"{name}: {len(shown) - len(missing)} of {len(shown)} blocks are run{after}")
+        lines += [f"  before: {line}" for line in exceptions.before.splitlines()]
+        lines += [f"  line {block.line + 1} not run: {REASONS[reason]} ({why})" for block, (_, reason, why) in missing]
+        lines += [f"  {put!r} instead of {words!r}: {why}" for words, put, why in exceptions.instead]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Exit code 1 where a command has failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("documents", nargs="*", help="documents to run; all unless given")
+    parser.add_argument("--list", action="store_true", help="say what is not run or replaced, and run nothing")
+    parser.add_argument("--keep", metavar="FOLDER", help="work here, keep it, and do not run again what has passed here")
+    options = parser.parse_args()
+    known, said = documents(), table()
+    for name in options.documents:
+        if name not in known:
+            parser.error(f"{name}: no document, expected one of {', '.join(known)}")
+    names = options.documents or known
+    if options.list:
+        print(listed(names, said))
+        return
+    with tempfile.TemporaryDirectory(prefix="megaenc-docs-") as temporary:
+        runner = Runner(Path(options.keep or temporary).resolve(), said)
+        for name in filter(commands, names):
+            runner.run(name)
+            if not options.keep and all(exceptions.after != name for exceptions in said.values()):
+                shutil.rmtree(runner.folder(name), ignore_errors=True)
+        if runner.failed:
+            sys.exit(f"{len(runner.failed)} documents failed: {', '.join(runner.failed)}")
+
+
+if __name__ == "__main__":
+    main()

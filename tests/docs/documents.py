@@ -1,0 +1,78 @@
+"""The documents of this repository, and the blocks of commands, output and code in them."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MADE_BY_REPORTS = "docs/study/small-two-cores"
+LANGUAGES = {
+    "bash": "commands, run by `make test-docs`",
+    "text": "what commands print, formulas, pictures made of letters",
+    "python": "code to be put into a file or a notebook",
+    "yaml": "parts of files",
+    "toml": "parts of files",
+    "json": "parts of files",
+}
+_FENCE = re.compile(r"^( *)(`{3,}|~{3,})(.*)$")
+_ITEM = re.compile(r"^ {0,3}(?:[-*+]|\d+[.)]) ")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the line of its fence (from 1), what stands behind the fence, its lines without the fence's indentation."""
+
+    line: int
+    language: str
+    lines: tuple[str, ...]
+
+
+def documents() -> list[str]:
+    """Paths of the README, docs and examples, relative to the root, in the order in which they are read and run."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+    names = (str(path.relative_to(ROOT)) for path in found)
+    return sorted((name for name in names if not name.startswith(MADE_BY_REPORTS)), key=lambda name: (name.count("/"), name))
+
+
+def read(name: str) -> list[str]:
+    """The lines of a document."""
+    return (ROOT / name).read_text(encoding="utf-8").splitlines()
+
+
+def blocks(lines: list[str]) -> list[Block]:
+    """The fenced blocks of a document. Raises ValueError, with the line, for one that does not end."""
+    found, opened, inside = [], None, []
+    for number, line in enumerate(lines, 1):
+        fence = _FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, inside = (number, len(fence[1]), fence[2], fence[3].strip()), []
+        elif fence and fence[2].startswith(opened[2]) and not fence[3].strip():
+            found.append(Block(opened[0], opened[3], tuple(inside)))
+            opened = None
+        else:
+            inside.append(line[min(opened[1], len(line) - len(line.lstrip())) :])
+    if opened is not None:
+        raise ValueError(f"line {opened[0]}: a fence that nothing closes")
+    return found
+
+
+def without_blocks(lines: list[str]) -> list[str]:
+    """The lines with those of fenced blocks empty: the prose, under its own line numbers."""
+    prose = list(lines)
+    for block in blocks(lines):
+        first, last = block.line - 1, block.line + len(block.lines)
+        prose[first : last + 1] = [""] * (last + 1 - first)
+    return prose
+
+
+def indented_code(lines: list[str]) -> list[int]:
+    """Numbers of the lines that Markdown takes for code because four spaces stand before them."""
+    found, before, in_list = [], "", False
+    for number, line in enumerate(without_blocks(lines), 1):
+        if line.strip():
+            in_list = bool(_ITEM.match(line)) or (in_list and (line.startswith("  ") or bool(before.strip())))
+            if line.startswith("    ") and not in_list and (not before.strip() or number - 1 in found):
+                found.append(number)
+        before = line
+    return found

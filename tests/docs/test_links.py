@@ -1,0 +1,106 @@
+"""Links between documents lead somewhere: files and headings exist. Addresses elsewhere are looked at by their form alone."""
+
+import re
+import unicodedata
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from docs.documents import ROOT, documents, read, without_blocks
+
+_LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)")
+_PATH = re.compile(r"`((?:megaenc|tests|docs|configs|tools|examples|benchmarks|docker)/[\w./*-]*)`")
+_HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
+_CODE = re.compile(r"(`+)(?:(?!\1).)+?\1")
+
+
+def links(name: str) -> list[tuple[int, str]]:
+    """The targets of a document's links with the line that each begins in."""
+    text = "\n".join(without_blocks(read(name)))
+    text = _CODE.sub(lambda found: re.sub(r"[\[\]()]", "x", found[0]), text)
+    return [(text.count("\n", 0, found.start()) + 1, found[1]) for found in _LINK.finditer(text)]
+
+
+def anchors(name: str) -> set[str]:
+    """What `#...` may say of a document, as GitHub makes it of the headings."""
+    found: set[str] = set()
+    for line in without_blocks(read(name)):
+        if heading := _HEADING.match(line):
+            text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading[1]).lower()
+            kept = "".join(c for c in text if c in " -_" or unicodedata.category(c)[0] in "LN")
+            anchor, again = kept.replace(" ", "-"), 0
+            while (numbered := f"{anchor}-{again}" if again else anchor) in found:
+                again += 1
+            found.add(numbered)
+    return found
+
+
+def complaint(name: str, target: str) -> str:
+    """What is wrong with a link of the document `name`; empty where nothing is."""
+    parts = urlsplit(target)
+    if parts.scheme:
+        whole = parts.scheme == "https" and re.fullmatch(r"[\w-]+(\.[\w-]+)+", parts.netloc)
+        return "" if whole else "expected https:// and a host"
+    if not (parts.path or parts.fragment):
+        return "leads nowhere"
+    path = (ROOT / name).parent / unquote(parts.path) if parts.path else ROOT / name
+    if not path.exists():
+        return "no such file"
+    if not path.resolve().is_relative_to(ROOT):
+        return "lies outside of the repository"
+    if parts.fragment and path.suffix == ".md":
+        there = str(path.resolve().relative_to(ROOT))
+        return "" if parts.fragment in anchors(there) else f"no such heading in {there}"
+    return ""
+
+
+@pytest.mark.parametrize("name", documents())
+def test_links_lead_somewhere(name):
+    wrong = [f"{name}:{line}: {target}: {why}" for line, target in links(name) if (why := complaint(name, target))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", documents())
+def test_files_of_the_repository_that_are_named_are_there(name):
+    """`megaenc/errors.py` and the like, in code spans; NAME and other words in capitals stand for something."""
+    spans = _PATH.findall("\n".join(without_blocks(read(name))))
+    missing = [span for span in spans if not re.search(r"[A-Z]{3}", span) and not list(ROOT.glob(span))]
+    assert not missing, f"{name}: {missing}"
+
+
+def test_every_document_can_be_found_from_the_index():
+    """README and docs/README.md lead to each document, at once or over others."""
+    found, ahead = set(), ["README.md"]
+    while ahead:
+        name = ahead.pop()
+        found.add(name)
+        for _, target in links(name):
+            path = ((ROOT / name).parent / urlsplit(target).path).resolve()
+            if not urlsplit(target).scheme and path.suffix == ".md" and path.is_relative_to(ROOT):
+                there = str(path.relative_to(ROOT))
+                ahead += [there] if there not in found else []
+    assert not set(documents()) - found
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("docs/design.md", ""),
+        ("docs/design.md#five-ideas", ""),
+        ("#quickstart", ""),
+        ("https://arxiv.org/abs/2507.00994", ""),
+        ("docs/no-such-file.md", "no such file"),
+        ("docs/design.md#six-ideas", "no such heading in docs/design.md"),
+        ("../elsewhere.md", "no such file"),
+        ("http://example.org", "expected https:// and a host"),
+        ("https://", "expected https:// and a host"),
+        ("", "leads nowhere"),
+    ],
+)
+def test_a_wrong_link_is_found(target, why):
+    assert complaint("README.md", target) == why
+
+
+def test_links_are_found_wherever_they_stand(monkeypatch):
+    text = ["[a](b.md) and [`c`](d.md#e),", "![f](g.png) `[no](link)`", "```bash", "[no](link)", "```", "[over", "lines](h.md)"]
+    monkeypatch.setattr(f"{__name__}.read", lambda name: text)
+    assert links("x") == [(1, "b.md"), (1, "d.md#e"), (2, "g.png"), (6, "h.md")]
