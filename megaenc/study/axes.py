@@ -1,6 +1,8 @@
 """What the pictures have in common: colours, what a loss is drawn against, and plain axes."""
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Literal
 
 Against = Literal["step", "tokens", "predicted_tokens", "flops"]
@@ -24,6 +26,19 @@ def styles(names: list[str]) -> dict[str, tuple[str, str]]:
     """Colour and marker of each name, in the order in which they come up."""
     unique = list(dict.fromkeys(names))
     return {name: (_COLOURS[at % len(_COLOURS)], _MARKERS[at % len(_MARKERS)]) for at, name in enumerate(unique)}
+
+
+def verbatim(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a function that draws: names with dollar signs are written as they are, and not as formulas."""
+
+    @wraps(draw)
+    def drawn(*args: Any, **kwargs: Any) -> Any:
+        from matplotlib import rc_context
+
+        with rc_context({"text.parse_math": False}):
+            return draw(*args, **kwargs)
+
+    return drawn
 
 
 def plain_counts(axis: Any) -> None:

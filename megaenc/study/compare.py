@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.study.axes import AXIS_LABELS, LEGEND, Against, clean, plain_counts, styles
+from megaenc.study.axes import AXIS_LABELS, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.metrics import Row
 
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -40,6 +40,7 @@ def named(runs: Sequence[str | Path]) -> dict[str, Path]:
     return dict(zip(names, map(Path, runs), strict=True))
 
 
+@verbatim
 def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
     """matplotlib's Figure of several runs, a panel an objective, and one line that says what it shows and leaves out.
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaenc.study.axes import GREY, LEGEND, plain_counts, styles
+from megaenc.study.axes import GREY, LEGEND, plain_counts, styles, verbatim
 from megaenc.study.entries import Trained
 from megaenc.study.graph import Graph, Pretraining
 
@@ -114,6 +114,7 @@ def label(phase: Trained) -> str:
     return first.name.upper() if first.name == "clm" else text
 
 
+@verbatim
 def picture(graph: Graph, title: str) -> Any:
     """matplotlib's Figure: each run is a bar from the step where it begins to its end, its height the learning rate."""
     from matplotlib.figure import Figure

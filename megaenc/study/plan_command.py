@@ -98,10 +98,10 @@ def _finetuning(graph: Graph, cost: Cost) -> Iterator[str]:
     grid = next(iter(graph.grids.values()))
     sets = sum(len(training.datasets) for training in grid.trainings)
     rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
-    product = f"{cost.checkpoints} checkpoints x {sets} data sets x {rates} rates x {seeds} seeds"
-    yield f"fine-tuning: {cost.results:,} results, {product}"
+    axes = ((cost.checkpoints, "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
+    yield f"fine-tuning: {count(cost.results, 'result')}, {' x '.join(count(number, noun) for number, noun in axes)}"
     if cost.trainings != cost.results:
-        yield f"  from {cost.trainings:,} runs, where retrieval trains once for all its sets"
+        yield f"  from {count(cost.trainings, 'run')}, where retrieval trains once for all its sets"
     said, reported = graph.manifest.reported.fine_tunings, graph.manifest.reported
     if said:
         each = sets * rates * seeds

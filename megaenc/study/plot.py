@@ -14,7 +14,7 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, whole_files
-from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles
+from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
 
@@ -99,6 +99,7 @@ def phases_of(made: list[Row], against: Against = "step", begun: Row | None = No
     return phases
 
 
+@verbatim
 def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
     """matplotlib's Figure of a run, from the rows of its steps and of its validations, and `begun` as `phases_of` has it."""
     from matplotlib.figure import Figure

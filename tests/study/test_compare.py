@@ -88,6 +88,16 @@ def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path,
     assert "b/../a: given twice" in refusal(plot.main, ["a", "b/../a", "--output", tmp_path / "runs.png"])
 
 
+def test_a_name_with_dollar_signs_is_written_as_it_is(tmp_path):
+    """And not as a formula, which `$_$` is not one of."""
+    runs = [write_run(tmp_path / name) for name in ("$a_1$", "$_$")]
+    picture, _ = compare.comparison(curves(runs), "step")
+    picture.savefig(tmp_path / "runs.png")
+    texts = picture.axes[0].get_legend().get_texts()
+    assert [text.get_text().split()[0] for text in texts] == ["$a_1$", "$_$"]
+    assert not any(text.get_parse_math() for text in texts)
+
+
 def test_the_command_writes_a_picture(runs, tmp_path, capsys):
     plot.main([*map(str, runs), "--output", str(tmp_path / "runs.png"), "--against", "flops"])
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
