@@ -77,6 +77,14 @@ def test_a_file_system_without_locks_is_a_problem(tmp_path, monkeypatch):
     assert found["renaming"].level == "ok"
 
 
+def test_a_full_disk_is_no_broken_promise(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = disk._kept("renaming", full, tmp_path, "choose another file system")
+    assert found.level == "problem" and found.advice.startswith("make room there")
+
+
 def test_locks_that_two_may_have_are_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)
     found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path)))}
