@@ -155,7 +155,7 @@ def links(pairs: dict[tuple[int, int], str]) -> list[Finding]:
         else f"all {next(iter(kinds))}"
     )
     weak = [kind for kind in kinds if kind in _WEAK]
-    if weak and len(pairs) > len(weak):
+    if weak and len(kinds) > 1:
         ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in weak)
         advice = f"{ways}: keep tensor parallelism among devices that are linked better"
         return [note("links", text, advice, alike="note")]

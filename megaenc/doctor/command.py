@@ -106,9 +106,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
     _check(settings)
     asked = Asked(settings.save, settings.timeout, environment)
-    with stopped_by_sigterm(), Prober(asked) as prober:
-        mine = look(prober, settings.only or SUBJECTS)
-        looked = _of_all(prober, mine, settings)
+    findings: list[tuple[str, Finding]] = []
+    try:
+        with stopped_by_sigterm(), Prober(asked) as prober:
+            mine = look(prober, settings.only or SUBJECTS, findings)
+            looked = _of_all(prober, mine, settings)
+    except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
+        advice = "by hand, or because another rank has died: see what was printed of it"
+        say(report.text([*findings, ("ranks", problem("stopped", "before all was looked at", advice))], SUBJECTS))
+        raise
     if not looked:
         return
     found = together(looked)
@@ -147,13 +153,15 @@ def _write(path: Path, text: str) -> None:
         raise InputError(f"--json {path}: cannot be written: {error.strerror}") from None
 
 
-def look(prober: Prober, subjects: Sequence[str]) -> Looked:
-    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it."""
+def look(prober: Prober, subjects: Sequence[str], findings: list[tuple[str, Finding]]) -> Looked:
+    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it.
+
+    What is found is put into `findings` as it comes.
+    """
     waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
     of_all = [each for each in waiting if each.where == "ranks"]
     if of_all and _MEETING not in of_all and world_size() > 1:
         waiting.insert(waiting.index(of_all[0]), _MEETING)
-    findings: list[tuple[str, Finding]] = []
     looked_at = frozenset((each.subject, each.where) for each in waiting)
     met, done = True, 0
     with ProgressLine("looking", len(waiting), closing=False) as progress:
@@ -185,7 +193,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
         alone = _with(mine, problem("comparing", found[0].found, advice))
         if rank():
             print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
-            sys.exit(1)
+            return []  # torchrun would end rank 0, which will miss this one, for anything else
         return [alone]
     if rank():
         return []

@@ -88,6 +88,8 @@ def test_links_decide_the_layout():
     assert (found.level, found.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in found.advice
     [found] = accelerators.links(accelerators.rocm_links(ROCM_TOPOLOGY))
     assert (found.level, found.found) == ("ok", "all XGMI")
+    [found] = accelerators.links({(0, 1): "PCIE", (0, 2): "PCIE", (1, 2): "PCIE"})
+    assert found.level == "ok", "there are none that are linked better"
     assert accelerators.links({}) == []
 
 
