@@ -174,6 +174,8 @@ def seen_by_torch(asked: Asked) -> list[Finding]:
         if local_world_size() > count:
             advice = f"one process each: --nproc-per-node {count}"
             return [problem("seen by torch", f"{text}, for {local_world_size()} processes", advice)]
+        if local_world_size() < count:
+            text += f"; {local_world_size()} of them tried here, all of them by torchrun --nproc-per-node {count}"
         return [ok("seen by torch", text, alike="note")]
     hidden = [
         name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in asked.environment

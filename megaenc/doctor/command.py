@@ -137,8 +137,6 @@ def _check(settings: DoctorFlags) -> None:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
     if not settings.timeout > 0:
         raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
-    if settings.save and Path(settings.save).is_file():
-        raise InputError(f"--save {settings.save}: found a file, expected the folder of a run, there or not")
     if settings.json and Path(settings.json).is_dir():
         raise InputError(f"--json {settings.json}: found a folder, expected the name of a file")
     if settings.json and not rank():

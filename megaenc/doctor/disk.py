@@ -27,9 +27,9 @@ _PASSING = {
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that is there."""
+    """`folder`, or the nearest folder above it that is there, as far as this user may see."""
     folder = Path(os.path.realpath(folder))
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
 def space(asked: Asked) -> list[Finding]:

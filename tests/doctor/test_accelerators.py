@@ -163,6 +163,9 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
+    text = "4 x NVIDIA H100, 80 GiB; 1 of them tried here, all of them by torchrun --nproc-per-node 4"
+    assert accelerators.seen_by_torch(Asked())[0].found == text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert accelerators.seen_by_torch(Asked())[0].found == "4 x NVIDIA H100, 80 GiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     [found] = accelerators.seen_by_torch(Asked())

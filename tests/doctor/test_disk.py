@@ -106,6 +106,12 @@ def test_a_folder_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
     assert (found.level, found.what) == ("problem", "writing") and "Permission denied" in found.found
 
 
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    [found] = disk.promises(Asked(save=str(tmp_path / "file")))
+    assert (found.level, found.what, found.found) == ("problem", "writing", f"{tmp_path / 'file'}: Not a directory")
+
+
 def test_a_slow_disk_is_a_note():
     assert disk.judged_speed(5e6).level == "note"
     assert disk.judged_speed(5e8).level == "ok"
