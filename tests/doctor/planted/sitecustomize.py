@@ -22,6 +22,7 @@ def break_attention(fault: str) -> None:
         return right(2 * query - query.detach(), *tensors, **others)
 
     def hangs(*tensors, **others):
+        print("attention was called", flush=True)
         time.sleep(600)
 
     def dies(*tensors, **others):
