@@ -36,7 +36,7 @@ def parse(
             return tyro.cli(
                 settings,
                 prog=prog,
-                description=re.sub(r"(?m)^(?=megaenc )", "  ", description),  # an example to a line
+                description=re.sub(r"(?m)^(?=(torchrun .*)?megaenc )", "  ", description),  # an example to a line
                 args=arguments,
                 default=tyro.MISSING_NONPROP if default is None else default,
                 config=(tyro.conf.OmitArgPrefixes,),

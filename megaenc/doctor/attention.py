@@ -5,6 +5,8 @@ from megaenc.doctor.findings import Asked, Finding, Probe, ok, problem
 _HEADS, _GROUPS = 4, 2
 _WIDTHS = (64, 96)
 """Of heads: those of the 210M and 610M models, and of the 1B model."""
+_NOTHING_LEFT = "torch's own attention is broken here, and nothing trains right by it: install torch anew"
+_LONGEST = 1024  # tokens of a document, on an accelerator
 
 
 def backends(asked: Asked) -> list[Probe]:
@@ -14,7 +16,9 @@ def backends(asked: Asked) -> list[Probe]:
     prepare_megatron()
     from megaenc.model.attention_backends import ORDER
 
-    return [Probe("attention", name, f"{__name__}:backend", arguments=(name,), patience=3) for name in ORDER]
+    return [
+        Probe("attention", name, f"{__name__}:backend", arguments=(name,), patience=3, advice=_escape(name)) for name in ORDER
+    ]
 
 
 def backend(asked: Asked, name: str) -> list[Finding]:
@@ -23,8 +27,10 @@ def backend(asked: Asked, name: str) -> list[Finding]:
 
     from megaenc.backend.device import detect
     from megaenc.backend.megatron import prepare_megatron
+    from megaenc.backend.process import share_cores
 
     prepare_megatron()
+    share_cores()
     from megaenc.model.attention_check import check_backend
     from megaenc.objectives import Attention
 
@@ -33,7 +39,8 @@ def backend(asked: Asked, name: str) -> list[Finding]:
     worst = 0.0
     for dtype in numbers:
         for width in _WIDTHS:
-            verdict = check_backend(name, heads=_HEADS, groups=_GROUPS, head_dim=width, dtype=dtype, device=device)
+            sizes = dict(heads=_HEADS, groups=_GROUPS, head_dim=width, seq_length=_LONGEST)
+            verdict = check_backend(name, **sizes, dtype=dtype, device=device)
             if not verdict.available:
                 return [ok(name, f"cannot be used: {verdict.why}")]
             if not verdict.right:
@@ -47,7 +54,14 @@ def _short(dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _escape(name: str) -> str:
+    """From a backend that hangs or dies, which the check at the start of a run cannot find for that run."""
+    if name == "sdpa":
+        return _NOTHING_LEFT
+    return f"a run hangs or dies there too, by --attention-backend auto as well: name another one than {name}"
+
+
 def _advice(name: str) -> str:
     if name == "sdpa":
-        return "torch's own attention is broken here, and nothing trains right by it: install torch anew"
+        return _NOTHING_LEFT
     return "--attention-backend auto finds that too and takes the next, a slower one: install one made for this torch"

@@ -32,18 +32,22 @@ from megaenc.launcher import for_good, leave_if_told
 from megaenc.processes import die_with_launcher
 from megaenc.ranks import local_rank, rank, world_size
 
+_MEETING = Probe("ranks", "meeting", "megaenc.doctor.ranks:meet", "ranks", patience=2)
+
 PROBES = (
-    # What all ranks do together comes first, while they are level with each other.
-    Probe("ranks", "meeting", "megaenc.doctor.ranks:meet", "ranks", patience=2),
+    # Before the ranks of this very command are on the devices, where the driver would count their memory as somebody else's.
+    Probe("accelerators", "driver", "megaenc.doctor.accelerators:driver", "node"),
+    # Then what all ranks do together, while they are level with each other.
+    _MEETING,
     Probe("ranks", "clocks", "megaenc.doctor.ranks:clocks", "ranks"),
     Probe("disk", "shared by ranks", "megaenc.doctor.ranks:shared_folder", "ranks"),
+    Probe("machine", "shared arrays", "megaenc.doctor.ranks:shared_arrays", "ranks"),
     Probe("collectives", "collectives", "megaenc.doctor.collectives:collectives", "ranks", patience=2),
     Probe("versions", "versions", "megaenc.doctor.versions:versions"),
     Probe("machine", "processors", "megaenc.doctor.machine:processors", "node"),
     Probe("machine", "memory", "megaenc.doctor.machine:memory", "node"),
     Probe("machine", "/dev/shm", "megaenc.doctor.limits:shared_memory", "node"),
     Probe("machine", "limits", "megaenc.doctor.limits:limits"),
-    Probe("accelerators", "driver", "megaenc.doctor.accelerators:driver", "node"),
     Probe("accelerators", "seen by torch", "megaenc.doctor.accelerators:seen_by_torch"),
     Probe("network", "InfiniBand, RoCE", "megaenc.doctor.interconnect:infiniband", "node"),
     Probe("network", "interfaces", "megaenc.doctor.interconnect:interfaces", "node"),
@@ -51,6 +55,7 @@ PROBES = (
     Probe("numbers", "matrix products", "megaenc.doctor.numbers:products"),
     Probe("attention", "attention backends", "megaenc.doctor.attention:backends", patience=2),
     Probe("kernels", "fused kernels", "megaenc.doctor.kernels:kernels"),
+    Probe("kernels", "float8 products", "megaenc.doctor.kernels:float8_products", patience=3, advice="leave --fp8-format out"),
     Probe("disk", "space", "megaenc.doctor.disk:space", "node"),
     Probe("disk", "temporary files", "megaenc.doctor.disk:temporary", "node"),
     Probe("disk", "promises of the file system", "megaenc.doctor.disk:promises", "node"),
@@ -72,7 +77,7 @@ SUBJECTS = (
 )
 """In the order of the report."""
 
-_OTHERS = 3  # times --timeout that rank 0 waits for what other ranks have found
+_OTHERS = 10  # times --timeout that rank 0 waits for what other ranks have found, some of which may hang three times
 
 
 @dataclass(frozen=True)
@@ -101,20 +106,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
     _check(settings)
     asked = Asked(settings.save, settings.timeout, environment)
-    with stopped_by_sigterm(), Prober(asked) as prober:
-        mine = look(prober, settings.only or SUBJECTS)
-        looked = _of_all(prober, mine, settings)
+    findings: list[tuple[str, Finding]] = []
+    try:
+        with stopped_by_sigterm(), Prober(asked) as prober:
+            mine = look(prober, settings.only or SUBJECTS, findings)
+            looked = _of_all(prober, mine, settings)
+    except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
+        advice = "by hand, or because another rank has died: see what was printed of it"
+        say(report.text([*findings, ("ranks", problem("stopped", "before all was looked at", advice))], SUBJECTS))
+        raise
     if not looked:
         return
     found = together(looked)
+    say(report.text(found, SUBJECTS))
     if settings.json:
         about = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "ranks_asked": world_size(),
             "command": shlex.join(words),
         }
-        write_whole(Path(settings.json), report.as_json(looked, found, about))
-    say(report.text(found, SUBJECTS))
+        _write(Path(settings.json), report.as_json(looked, found, about))
     if any(finding.level == "problem" for _, finding in found):
         for_good(1)
         sys.exit(1)
@@ -126,18 +137,29 @@ def _check(settings: DoctorFlags) -> None:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
     if not settings.timeout > 0:
         raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
-    if settings.save and Path(settings.save).is_file():
-        raise InputError(f"--save {settings.save}: found a file, expected the folder of a run, there or not")
+    if settings.json and Path(settings.json).is_dir():
+        raise InputError(f"--json {settings.json}: found a folder, expected the name of a file")
     if settings.json and not rank():
         make_parent(Path(settings.json), "--json")
 
 
-def look(prober: Prober, subjects: Sequence[str]) -> Looked:
-    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it."""
+def _write(path: Path, text: str) -> None:
+    """After the report has been printed: a disk that is full or broken is among what is looked for."""
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise InputError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def look(prober: Prober, subjects: Sequence[str], findings: list[tuple[str, Finding]]) -> Looked:
+    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it.
+
+    What is found is put into `findings` as it comes.
+    """
     waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
-    if any(each.where == "ranks" for each in waiting) and PROBES[0] not in waiting:
-        waiting.appendleft(PROBES[0])
-    findings: list[tuple[str, Finding]] = []
+    of_all = [each for each in waiting if each.where == "ranks"]
+    if of_all and _MEETING not in of_all and world_size() > 1:
+        waiting.insert(waiting.index(of_all[0]), _MEETING)
     looked_at = frozenset((each.subject, each.where) for each in waiting)
     met, done = True, 0
     with ProgressLine("looking", len(waiting), closing=False) as progress:
@@ -169,7 +191,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
         alone = _with(mine, problem("comparing", found[0].found, advice))
         if rank():
             print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
-            sys.exit(1)
+            return []  # torchrun would end rank 0, which will miss this one, for anything else
         return [alone]
     if rank():
         return []

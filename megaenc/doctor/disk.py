@@ -1,5 +1,6 @@
 """The folder that a run is saved in: space, speed, and the promises of its file system that a save relies on."""
 
+import errno
 import fcntl
 import os
 import time
@@ -15,6 +16,7 @@ _PIECE = 4 * 2**20
 _LITTLE_SPACE = 40 * _GIB
 """Two checkpoints of the 1B model: 14 bytes for each of its 1.4 billion weights."""
 _ROOM = _GIB  # for temporary files
+_MAKE_ROOM = "make room there, or raise the quota"
 _SLOW = 50 * _MB  # bytes a second
 _SECONDS = 2.0
 _MOST = 512 * 2**20
@@ -25,9 +27,9 @@ _PASSING = {
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that is there."""
+    """`folder`, or the nearest folder above it that is there, as far as this user may see."""
     folder = Path(os.path.realpath(folder))
-    return next(place for place in (folder, *folder.parents) if place.exists())
+    return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
 def space(asked: Asked) -> list[Finding]:
@@ -94,6 +96,7 @@ def _kept(what: str, promise: Callable[[Path], str], folder: Path, advice: str) 
         broken = promise(folder)
     except OSError as error:
         broken = error.strerror or str(error)
+        advice = _MAKE_ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
     return problem(what, broken, advice) if broken else ok(what, "kept")
 
 
@@ -154,7 +157,7 @@ def speed(folder: Path) -> Finding:
                 written += stream.write(piece)
                 os.fsync(stream.fileno())
     except OSError as error:
-        return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", "make room there, or raise the quota")
+        return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
     finally:
         path.unlink(missing_ok=True)
     return judged_speed(written / (time.perf_counter() - begin))

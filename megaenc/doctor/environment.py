@@ -11,6 +11,7 @@ _PREFIXES = (
 )  # fmt: skip
 _OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Which may well differ between ranks."""
+_SECRET = ("API_KEY", "TOKEN", "SECRET", "PASSWORD")
 _LONGEST = 120
 
 
@@ -123,7 +124,11 @@ BITES = (
 
 def variables(asked: Asked) -> list[Finding]:
     """Those that are set, in order of the alphabet."""
-    shown = {name: value for name, value in sorted(asked.environment.items()) if name.startswith(_PREFIXES)}
+    shown = {
+        name: value
+        for name, value in sorted(asked.environment.items())
+        if name.startswith(_PREFIXES) and not any(word in name for word in _SECRET)
+    }
     found = [_variable(name, value) for name, value in shown.items()]
     if "HIP_VISIBLE_DEVICES" in shown and "ROCR_VISIBLE_DEVICES" in shown:
         advice = "the first counts among those that the second leaves: set one of them"

@@ -70,6 +70,8 @@ class Probe:
     arguments: tuple[Any, ...] = ()
     patience: float = 1.0
     """How many times --timeout it has."""
+    advice: str = "a run would hang or die there too"
+    """What to do where it hangs or dies."""
 
 
 class Broken(Exception):

@@ -22,10 +22,15 @@ from megaenc.errors import InputError
 from megaenc.processes import die_with_parent
 
 _BYE = 5.0  # seconds to end in
+_LAST = 4096  # bytes in which its last words are looked for
 
 
 class NoAnswer(Exception):
-    """A probe has hung or has taken its process with it; the message says which."""
+    """A probe has hung or has taken its process with it; the message says which, and `late` whether more time might help."""
+
+    def __init__(self, why: str, late: bool = False):
+        super().__init__(why)
+        self.late = late
 
 
 class Prober:
@@ -46,7 +51,7 @@ class Prober:
         try:
             found, ended = self.call(probe.function, *probe.arguments, seconds=probe.patience * self._asked.seconds)
         except NoAnswer as error:
-            advice = "a run would hang or die there too; --timeout gives slow ones longer"
+            advice = f"{probe.advice}; --timeout gives a slow one longer" if error.late else probe.advice
             return [problem(probe.name, str(error), advice)], False
         if not ended:
             found = [replace(found[0], what=probe.name)]
@@ -63,10 +68,12 @@ class Prober:
         if self._process is None:
             self._begin()
         try:
+            self._before = os.fstat(self._said.fileno()).st_size
             self._connection.send((function, self._asked, arguments))
             if not self._connection.poll(seconds):
+                last = self._last_words()
                 self._give_up()
-                raise NoAnswer(f"no answer in {seconds:.3g} s")
+                raise NoAnswer(f"no answer in {seconds:.3g} s{last}", late=True)
             return self._connection.recv()
         except (EOFError, OSError):
             raise NoAnswer(self._death()) from None
@@ -106,10 +113,16 @@ class Prober:
             how = f"killed its process: {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
         except subprocess.TimeoutExpired:
             how = "closed its connection"
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        last = self._last_words()
         self._give_up()
-        return f"{how}; it said last: {lines[-1].strip()[:160]}" if lines else how
+        return how + last
+
+    def _last_words(self) -> str:
+        """What the process has printed last since it was called, if anything."""
+        size = os.fstat(self._said.fileno()).st_size
+        start = max(self._before, size - _LAST)
+        lines = os.pread(self._said.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
+        return f"; it said last: {lines[-1].strip()[:160]}" if lines else ""
 
 
 def serve() -> None:

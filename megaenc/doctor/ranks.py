@@ -7,6 +7,7 @@ import pickle
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -21,6 +22,8 @@ PINGS = 50
 _APART, _FAR_APART = 1.0, 60.0  # seconds
 _SEEN = 10.0  # a network file system may show a new file some seconds late
 _POLL = 0.05
+_SHARED = 1 << 16  # numbers
+_HOSTS = 4  # that are named
 
 
 def meet(asked: Asked) -> list[Finding]:
@@ -69,9 +72,9 @@ def _gather(mine: Any) -> list[Any]:
 
 def clocks(asked: Asked) -> list[Finding]:
     """How far the clocks of the ranks are apart; rank 0 measures and tells."""
-    join(asked.seconds)
     if world_size() == 1:
         return []
+    join(asked.seconds)
     hosts = _gather(socket.gethostname())
     offsets = measured_offsets()
     return [] if rank() else [apart(offsets, hosts)]
@@ -131,11 +134,11 @@ def _seconds(value: float) -> str:
 
 def shared_folder(asked: Asked) -> list[Finding]:
     """Whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
+    if world_size() == 1:
+        return []
     import torch.distributed as dist
 
     join(asked.seconds)
-    if world_size() == 1:
-        return []
     name = _gather(secrets.token_hex(8))[0]
     path = existing(Path(asked.save)) / f".megaenc-doctor-{name}"
     descriptor = None
@@ -187,6 +190,45 @@ def sharing(everywhere: list[str]) -> Finding:
         advice = "two commands on different nodes could train in one folder: start one, or mount it with locks across nodes"
         return note("shared by ranks", f"a lock of rank 0 does not hold on rank {named(unlocked)}", advice)
     return ok("shared by ranks", "one folder for all, and a lock of one holds for all")
+
+
+def shared_arrays(asked: Asked) -> list[Finding]:
+    """Whether the processes of a node have one copy of the arrays that a run keeps in memory for all of them (data.shared)."""
+    if world_size() == 1:
+        return []
+    import numpy as np
+
+    from megaenc.data.shared import shared
+
+    join(asked.seconds)
+    made = []
+
+    def make() -> tuple[np.ndarray]:
+        made.append(True)
+        return (np.arange(_SHARED),)
+
+    [array] = shared(("megaenc doctor", _gather(secrets.token_hex(8))[0]), make)
+    everywhere = _gather((socket.gethostname(), bool(made)))  # also keeps the arrays until all have seen them
+    wrong = _gather(not np.array_equal(array, np.arange(_SHARED)))
+    return [] if rank() else copies(everywhere, wrong)
+
+
+def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Finding]:
+    """The finding for (its host, whether it has made the array itself) and whether that is wrong, of each rank."""
+    what, hosts = "shared arrays", Counter(host for host, _ in everywhere)
+    if any(wrong):
+        text = f"other numbers than were written, on rank {named([at for at, bad in enumerate(wrong) if bad])}"
+        return [problem(what, text, "memory that processes share is broken here: try another kernel or container")]
+    own = {host: count for host, count in Counter(host for host, own in everywhere if own).items() if count > 1}
+    if own:
+        text = ", ".join(f"{count} of {hosts[host]} processes on {host}" for host, count in list(own.items())[:_HOSTS])
+        more = f" and {len(own) - _HOSTS} other nodes" if len(own) > _HOSTS else ""
+        advice = (
+            "each keeps the order of the documents for itself, in more memory: they need one /proc in which they see each other "
+            "(no hidepid, one container for all) and one folder for temporary files"
+        )
+        return [note(what, f"a copy each for {text}{more}", advice)]
+    return [ok(what, "one copy for the processes of a node")] if max(hosts.values()) > 1 else []
 
 
 def named(ranks: list[int]) -> str:

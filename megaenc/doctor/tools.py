@@ -9,16 +9,23 @@ from collections.abc import Sequence
 
 
 class ToolError(Exception):
-    """A program did not tell what it was asked, in one line."""
+    """A program did not tell what it was asked, in one line; `told` is what it printed before it failed."""
+
+    def __init__(self, why: str, told: str = ""):
+        super().__init__(why)
+        self.told = told
 
 
-def installed(program: str) -> bool:
-    """Whether the program is on the PATH."""
-    return shutil.which(program) is not None
+_BESIDES = "/opt/rocm/bin"  # which is rarely on the PATH
+
+
+def installed(program: str) -> str:
+    """Where the program is, looked for on the PATH and where ROCm puts its own; empty where it is not."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_BESIDES}") or ""
 
 
 def told_by(command: Sequence[str], seconds: float) -> str:
-    """What `command` prints on standard output. ToolError where it fails or has not ended after `seconds`.
+    """What `command` prints. ToolError where it fails or has not ended after `seconds`.
 
     It is killed then and not waited for: what hangs in a driver does not even die.
     """
@@ -39,5 +46,5 @@ def told_by(command: Sequence[str], seconds: float) -> str:
         raise ToolError(f"no answer in {seconds:.3g} s") from None
     if process.returncode:
         last = (told.strip().splitlines() or ["without a word"])[-1]
-        raise ToolError(f"exit code {process.returncode}: {last[:200]}")
+        raise ToolError(f"exit code {process.returncode}: {last[:200]}", told)
     return told

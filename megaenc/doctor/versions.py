@@ -2,6 +2,7 @@
 
 import importlib
 import platform
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -66,7 +67,26 @@ def optional(asked: Asked, name: str) -> list[Finding]:
     except Exception as error:
         advice = f"pip uninstall {name}, or install the one that is made for this torch"
         return [note(name, f"{found}, and cannot be imported: {_short(error)}", advice, alike="note")]
-    return [ok(name, found, alike="note")]
+    return (_unlike_torch_s() if name == "triton" else []) or [ok(name, found, alike="note")]
+
+
+def _unlike_torch_s() -> list[Finding]:
+    """A finding where the triton that is installed is not the one that this torch asks for."""
+    from packaging.requirements import Requirement
+
+    there = {called: version for called in _OF_TRITON if (version := _installed(called))}
+    text = " and ".join(f"{called} {version}" for called, version in there.items())
+    wanted = [Requirement(line) for line in metadata.requires("torch") or () if re.match(r"[\w-]+", line)[0] in _OF_TRITON]
+    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})]
+    if len(there) > 1:
+        keep = f"{wanted[0].name}{wanted[0].specifier}" if wanted else "the one for this torch"
+        advice = f"one is written over the other: pip uninstall {' '.join(there)}, then install {keep}"
+        return [note("triton", text, advice, alike="note")]
+    for each in wanted:
+        if not each.specifier.contains(there.get(each.name, "0"), prereleases=True):
+            advice = f"pip install '{each.name}{each.specifier}'"
+            return [note("triton", f"{text}; this torch asks for {each.name}{each.specifier}", advice, alike="note")]
+    return []
 
 
 def _import(name: str) -> None:
@@ -79,12 +99,15 @@ def _import(name: str) -> None:
 
 
 def _version(name: str) -> str:
-    for called in _OF_TRITON if name == "triton" else (name,):
-        try:
-            return metadata.version(called)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
+    """Of the package, by whichever of its names it is installed; empty where it is not."""
+    return next(filter(None, map(_installed, _OF_TRITON if name == "triton" else (name,))), "")
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _short(error: BaseException) -> str:

@@ -29,6 +29,21 @@ GPU2   XGMI         XGMI         0
 ================================== End of ROCm SMI Log ===================================
 """
 
+ROCM_DEVICES = """============================ ROCm System Management Interface ============================
+================================= Version of System Component ==================================
+Driver version: 6.10.5
+====================================== Product Info ======================================
+GPU[0]\t\t: Card Series: \t\tAMD Instinct MI250X
+GPU[0]\t\t: GFX Version: \t\tgfx90a
+GPU[1]\t\t: Card Series: \t\tAMD Instinct MI250X
+GPU[1]\t\t: GFX Version: \t\tgfx90a
+==================================== Memory Usage (Bytes) ====================================
+GPU[0]\t\t: VRAM Total Memory (B): 68702699520
+GPU[0]\t\t: VRAM Total Used Memory (B): 11149312
+GPU[1]\t\t: VRAM Total Memory (B): 68702699520
+GPU[1]\t\t: VRAM Total Used Memory (B): 42949672960
+"""
+
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
@@ -73,6 +88,8 @@ def test_links_decide_the_layout():
     assert (found.level, found.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in found.advice
     [found] = accelerators.links(accelerators.rocm_links(ROCM_TOPOLOGY))
     assert (found.level, found.found) == ("ok", "all XGMI")
+    [found] = accelerators.links({(0, 1): "PCIE", (0, 2): "PCIE", (1, 2): "PCIE"})
+    assert found.level == "ok", "there are none that are linked better"
     assert accelerators.links({}) == []
 
 
@@ -90,14 +107,34 @@ def test_a_driver_that_has_lost_its_devices_is_a_problem(program):
     assert found.level == "problem" and found.found.startswith("exit code 255: Unable to determine the device handle")
 
 
-def test_rocm_s_program_is_asked_where_it_is_there(program, monkeypatch):
-    said = "GPU[0]\\t\\t: Card Series: \\t\\tAMD Instinct MI250X\\nGPU[0]\\t\\t: GFX Version: \\t\\tgfx90a"
-    program(
-        "rocm-smi",
-        f'case "$1" in --showproductname) printf "{said}\\n";; --showdriverversion) echo "Driver version: 6.10.5";; esac',
-    )
+def test_rocm_s_program_is_asked_where_it_is_there(program):
+    program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac")
     found = {each.what: each.found for each in accelerators.driver(Asked(seconds=20))}
-    assert found == {"devices": "1 x AMD Instinct MI250X", "architecture": "1 x gfx90a", "driver": "6.10.5"}
+    assert found == {
+        "devices": "2 x AMD Instinct MI250X",
+        "architecture": "2 x gfx90a",
+        "driver": "6.10.5",
+        "memory in use": "1: 40.0 GiB",
+    }
+
+
+def test_rocm_s_program_may_fail_in_one_thing_of_many(program):
+    program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\nexit 2")
+    found = {each.what: each.level for each in accelerators.driver(Asked(seconds=20))}
+    assert found["devices"] == "ok" and "rocm-smi" not in found
+    program("rocm-smi", "echo 'ERROR: Driver not initialized (amdgpu not found in modules)'; exit 1")
+    [found, *_] = accelerators.driver(Asked(seconds=20))
+    assert (found.what, found.level) == ("rocm-smi", "problem") and "amdgpu not found" in found.found
+
+
+def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerators, "installed", lambda name: "")
+    assert accelerators.driver(Asked(root=tmp_path))[0].level == "ok"
+    for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    [found] = accelerators.driver(Asked(root=tmp_path))
+    assert (found.level, found.found) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is here")
 
 
 def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatch):
@@ -126,6 +163,9 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
+    text = "4 x NVIDIA H100, 80 GiB; 1 of them tried here, all of them by torchrun --nproc-per-node 4"
+    assert accelerators.seen_by_torch(Asked())[0].found == text
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert accelerators.seen_by_torch(Asked())[0].found == "4 x NVIDIA H100, 80 GiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     [found] = accelerators.seen_by_torch(Asked())

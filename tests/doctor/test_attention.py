@@ -1,14 +1,20 @@
 """The self-checks of attention and of fused kernels, as findings."""
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.doctor import attention, kernels
-from megaenc.doctor.findings import Asked
+from megaenc.doctor.findings import Asked, Probe
+from megaenc.doctor.probing import Prober
 
 prepare_megatron()
+PLANTED = Path(__file__).parent / "planted"
 
 
 def test_every_backend_is_a_probe_and_none_is_wrong_here():
@@ -28,6 +34,27 @@ def test_a_backend_that_ignores_causal_is_named(monkeypatch):
     [found] = attention.backend(Asked(), "sdpa")
     assert (found.what, found.level) == ("sdpa", "problem")
     assert "under causal attention" in found.found and found.advice
+
+
+def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
+    right = F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda q, *of, **others: right(2 * q - q.detach(), *of, **others)
+    )  # the same values
+    [found] = attention.backend(Asked(), "sdpa")
+    assert found.level == "problem" and found.found.startswith("gradients of queries off by 1, ")
+
+
+def test_a_backend_that_hangs_is_named_with_a_way_round_it():
+    path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
+    with Prober(Asked(seconds=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})) as prober:
+        probes, _ = prober.findings(Probe("attention", "attention backends", "megaenc.doctor.attention:backends", patience=2))
+        [last] = [probe for probe in probes if probe.name == "sdpa"]
+        [found], ended = prober.findings(replace(last, patience=1 / 12))
+    assert not ended and (found.what, found.level) == ("sdpa", "problem")
+    assert found.found == "no answer in 5 s; it said last: attention was called"
+    assert found.advice.startswith("torch's own attention is broken here")
+    assert all(f"name another one than {probe.name}" in probe.advice for probe in probes if probe != last)
 
 
 def test_a_backend_that_raises_is_named(monkeypatch):
@@ -67,3 +94,28 @@ def test_the_kernels_there_are_can_be_asked_for(monkeypatch):
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert [probe.name for probe in kernels.kernels(Asked())] == list(CHECKS)
+
+
+def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
+    from megaenc.model.float8 import Float8
+
+    [found] = kernels.float8_products(Asked())
+    if not torch.cuda.is_available():
+        assert (found.level, found.found) == ("ok", "right: output and gradients, hybrid and e4m3")
+    right = Float8.product
+    monkeypatch.setattr(Float8, "product", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
+    [found] = kernels.float8_products(Asked())
+    assert found.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in found.found
+    assert found.advice
+
+
+def test_a_device_without_float8_is_no_matter(monkeypatch):
+    from megaenc.errors import InputError
+    from megaenc.model import float8
+
+    def refuses(*_):
+        raise InputError("no float8 matrix products")
+
+    monkeypatch.setattr(float8, "float8", refuses)
+    [found] = kernels.float8_products(Asked())
+    assert (found.level, found.found) == ("ok", "cannot be used: this device has none")

@@ -1,5 +1,6 @@
 """`megaenc doctor` as it is called: alone, with planted faults, under torchrun, where torch is broken."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_a_sound_machine_has_no_problem(tmp_path):
 
 def test_a_broken_attention_is_named_and_the_exit_code_is_1(tmp_path):
     flags = ["--only", "attention", "--save", str(tmp_path)]
-    ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "planted", environment={"PLANTED": "causal ignored"})
+    ended = runs.run([*DOCTOR, *flags], expect=1, packages=HERE / "planted", environment={"PLANTED": "attention ignores causal"})
     end = ended.stdout[ended.stdout.index("1 problem: ") :]
     assert "attention, sdpa: " in end and "under causal attention" in " ".join(end.split())
     assert "Traceback" not in ended.stdout + ended.stderr
@@ -53,29 +54,25 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_pa
 
 
 def test_two_ranks_try_what_is_between_them(tmp_path):
-    """On the second the clock is 90 seconds ahead and transformers is another one."""
-    flags = [
-        "--only",
-        "versions",
-        "ranks",
-        "collectives",
-        "disk",
-        "--save",
-        str(tmp_path),
-        "--json",
-        str(tmp_path / "found.json"),
-    ]
-    planted = {"PLANTED": "clock ahead,odd version"}
+    """On the second the clock is 90 seconds ahead, transformers is another one, and attention dies."""
+    subjects = ["versions", "machine", "ranks", "collectives", "attention", "disk"]
+    flags = ["--only", *subjects, "--save", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    planted = {"PLANTED": "clock ahead on rank 1,odd version on rank 1,attention dies on rank 1"}
     ended = runs.run([*TWO, *flags], expect=1, packages=HERE / "planted", environment=planted)
     found = levels(tmp_path / "found.json")
-    assert {what for (_, what), level in found.items() if level == "problem"} == {"clocks", "transformers elsewhere"}
+    assert {what for (_, what), level in found.items() if level == "problem"} == {
+        "clocks",
+        "transformers elsewhere",
+        "sdpa, rank 1",
+    }
+    assert found["attention", "sdpa"] == found["machine", "shared arrays"] == "ok"
     said = " ".join(ended.stdout.split())
     assert "at most 90 s apart" in said and "rank 1 (" in said and "is ahead" in said
-    assert "5.0.99 on rank 1" in said
+    assert "5.0.99 on rank 1" in said and "killed its process: SIGSEGV" in said
     names = ("all-reduce", "reduce-scatter", "all-gather", "send and receive")
     assert [found["collectives", f"{name}, gloo"] for name in names] == ["ok"] * 4
     assert found["disk", "shared by ranks"] == "ok"
-    assert ended.stdout.count("2 problems: ") == 1, "rank 0 alone prints"
+    assert ended.stdout.count("3 problems: ") == 1, "rank 0 alone prints"
     assert len(json.loads((tmp_path / "found.json").read_text())["ranks"]) == 2
 
 
@@ -97,7 +94,7 @@ def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
     looked = command._of_all(Others({0: mine, 3: theirs}, True), mine, command.DoctorFlags())
     assert [each.rank for each in looked] == [0, 3]
     subject, lost = looked[0].findings[-1]
-    assert (subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 180 s" in lost.found
+    assert (subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
 
 
 @pytest.mark.parametrize("outcome", [(NoAnswer("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
@@ -107,10 +104,24 @@ def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkey
     [alone] = command._of_all(Others(*outcome), mine, command.DoctorFlags())
     assert alone.findings[-1][1].found == "no answer in 240 s"
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit) as stop:
-        command._of_all(Others(*outcome), mine, command.DoctorFlags())
+    assert command._of_all(Others(*outcome), mine, command.DoctorFlags()) == []
     said = capsys.readouterr().out
-    assert stop.value.code == 1 and said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
+    assert said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
+
+
+@pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys):
+    def stopped(prober, probe):
+        if probe.name == "interfaces":
+            raise stop
+        return [ok(probe.name, "seen")], True
+
+    monkeypatch.setattr(command.Prober, "findings", stopped)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--only", "network"])
+    assert ended.value.code == code
+    said = capsys.readouterr().out
+    assert "InfiniBand, RoCE" in said and "1 problem: " in said and "before all was looked at" in said
 
 
 @pytest.mark.parametrize(
@@ -118,12 +129,24 @@ def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkey
     [
         (["--only", "networks"], "error: --only networks: expected some of versions, machine, "),
         (["--timeout", "0"], "error: --timeout 0: expected seconds above 0"),
-        (["--save", __file__], f"error: --save {__file__}: found a file"),
         (["--json", f"{__file__}/found.json"], f"error: --json {__file__}/found.json: cannot create the folder"),
+        (["--json", str(HERE)], f"error: --json {HERE}: found a folder"),
     ],
 )
 def test_wrong_flags_are_one_line(flags, line, refusal):
     assert refusal(command.main, flags).startswith(line)
+
+
+def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeypatch, capsys):
+    def refuses(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(command, "write_whole", refuses)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--only", "variables", "--json", "found.json"])
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "variables\n" in said.out and said.err == "error: --json found.json: cannot be written: No space left on device\n"
 
 
 def test_the_help_teaches(capsys):

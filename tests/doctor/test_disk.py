@@ -77,6 +77,14 @@ def test_a_file_system_without_locks_is_a_problem(tmp_path, monkeypatch):
     assert found["renaming"].level == "ok"
 
 
+def test_a_full_disk_is_no_broken_promise(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    found = disk._kept("renaming", full, tmp_path, "choose another file system")
+    assert found.level == "problem" and found.advice.startswith("make room there")
+
+
 def test_locks_that_two_may_have_are_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda descriptor, how: None)
     found = {each.what: each for each in disk.promises(Asked(save=str(tmp_path)))}
@@ -96,6 +104,12 @@ def test_a_folder_that_cannot_be_written_to_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "TemporaryDirectory", refuses)
     [found] = disk.promises(Asked(save=str(tmp_path)))
     assert (found.level, found.what) == ("problem", "writing") and "Permission denied" in found.found
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").touch()
+    [found] = disk.promises(Asked(save=str(tmp_path / "file")))
+    assert (found.level, found.what, found.found) == ("problem", "writing", f"{tmp_path / 'file'}: Not a directory")
 
 
 def test_a_slow_disk_is_a_note():

@@ -69,9 +69,13 @@ def test_what_rocm_env_sets_does_not_bite():
 
 
 def test_nothing_else_is_shown():
-    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin")
+    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", NVIDIA_API_KEY="secret")
     assert [each.level for each in shown.values()] == ["ok"]
     assert "secret" not in str(shown)
+
+
+def test_a_key_of_a_network_is_no_secret():
+    assert found(NCCL_IB_PKEY="1")["NCCL_IB_PKEY"].found == "1"
 
 
 def test_two_ways_to_hide_devices_are_a_note():

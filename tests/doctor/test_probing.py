@@ -20,7 +20,7 @@ def prober():
 
 
 def probe(function: str, *arguments, where="rank", patience=1.0) -> Probe:
-    return Probe("numbers", f"the {function}", f"probes:{function}", where, arguments, patience)
+    return Probe("numbers", f"the {function}", f"probes:{function}", where, arguments, patience, advice="take another one")
 
 
 def process(prober: Prober) -> str:
@@ -36,7 +36,9 @@ def test_a_probe_that_hangs_is_left_and_named(prober):
     [found], ended = prober.findings(probe("hangs", patience=0.02))
     assert time.monotonic() - begin < 10
     assert not ended
-    assert (found.what, found.level, found.found) == ("the hangs", "problem", "no answer in 0.4 s")
+    assert (found.what, found.level) == ("the hangs", "problem")
+    assert found.found == "no answer in 0.4 s; it said last: waiting for the device"
+    assert "--timeout" in found.advice
     assert process(prober) != before
 
 
@@ -45,7 +47,14 @@ def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(pro
     assert not ended
     assert (found.what, found.level) == ("the crashes", "problem")
     assert found.found == "killed its process: SIGSEGV; it said last: about to go"
+    assert found.advice == "take another one"
     process(prober)
+
+
+def test_last_words_are_those_of_the_probe_itself(prober):
+    process(prober)
+    [found], _ = prober.findings(probe("ends"))
+    assert found.found == "ended its process with exit code 3"
 
 
 def test_an_exception_is_a_finding_in_one_line_with_advice(prober):

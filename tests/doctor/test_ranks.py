@@ -44,3 +44,16 @@ def test_what_a_rank_sees_of_the_file_of_another(tmp_path, monkeypatch):
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert ranks._shared(tmp_path / "file") == ""
     os.close(descriptor)
+
+
+def test_arrays_that_processes_of_a_node_do_not_share_are_a_note():
+    shared = [("a", True), ("a", False), ("b", True), ("b", False)]
+    [found] = ranks.copies(shared, [False] * 4)
+    assert found.level == "ok"
+    [found] = ranks.copies([("a", True), ("a", False), ("b", True), ("b", True)], [False] * 4)
+    assert (found.level, found.found) == ("note", "a copy each for 2 of 2 processes on b")
+    [found] = ranks.copies(shared, [False, False, True, False])
+    assert found.level == "problem" and "on rank 2" in found.found
+    assert ranks.copies([("a", True), ("b", True)], [False] * 2) == [], (
+        "with one process on each node there is nobody to share with"
+    )

@@ -12,8 +12,9 @@ def test_what_a_program_says_is_returned():
 
 
 def test_a_program_that_fails_is_told_with_its_last_line():
-    with pytest.raises(ToolError, match=r"^exit code 9: no driver$"):
+    with pytest.raises(ToolError, match=r"^exit code 9: no driver$") as failed:
         told_by(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
+    assert failed.value.told == "looking\nno driver\n"
 
 
 def test_a_program_that_hangs_is_left_with_all_that_it_started():

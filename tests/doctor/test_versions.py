@@ -56,6 +56,30 @@ def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch)
     assert found.level == "problem" and "expected 0.15.0" in found.found and "megatron-core==0.15.0" in found.advice
 
 
+@pytest.mark.parametrize(
+    ("there", "wanted", "said"),
+    [
+        ({"triton": "3.6.0"}, "triton==3.6.0; platform_system == 'Linux'", ""),
+        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Linux'", "triton 3.7.1; this torch asks for triton==3.6.0"),
+        ({"triton": "3.7.1"}, "triton==3.6.0; platform_system == 'Windows'", ""),
+        ({"triton": "3.7.1"}, "sympy>=1.13", ""),
+        ({"triton": "3.6.0"}, "pytorch-triton-rocm==3.6.0", "triton 3.6.0; this torch asks for pytorch-triton-rocm==3.6.0"),
+        (
+            {"triton": "3.7.1", "pytorch-triton-rocm": "3.6.0"},
+            "pytorch-triton-rocm==3.6.0",
+            "triton 3.7.1 and pytorch-triton-rocm 3.6.0",
+        ),
+    ],
+)
+def test_a_triton_that_torch_did_not_ask_for_is_a_note(there, wanted, said, monkeypatch):
+    monkeypatch.setattr(versions, "_installed", lambda name: there.get(name, ""))
+    monkeypatch.setattr(versions, "_import", lambda name: None)
+    monkeypatch.setattr(metadata, "requires", lambda name: [wanted, "filelock"])
+    [found] = versions.optional(Asked(), "triton")
+    assert (found.level, found.found) == (("note", said) if said else ("ok", there["triton"]))
+    assert bool(found.advice) == bool(said)
+
+
 def test_what_megaenc_s_own_list_asks_for_is_looked_up(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=99", "psutil", "nowhere>=1", "ruff>=99; extra == 'dev'"])
     [found] = versions.lacking()

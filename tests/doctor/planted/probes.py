@@ -10,6 +10,7 @@ from megaenc.doctor.findings import Asked, Broken, Finding, Probe, ok, problem
 
 def hangs(asked: Asked) -> list[Finding]:
     """With the interpreter's lock free, as in a driver; the process is killed either way."""
+    print("waiting for the device", flush=True)
     time.sleep(600)
     return []
 
@@ -26,6 +27,11 @@ def raises(asked: Asked) -> list[Finding]:
     raise ImportError("no such symbol", name="flash_attn.ops")
 
 
+def ends(asked: Asked) -> list[Finding]:
+    """Without a word."""
+    os._exit(3)
+
+
 def breaks_off(asked: Asked) -> list[Finding]:
     """As a meeting does that nobody comes to."""
     raise Broken(problem("meeting", "nobody came", "wait"))
@@ -33,6 +39,7 @@ def breaks_off(asked: Asked) -> list[Finding]:
 
 def process(asked: Asked, word: str) -> list[Finding | Probe]:
     """Which process this is, and a probe more."""
+    print("words of one that went well", flush=True)
     return [ok("process", f"{os.getpid()} {word}"), Probe("ranks", "more", "probes:raises")]
 
 

@@ -1,23 +1,52 @@
-"""Python imports this when it starts: the faults that PLANTED names are put into the process that carries probes out."""
+"""Python imports this when it starts: the faults that PLANTED names are put into the process that carries probes out.
+
+A fault of attention is in all ranks, or "on rank 1" alone.
+"""
 
 import os
+import signal
 import sys
+import time
+
+
+def break_attention(fault: str) -> None:
+    """torch's own, which is what there is without an accelerator."""
+    import torch.nn.functional as F
+
+    right = F.scaled_dot_product_attention
+
+    def ignores_causal(*tensors, is_causal=False, **others):
+        return right(*tensors, **others)
+
+    def doubles_gradients(query, *tensors, **others):
+        return right(2 * query - query.detach(), *tensors, **others)
+
+    def hangs(*tensors, **others):
+        print("attention was called", flush=True)
+        time.sleep(600)
+
+    def dies(*tensors, **others):
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    broken = {"ignores causal": ignores_causal, "doubles gradients": doubles_gradients, "hangs": hangs, "dies": dies}
+    F.scaled_dot_product_attention = broken[fault]
+
 
 if "megaenc.doctor.probing" in " ".join(sys.orig_argv):
-    faults = os.environ.get("PLANTED", "").split(",")
-    odd = os.environ.get("RANK") == "1"
-    if "causal ignored" in faults:
-        import torch.nn.functional as F
+    rank = os.environ.get("RANK", "0")
+    for fault in filter(None, os.environ.get("PLANTED", "").split(",")):
+        fault, _, where = fault.partition(" on rank ")
+        if rank != (where or rank):
+            continue
+        if fault.startswith("attention "):
+            break_attention(fault.removeprefix("attention "))
+        elif fault == "odd version":
+            from importlib import metadata
 
-        right = F.scaled_dot_product_attention
-        F.scaled_dot_product_attention = lambda *tensors, is_causal=False, **others: right(*tensors, **others)
-    if "odd version" in faults and odd:
-        from importlib import metadata
-
-        version = metadata.version
-        metadata.version = lambda name: "5.0.99" if name == "transformers" else version(name)
-    if "clock ahead" in faults and odd:
-        import time
-
-        clock = time.time
-        time.time = lambda: clock() + 90
+            version = metadata.version
+            metadata.version = lambda name, version=version: "5.0.99" if name == "transformers" else version(name)
+        elif fault == "clock ahead":
+            clock = time.time
+            time.time = lambda clock=clock: clock() + 90
+        else:
+            raise ValueError(f"PLANTED: no fault {fault!r}")
