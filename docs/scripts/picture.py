@@ -16,17 +16,17 @@ STATION, THING = "#d7e8fb", "#f6f3e6"
 ROWS = [
     [
         ("text", ["JSONL, Parquet, files,", "folders, the Hub"], False),
-        ("data", ["megaenc tokenizer", "megaenc preprocess", "packs of seq_length tokens"], True),
-        ("objectives", ["clm  mlm  mntp  prefix_lm", "a schedule says which,", "step by step"], True),
-        ("model", ["megatron-core layers,", "head and loss at the", "predicted positions alone"], True),
-        ("training", ["megaenc pretrain, torchrun", "tensor x pipeline x data", "parallel"], True),
+        ("data", ["megaenc tokenizer", "megaenc preprocess", "packs of equal length"], True),
+        ("objectives", ["clm, mlm, mntp, ...", "a schedule says which,", "step by step"], True),
+        ("model", ["megatron-core layers;", "loss at predicted", "positions alone"], True),
+        ("training", ["megaenc pretrain;", "tensor x pipeline", "x data parallel"], True),
     ],
     [
-        ("report", ["tables, figures,", "verdicts on the claims"], False),
-        ("study", ["megaenc study", "plan, run, status, report"], True),
-        ("finetune", ["megaenc finetune grid", "rates x seeds, intervals"], True),
-        ("convert", ["megaenc convert to-hf", "a certificate: the same", "logits as the run"], True),
-        ("run folder", ["checkpoints, metrics.jsonl:", "resume, branch, initialise"], False),
+        ("report", ["tables, figures,", "verdicts on claims"], False),
+        ("study", ["megaenc study plan,", "run, status, report"], True),
+        ("finetune", ["megaenc finetune grid:", "rates x seeds,", "with intervals"], True),
+        ("convert", ["megaenc convert to-hf;", "a certificate: the", "logits are the run's"], True),
+        ("run folder", ["checkpoints, metrics;", "resume, branch,", "begin with its weights"], False),
     ],
 ]
 # what goes from one box to the next, in the order of the arrows
@@ -80,7 +80,7 @@ def picture() -> str:
     drawn.append(arrow(convert + 18, second + HIGH + 40, last - 3, second + HIGH + 40, dashed=True))
     drawn.append(arrow(last, second + HIGH + 40, last, second + HIGH + 3, dashed=True))
     drawn.append(label(convert - 75, second + HIGH + 44, "from-hf: a decoder comes in"))
-    drawn.append(label(LEFT + BOX, second + HIGH + 44, "blue: a package of megaenc; imports run the way of the data"))
+    drawn.append(label(LEFT + BOX + 20, second + HIGH + 44, "blue: a package of megaenc; imports go the way of the data"))
     title = "The data's way: text, data, objectives, model, training, run folder, convert, finetune, study, report"
     return "\n".join(
         [

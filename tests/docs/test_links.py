@@ -7,6 +7,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from docs.documents import ROOT, documents, read, without_blocks
 
+from megaenc import cli
+
 _LINK = re.compile(r"!?\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\)[^()\s]*)*)(?: \"[^\"]*\")?\)")
 _PATH = re.compile(r"`((?:megaenc|tests|docs|configs|tools|examples|benchmarks|docker)/[\w./*-]*)`")
 _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$")
@@ -79,6 +81,16 @@ def test_every_document_can_be_found_from_the_index():
                 there = str(path.relative_to(ROOT))
                 ahead += [there] if there not in found else []
     assert not set(documents()) - found
+
+
+def test_the_index_has_every_document_and_every_command():
+    """docs/README.md itself: a reader who looks for something looks there."""
+    index = read("docs/README.md")
+    linked = {str(((ROOT / "docs" / urlsplit(target).path).resolve()).relative_to(ROOT)) for _, target in links("docs/README.md")}
+    assert not set(documents()) - linked - {"docs/README.md"}
+    first_cells = " ".join(line.split("|")[1] for line in index if line.startswith("| `"))
+    shown = {name.removesuffix(" to-hf").removesuffix(" from-hf") for name in re.findall(r"`megaenc ([a-z -]*)`", first_cells)}
+    assert shown == set(cli.COMMANDS)
 
 
 @pytest.mark.parametrize(
