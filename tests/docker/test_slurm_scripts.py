@@ -201,6 +201,16 @@ def test_processes_and_where_they_meet(job, tmp_path):
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"
 
 
+def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
+    """As the README has it: sbatch and the file's name."""
+    assert ended(job("many"))[0] == 0
+    asked = asked_of_torchrun(tmp_path)
+    assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
+    assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
+    assert ended(job("one", "--global-batch-size", "8"))[0] == 0
+    assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
+
+
 def test_a_clone_without_its_environment_is_refused(job, tmp_path):
     code, said = ended(job("one", VENV=".venv"))
     assert code == 2 and said.startswith("error: VENV=.venv has no torchrun: ./install.sh makes .venv")
