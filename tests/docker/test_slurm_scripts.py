@@ -177,7 +177,7 @@ def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_its
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
-    (torchrun,) = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(torchrun), signal.SIGTERM)
     assert ended(process)[0] == 75 and not requeued(tmp_path)
 
