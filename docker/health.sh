@@ -26,10 +26,10 @@ processes=${NPROC:-$(python3 -c 'import torch; print(max(1, torch.cuda.device_co
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"
-{
-  cp "$source/LICENSE" text.txt
-  megaenc tokenizer --input text.txt --vocab-size 400 --output tokenizer
-  megaenc preprocess --input text.txt --output-prefix text --tokenizer tokenizer --append-eod
+{ # one after the other by &&: within { } || the shell goes on after a failure, whatever set -e says
+  cp "$source/LICENSE" text.txt &&
+  megaenc tokenizer --input text.txt --vocab-size 400 --output tokenizer &&
+  megaenc preprocess --input text.txt --output-prefix text --tokenizer tokenizer --append-eod &&
   OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node "$processes" "$source/examples/pretrain_encoder.py" \
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --seq-length 64 \
     --micro-batch-size 1 --global-batch-size "$processes" --train-iters 2 --eval-interval 0 --split 100,0,0 \

@@ -6,9 +6,9 @@
     python docker/run_in_chroot.py run --root /tmp/image -- megaenc --version
 
 The base stands in for every image that FROM names and is not changed: each stage works in a copy of it, or of the stage that it
-names. The stages that the last one (or --target) needs are carried out, one after the other. What is known of the language of
-Dockerfiles is what these files use; anything else is refused. There are no layers: a build that failed starts again. What this
-machine alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
+names. The stages that the last one (or --target) needs are carried out, one after the other. There are no layers: a build that
+failed starts again. What is known of the language of Dockerfiles is in dockerfile_language.py, beside this file. What this machine
+alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
 """
 
 import argparse
@@ -16,15 +16,16 @@ import copy
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+from dockerfile_language import FROM_STAGE, Refusal, assignments, copies, expand, sent_files, stages, wanted
 
 # Everything is mounted in a namespace of its own, which takes the mounts along when the command ends. /dev/shm has the 64 MB
 # that Docker gives without --ipc or --shm-size.
@@ -39,14 +40,8 @@ while [ "$1" != -- ]; do mount -o bind,ro "$1" "$root$2"; shift 2; done
 shift
 exec chroot --userspec="$user" --groups= "$root" /usr/bin/env -i "$@"
 """
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-_FROM = re.compile(r"--from=(\S+)\s+")
 # Docker lends a container these files of the host.
 _HOST_FILES = ("/etc/resolv.conf", "/etc/hosts")
-
-
-class Refusal(Exception):
-    """One line for the user."""
 
 
 @dataclass
@@ -60,86 +55,6 @@ class Image:
     command: list[str] = field(default_factory=list)
     labels: dict[str, str] = field(default_factory=dict)
     health: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Stage:
-    """The lines of a Dockerfile from one FROM to the next."""
-
-    name: str
-    """what AS calls it, in small letters; its number where nothing does"""
-    base: str
-    lines: list[tuple[int, str, str]] = field(default_factory=list)
-
-    def needs(self) -> set[str]:
-        """The names of what it is built upon and copies from."""
-        copied = {found[1].lower() for _, name, rest in self.lines if name == "COPY" and (found := _FROM.match(rest))}
-        return copied | {self.base.lower()}
-
-
-def instructions(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, instruction, rest) of a Dockerfile; lines that a backslash continues are one, comments are gone."""
-    begun, parts = 0, []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        begun = begun if parts else number
-        parts.append(line.strip().removesuffix("\\"))
-        if not line.rstrip().endswith("\\"):
-            name, _, rest = "".join(parts).strip().partition(" ")
-            yield begun, name.upper(), rest.strip()
-            parts = []
-
-
-def expand(text: str, variables: Mapping[str, str]) -> str:
-    """`$NAME` and `${NAME}` replaced; an unknown one is empty, as in Docker."""
-    return _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], ""), text)
-
-
-def ignore_rules(context: Path) -> list[tuple[bool, re.Pattern]]:
-    """(whether it takes back in, pattern of paths) for each line of the context's .dockerignore."""
-    path = context / ".dockerignore"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rules = []
-    for line in (line.strip() for line in lines):
-        if line and not line.startswith("#"):
-            parts = re.split(r"(\*\*/|\*\*|\*|\?)", line.removeprefix("!").strip("/"))
-            known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-            rules.append(
-                (line.startswith("!"), re.compile("".join(known.get(part, re.escape(part)) for part in parts) + "(?:/.*)?"))
-            )
-    return rules
-
-
-def travels(path: str, rules: Sequence[tuple[bool, re.Pattern]]) -> bool:
-    """Whether the file, named relative to the context, is sent to the build: the last line that speaks of it decides."""
-    return next((kept for kept, pattern in reversed(rules) if pattern.fullmatch(path)), True)
-
-
-def sent_files(context: Path) -> list[str]:
-    """All files of the context that .dockerignore lets travel, relative to it."""
-    rules = ignore_rules(context)
-    found = []
-    for folder, folders, files in os.walk(context):
-        folders[:] = [name for name in folders if name != ".git"]  # a large folder that no image here wants
-        paths = (os.path.relpath(os.path.join(folder, name), context) for name in files)
-        found += [path for path in paths if travels(path, rules)]
-    return sorted(found)
-
-
-def copies(sources: Sequence[str], destination: str, files: Sequence[str]) -> list[tuple[str, str]]:
-    """What `COPY sources destination` copies, as (file of the context, path in the image). Refuses a missing source."""
-    result = []
-    for source in (os.path.normpath(source) for source in sources):
-        into_folder = destination.endswith("/") or len(sources) > 1 or destination in (".", "..")
-        if source in files:
-            result.append((source, os.path.join(destination, os.path.basename(source)) if into_folder else destination))
-            continue
-        inside = [path for path in files if source == "." or path.startswith(source + "/")]
-        if not inside:
-            raise Refusal(f"COPY {source}: no such file among those that .dockerignore lets travel")
-        result += [(path, os.path.join(destination, os.path.relpath(path, source))) for path in inside]
-    return result
 
 
 def ids(root: Path, user: str) -> str:
@@ -195,40 +110,6 @@ def run_inside(root: Path, image: Image, env: Mapping[str, str], command: Sequen
             path.rmdir() if path.is_dir() else path.unlink()
 
 
-def stages(dockerfile: Path, asked: Mapping[str, str]) -> tuple[list[Stage], dict[str, str]]:
-    """The stages of a Dockerfile, and the arguments before the first. Raises Refusal."""
-    found: list[Stage] = []
-    arguments: dict[str, str] = {}
-    for line, name, rest in instructions(dockerfile.read_text()):
-        match name:
-            case "FROM":
-                base, *named = expand(rest, arguments).split()
-                if named and (len(named) != 2 or named[0].upper() != "AS"):
-                    raise Refusal(f"{dockerfile}:{line}: only FROM IMAGE [AS NAME] is known")
-                found.append(Stage(named[1].lower() if named else str(len(found)), base))
-            case "ARG" if not found:
-                key, _, value = rest.partition("=")
-                arguments[key] = asked.get(key, expand(value, arguments))
-            case _ if not found:
-                raise Refusal(f"{dockerfile}:{line}: {name} before the first FROM")
-            case _:
-                found[-1].lines.append((line, name, rest))
-    if not found:
-        raise Refusal(f"{dockerfile}: has no FROM")
-    return found, arguments
-
-
-def wanted(found: Sequence[Stage], target: str | None, dockerfile: Path) -> list[Stage]:
-    """The target (else the last stage) and what it needs, in the order of the file. Refuses a target that there is not."""
-    names = [stage.name for stage in found]
-    if target and target.lower() not in names:
-        raise Refusal(f"--target {target}: {dockerfile} has the stages {', '.join(names)}")
-    needed = {target.lower() if target else names[-1]}
-    for stage in reversed(found):
-        needed |= stage.needs() if stage.name in needed else set()
-    return [stage for stage in found if stage.name in needed]
-
-
 def build(
     dockerfile: Path,
     context: Path,
@@ -279,9 +160,9 @@ def _carry_out(stage, image, dockerfile, context, roots, outer, asked, lent_file
                     key, given, value = rest.partition("=")
                     arguments[key] = asked.get(key, expand(value, known) if given else outer.get(key, ""))
                 case "ENV":
-                    image.env |= _assignments(rest, known)
+                    image.env |= assignments(rest, known)
                 case "LABEL":
-                    image.labels |= _assignments(rest, known)
+                    image.labels |= assignments(rest, known)
                 case "RUN":
                     if rest.startswith(("[", "-", "<")):
                         raise Refusal("only RUN with a command for the shell is known")
@@ -313,14 +194,9 @@ def _carry_out(stage, image, dockerfile, context, roots, outer, asked, lent_file
     return set(arguments)
 
 
-def _assignments(rest: str, known: Mapping[str, str]) -> dict[str, str]:
-    """NAME=VALUE NAME="two words" as a dict."""
-    return {key: value for key, _, value in (word.partition("=") for word in shlex.split(expand(rest, known)))}
-
-
 def _copy(rest: str, image: Image, context: Path, root: Path, roots: Mapping[str, Path]) -> None:
     """COPY SOURCE ... DESTINATION from the context, or COPY --from=STAGE SOURCE DESTINATION from a stage. Raises Refusal."""
-    if found := _FROM.match(rest):
+    if found := FROM_STAGE.match(rest):
         stage, (*sources, destination) = found[1].lower(), rest[found.end() :].split()
         if stage not in roots or len(sources) != 1:
             raise Refusal("only COPY --from=STAGE SOURCE DESTINATION is known")

@@ -30,6 +30,8 @@ else
   . docker/cuda_env.sh
 fi
 
+# Without flags: the tiny preset on the demo corpus, in steps of two packs of each process.
+if (($# == 0)); then set -- --micro-batch-size 2 --global-batch-size $((2 * NPROC * SLURM_JOB_NUM_NODES)); fi
 # A requeued job keeps its number, so it goes on in the same folder.
 case " $* " in
   *" --save "* | *" --save="*) ;;

@@ -177,7 +177,7 @@ def test_a_job_that_is_being_ended_waits_for_the_save_and_is_not_requeued_by_its
     process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert process.poll() is None
-    (torchrun,) = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout.split()
+    (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(torchrun), signal.SIGTERM)
     assert ended(process)[0] == 75 and not requeued(tmp_path)
 
@@ -199,6 +199,16 @@ def test_processes_and_where_they_meet(job, tmp_path):
     assert asked["--rdzv-endpoint"] == "first:20345" and asked["--rdzv-id"] == "12345" and "--save" not in asked
     assert ended(job("one", SLURM_GPUS_ON_NODE=""))[0] == 0
     assert asked_of_torchrun(tmp_path)["--nproc-per-node"] == "1"
+
+
+def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
+    """As the README has it: sbatch and the file's name."""
+    assert ended(job("many"))[0] == 0
+    asked = asked_of_torchrun(tmp_path)
+    assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
+    assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
+    assert ended(job("one", "--global-batch-size", "8"))[0] == 0
+    assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
 
 
 def test_a_clone_without_its_environment_is_refused(job, tmp_path):

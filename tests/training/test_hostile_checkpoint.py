@@ -4,13 +4,15 @@ import io
 import os
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import runs
 import torch
 from checkpoint_helpers import forge
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megaenc.convert.command import main as convert
 from megaenc.errors import InputError
@@ -86,6 +88,38 @@ def test_hostile_object_in_the_place_of_a_tensor_is_refused(copy, traces):
     forge(shard, shard.read_bytes() + content)
     forge(file, pickle.dumps(metadata))
     with pytest.raises(InputError, match=rf"{shard.name}: unpickling it would call posix.mkdir"):
+        check_pickles(checkpoint_of(copy))
+
+
+class _OfAnEarlyPython(pickle.Pickler):
+    """Writes members of an enumeration as Python 3.11.2 does."""
+
+    def reducer_override(self, value):
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_what_an_early_python_writes_is_fine(copy):
+    file, stream = checkpoint_of(copy) / ".metadata", io.BytesIO()
+    _OfAnEarlyPython(stream, protocol=4).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in stream.getvalue() and b"getattr" not in file.read_bytes()
+    forge(file, stream.getvalue())
+    check_pickles(checkpoint_of(copy))
+
+
+class Attribute:
+    """Is that attribute when it is unpickled."""
+
+    def __init__(self, *of):
+        self.of = of
+
+    def __reduce__(self):
+        return getattr, self.of
+
+
+@pytest.mark.parametrize("of", [(WriteItemType, "__class__"), (Metadata, "__init__"), (WriteItemType, "none", 1)])
+def test_no_other_attribute_is_looked_up(of, copy):
+    forge(checkpoint_of(copy) / ".metadata", pickle.dumps(Attribute(*of)))
+    with pytest.raises(InputError, match=r"\.metadata: (unpickling it would call builtins.getattr|not what a save wrote)"):
         check_pickles(checkpoint_of(copy))
 
 
