@@ -7,8 +7,10 @@
 
 The base stands in for every image that FROM names and is not changed: each stage works in a copy of it, or of the stage that it
 names. The stages that the last one (or --target) needs are carried out, one after the other. There are no layers: a build that
-failed starts again. What is known of the language of Dockerfiles is in dockerfile_language.py, beside this file. What this machine
-alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and --env.
+failed starts again. What is known of the language of Dockerfiles is in dockerfile_language.py, beside this file.
+
+What this machine alone needs for reaching its package indexes (pip's configuration, certificates, proxies) is lent by --bind and
+--env.
 """
 
 import argparse
