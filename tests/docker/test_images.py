@@ -224,6 +224,16 @@ def test_the_image_says_what_it_is_and_can_be_asked_whether_it_is_well(dockerfil
     assert any("ln -s /opt/megaenc/docker/health.sh /usr/local/bin/megaenc-health" in rest for _, name, rest in lines)
 
 
+@pytest.mark.parametrize("path", [*DOCKERFILES, ROOT / "docs/containers.md"], ids=lambda path: path.name)
+def test_what_is_shown_can_be_trained_by_as_many_processes(path):
+    from megaenc.training.settings import read_settings
+
+    shown = re.findall(r"torchrun --nproc-per-node (\d+) \S+/pretrain_encoder\.py (.*)", path.read_text())
+    assert shown or path.suffix == ".cpu"
+    for processes, words in shown:
+        read_settings(shlex.split(words), prog="").check(world_size=int(processes))
+
+
 def test_health_trains_two_steps_and_says_so():
     """With two processes, by a link of another name as in the images."""
     ran = subprocess.run(

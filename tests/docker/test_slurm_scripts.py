@@ -203,10 +203,14 @@ def test_processes_and_where_they_meet(job, tmp_path):
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     """As the README has it: sbatch and the file's name."""
+    from megaenc.training.settings import read_settings
+
     assert ended(job("many"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
     assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
     assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
+    words = (tmp_path / "torchrun").read_text().splitlines()
+    read_settings(words[words.index("examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
     assert ended(job("one", "--global-batch-size", "8"))[0] == 0
     assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
 
