@@ -19,7 +19,7 @@ import numpy as np
 
 from megaenc.console import quiet
 from megaenc.errors import one_line_errors
-from megaenc.processes import highest_resident
+from megaenc.processes import die_with_parent, highest_resident
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]
@@ -157,6 +157,8 @@ def _processor_seconds() -> float:
 def main() -> None:
     """`python -m megaenc.bench.ways WAY TEXT TOKENIZER WORKERS`: one line of JSON."""
     quiet()
+    # What other programs fork, as datasets.map does its workers, would wait for work for ever after a kill of this process.
+    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
     way, text, tokenizer, workers = sys.argv[1:]
     with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -1,5 +1,9 @@
 import json
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 import runs
 
@@ -59,6 +63,22 @@ def test_ids_that_differ_end_it_before_anything_is_timed(small_corpus, tmp_path,
 def test_wrong_input_is_one_line(small_corpus, tmp_path, refusal, flags, message):
     flags = [str(small_corpus.text) if flag == "TEXT" else flag for flag in flags]
     assert message in refusal(data.main, [*flags, "--output", tmp_path / "bench.json"])
+
+
+def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
+    """Also where another program forked it, that would wait for work."""
+    text = runs.write_text(tmp_path / "text.jsonl", documents=5000)
+    command = [sys.executable, "-m", "megaenc.bench.ways", "datasets.map", str(text), str(small_corpus.tokenizer), "2"]
+    with subprocess.Popen(command, env=runs.surroundings(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as way:
+        below, deadline = [], time.monotonic() + 120
+        while len(below) < 3:  # a manager and two workers
+            assert way.poll() is None and time.monotonic() < deadline
+            below = psutil.Process(way.pid).children()
+        way.kill()
+    _, left = psutil.wait_procs(below, timeout=20)
+    for process in left:
+        process.kill()
+    assert not left, left
 
 
 def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
