@@ -28,7 +28,7 @@ help:
 	@echo "make test         the whole test suite"
 	@echo "make smoke        of it, a minute: a short run, going on with it, export, fine-tuning"
 	@echo "make test-failed  of it, what the last call found failing, one test at a time"
-	@echo "make test-docs    every command of README and docs, in copies of this repository (DOCS=, LIST=1, KEEP=)"
+	@echo "make test-docs    the commands of README and docs, in copies of this repository (DOCS=, LIST=1, KEEP=)"
 	@echo "make reference    docs/api.md, docs/flags.md and docs/way.svg anew, from the docstrings and a script"
 	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
 	@echo "make lint         ruff check, ruff format --check, shellcheck, hadolint"

@@ -4,7 +4,11 @@
 
 # Processes of a node: one for each of its GPUs, one on a node without.
 NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-1}}
-# The virtual environment that ./install.sh has made; VENV= for the megaenc that is in PATH already.
+# An image for Apptainer that everything runs in.
+SIF=${SIF-}
+# Folders besides the clone and TMPDIR that the container sees: BIND=/scratch,/data
+BIND=${BIND-}
+# Without an image: the virtual environment that ./install.sh has made; VENV= for the megaenc that is in PATH already.
 VENV=${VENV-.venv}
 # Where the processes of several nodes meet: the job's first node,
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
@@ -15,20 +19,52 @@ MAX_RESTARTS=${MAX_RESTARTS:-3}
 # Seconds that a save may take once the job is told that its time is nearly over; sbatch's --signal leaves a minute more.
 SAVE_SECONDS=${SAVE_SECONDS:-540}
 
-if [ -n "$VENV" ]; then
-  [ -x "$VENV/bin/torchrun" ] || {
-    echo "error: VENV=$VENV has no torchrun: ./install.sh makes .venv, VENV=DIR names another, VENV= takes what is in PATH" >&2
+# torchrun's --shutdown-timeout, as a variable: torch 2.11 does not know the flag and leaves 30 seconds whatever is said.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SAVE_SECONDS
+# Without it torchrun (PyTorch 2.13) goes on after a loss with the addresses of processes that are gone: docs/faults.md
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Several processes share the cores out by themselves, and torchrun remarks on the variable where it is not set; one has them all.
+if ((NPROC > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
+
+# `on_each_node` starts a command on every node, `here` on this one; `code` is where the examples are.
+here=() code=.
+if [ -n "$SIF" ]; then
+  [ -e "$SIF" ] || {
+    echo "error: SIF=$SIF: no such image; docs/clusters.md says how to build one, SIF=FILE names another" >&2
     exit 2
   }
-  PATH=$(realpath -s "$VENV")/bin:$PATH
-fi
-# Threads are shared out by megaenc; torchrun remarks on the variable where it is not set.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-if [ -e /dev/kfd ]; then
-  . docker/rocm_env.sh
+  case ${TMPDIR:-/tmp} in
+    /tmp | /tmp/*) ;; # which Apptainer lends by itself
+    *) BIND=$TMPDIR${BIND:+,$BIND} ;;
+  esac
+  accelerator=()
+  if [ -e /dev/kfd ]; then
+    accelerator=(--rocm)
+  elif [ -e /dev/nvidiactl ]; then
+    accelerator=(--nv)
+  fi
+  # `run` reads the image's own docker/*_env.sh; read here too, it could not tell what was taken out (NAME=) from what was never set.
+  here=(apptainer run "${accelerator[@]}" --bind "$PWD${BIND:+,$BIND}" --pwd "$PWD" "$SIF") code=/opt/megaenc
 else
-  . docker/cuda_env.sh
+  if [ -n "$VENV" ]; then
+    [ -x "$VENV/bin/torchrun" ] || {
+      echo "error: VENV=$VENV has no torchrun: ./install.sh makes .venv, VENV=DIR names another, VENV= takes what is in PATH" >&2
+      exit 2
+    }
+    PATH=$(realpath -s "$VENV")/bin:$PATH
+  fi
+  if [ -e /dev/kfd ]; then
+    . docker/rocm_env.sh
+  else
+    . docker/cuda_env.sh
+  fi
 fi
+# A task is a whole torchrun, whose processes share the cores out.
+# shellcheck disable=SC2034 # the files use it
+on_each_node=(srun --kill-on-bad-exit=1 --cpu-bind=none "${here[@]}")
+# What the torchruns of several nodes need to find each other.
+# shellcheck disable=SC2034
+meeting=(--nnodes "$SLURM_JOB_NUM_NODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-id "$SLURM_JOB_ID")
 
 # Without flags: the tiny preset on the demo corpus, in steps of two packs of each process.
 if (($# == 0)); then set -- --micro-batch-size 2 --global-batch-size $((2 * NPROC * SLURM_JOB_NUM_NODES)); fi
@@ -51,10 +87,24 @@ exit_code() {
   if (($1 == 0)); then echo 0; else echo "${note:-$1}"; fi
 }
 
+# End the job where its time is so short that it would be told to save before it trains, and be requeued for ever.
+enough_time() {
+  local end least=$((SAVE_SECONDS + 300)) left
+  end=$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %e 2>/dev/null)
+  end=$(date -d "${end:-unknown}" +%s 2>/dev/null) || return 0 # not known, or no limit
+  left=$((end - $(date +%s)))
+  ((left >= least)) || {
+    echo "error: --time: found $left seconds, expected at least $least, SAVE_SECONDS and five minutes; a short job:" \
+      "SAVE_SECONDS=60 sbatch --signal=B:USR1@90 --time 10 ..." >&2
+    exit 2
+  }
+}
+
 # Run a launcher, pass on what Slurm says, and end the job: requeued where the run was stopped and saved (75), else with the
 # exit code of the run.
 run() {
   local launched code ended=
+  enough_time
   echo "$(date '+%F %T') job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)): $SLURM_JOB_NUM_NODES x $NPROC processes, $SLURM_JOB_NODELIST"
   "$@" &
   launched=$!

@@ -45,8 +45,8 @@ def test_the_shell_can_read_it(path):
 def test_the_torchrun_line_is_the_readmes(path):
     """But for where the processes are and what the job is for, which come before."""
     readme = re.search(r"torchrun (--nproc-per-node) 4 (examples/\S+) --config", joined((ROOT / "README.md").read_text()))
-    text = joined(path.read_text()).replace("/opt/megaenc/examples", "examples")
-    line = next(line for line in text.splitlines() if " torchrun " in line and not line.startswith("#"))
+    line = next(line for line in joined(path.read_text()).splitlines() if line.endswith(('"$@"', '"${@:2}"')) and "$code" in line)
+    line = line.replace("${@:2}", "$@").replace('"$code/', "").replace('.py"', ".py")
     assert line.endswith(f'{readme[1]} "$NPROC" {readme[2]} "$@"'), line
 
 
@@ -56,14 +56,37 @@ def test_a_job_saves_before_its_time_is_over_and_is_requeued(name):
     assert "requeue" in asked and asked["open-mode"] == "append"
     warned = int(re.fullmatch(r"B:USR1@(\d+)", asked["signal"])[1])
     assert int(re.search(r"SAVE_SECONDS:-(\d+)", (FOLDER / "job.sh").read_text())[1]) < warned
-    text = joined((FOLDER / f"{name}.sbatch").read_text())
-    assert "--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in text and '--shutdown-timeout "$SAVE_SECONDS"' in text
+
+
+@each_training
+def test_torchrun_knows_what_it_is_asked(job, tmp_path, name):
+    """Its own parser does, and what it makes of it is a launch that hands signals on and leaves time to save."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    assert ended(job(name, "--save", "a", SAVE_SECONDS="77"))[0] == 0
+    asked = get_args_parser().parse_args((tmp_path / "torchrun").read_text().splitlines())
+    assert (
+        environment_of_torchrun(tmp_path)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "77"
+    )  # --shutdown-timeout, which torch 2.11 does not know
+    launch, _, _ = config_from_args(asked)
+    assert launch.signals_to_handle == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" and launch.nproc_per_node == 8
+    assert asked.training_script.endswith("examples/pretrain_encoder.py") and asked.training_script_args == ["--save", "a"]
+
+
+@each_training
+@pytest.mark.parametrize(("minutes", "save", "code"), [("20", "540", 0), ("13", "540", 2), ("13", "60", 0), ("NONE", "540", 0)])
+def test_a_job_too_short_to_save_is_refused(job, tmp_path, name, minutes, save, code):
+    """It would be told to save before it has trained, again and again."""
+    end = time.strftime("%FT%T", time.localtime(time.time() + 60 * int(minutes))) if minutes.isdigit() else minutes
+    found, said = ended(job(name, ENDTIME=end, SAVE_SECONDS=save))
+    assert found == code and ("error: --time: found 7" in said) == (code == 2)
+    assert (tmp_path / "torchrun").exists() == (code == 0)
 
 
 def test_every_variable_has_its_reason():
     lines = (FOLDER / "job.sh").read_text().splitlines()
-    variables = [number for number, line in enumerate(lines) if re.match(r"[A-Z_]+=\$\{", line)]
-    assert len(variables) == 6 and all(lines[number - 1].startswith("# ") for number in variables)
+    variables = [number for number, line in enumerate(lines) if re.match(r"[A-Z_]+=\$\{", line) and "BIND$" not in line]
+    assert len(variables) == 8 and all(lines[number - 1].startswith("# ") for number in variables)
     told = (ROOT / "docs/clusters.md").read_text()
     for number in variables:
         assert f"`{lines[number].partition('=')[0]}`" in told
@@ -74,6 +97,7 @@ def test_every_variable_has_its_reason():
 # A torchrun: leaves the note of exit code NOTE as its processes do, waits where it is to, and ends as ENDS says.
 TORCHRUN = """#!/bin/bash
 printf '%s\\n' "$@" >"$HERE/torchrun"
+env >"$HERE/environment"
 while [ $# -gt 0 ]; do [ "$1" = --log-dir ] && logs=$2; shift; done
 trap 'told=USR1' USR1
 trap 'told=TERM' TERM
@@ -87,13 +111,18 @@ SCONTROL = """#!/bin/bash
 echo "$@" >>"$HERE/scontrol"
 [ "$1 $2" != "show hostnames" ] || printf 'first\\nsecond\\n'
 """
+SQUEUE = """#!/bin/bash
+echo "$ENDTIME"
+"""
 SRUN = """#!/bin/bash
 while [ "${1#-}" != "$1" ]; do shift; done
 exec "$@"
 """
+# An Apptainer: does as the image's runscript does, which reads the settings of the accelerator.
 APPTAINER = """#!/bin/bash
 printf '%s\\n' "$@" >"$HERE/apptainer"
 while [ "$1" != torchrun ]; do shift; done
+. "$HERE/docker/rocm_env.sh"
 exec "$@"
 """
 
@@ -101,11 +130,18 @@ exec "$@"
 @pytest.fixture
 def job(tmp_path):
     """Start a file as Slurm would, in a clone with nothing in it but what it reads; returns the process."""
-    for name, text in (("torchrun", TORCHRUN), ("scontrol", SCONTROL), ("srun", SRUN), ("apptainer", APPTAINER)):
+    for name, text in (
+        ("torchrun", TORCHRUN),
+        ("scontrol", SCONTROL),
+        ("srun", SRUN),
+        ("apptainer", APPTAINER),
+        ("squeue", SQUEUE),
+    ):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "docker").symlink_to(ROOT / "docker")
+    (tmp_path / "megaenc-rocm.sif").touch()
     started = []
 
     def start(name: str, *arguments: str, **variables: str) -> subprocess.Popen:
@@ -210,7 +246,7 @@ def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     assert (asked["--micro-batch-size"], asked["--global-batch-size"]) == ("2", "32")
     assert asked["--save"] == "runs/megaenc-12345" and "--config" not in asked
     words = (tmp_path / "torchrun").read_text().splitlines()
-    read_settings(words[words.index("examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
+    read_settings(words[words.index("./examples/pretrain_encoder.py") + 1 :], prog="").check(world_size=16)
     assert ended(job("one", "--global-batch-size", "8"))[0] == 0
     assert asked_of_torchrun(tmp_path)["--global-batch-size"] == "8" and "--micro-batch-size" not in asked_of_torchrun(tmp_path)
 
@@ -221,19 +257,44 @@ def test_a_clone_without_its_environment_is_refused(job, tmp_path):
     assert not (tmp_path / "torchrun").exists()
 
 
+def environment_of_torchrun(tmp_path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+
+
 def test_what_the_container_sees(job, tmp_path):
-    assert ended(job("rocm-apptainer", SIF="other.sif", BIND="/data,/scratch"))[0] == 0
+    (tmp_path / "other.sif").touch()
+    assert ended(job("rocm-apptainer", SIF="other.sif", BIND="/data,/scratch", TMPDIR="/local/1"))[0] == 0
     words = (tmp_path / "apptainer").read_text().splitlines()
-    assert words[:7] == ["run", "--rocm", "--bind", f"{tmp_path},/data,/scratch", "--pwd", str(tmp_path), "other.sif"]
+    assert words[:6] == ["run", "--bind", f"{tmp_path},/local/1,/data,/scratch", "--pwd", str(tmp_path), "other.sif"]
     assert "/opt/megaenc/examples/pretrain_encoder.py" in words
+    assert ended(job("one", SIF="megaenc-rocm.sif", TMPDIR="/tmp/mine"))[0] == 0  # any file, in an image
+    words = (tmp_path / "apptainer").read_text().splitlines()
+    assert words[:6] == ["run", "--bind", str(tmp_path), "--pwd", str(tmp_path), "megaenc-rocm.sif"]
+    code, said = ended(job("rocm-apptainer", SIF="nothing.sif"))
+    assert code == 2 and said.startswith("error: SIF=nothing.sif: no such image")
+
+
+def test_what_is_taken_out_before_sbatch_stays_out(job, tmp_path):
+    """`NCCL_IB_GID_INDEX= sbatch ...`, in an image too, whose own settings come last."""
+    assert ended(job("rocm-apptainer", NCCL_IB_GID_INDEX="", NCCL_CROSS_NIC="2"))[0] == 0
+    found = environment_of_torchrun(tmp_path)
+    assert "NCCL_IB_GID_INDEX" not in found and found["NCCL_CROSS_NIC"] == "2" and found["NCCL_PXN_DISABLE"] == "1"
+    assert ended(job("many", CUDA_DEVICE_MAX_CONNECTIONS="", NCCL_DEBUG="INFO"))[0] == 0
+    found = environment_of_torchrun(tmp_path)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in found and found["NCCL_DEBUG"] == "INFO"
+
+
+def test_one_process_has_all_cores(job, tmp_path):
+    """Unless it is told otherwise; several share them out by themselves."""
+    for processes, given, found in (("1", {}, None), ("8", {}, "1"), ("1", {"OMP_NUM_THREADS": "3"}, "3")):
+        assert ended(job("one", NPROC=processes, **given))[0] == 0
+        assert environment_of_torchrun(tmp_path).get("OMP_NUM_THREADS") == found
 
 
 def test_the_smoke_job_trains_and_goes_on(job, tmp_path):
-    (tmp_path / "bin/python3").write_text("#!/bin/sh\necho n1: 8 x something\n")
-    (tmp_path / "bin/python3").chmod(0o755)
     code, said = ended(job("smoke"))
     assert code == 0 and said.splitlines()[-1] == "smoke: ok"
-    assert said.count("-- ten") == 2 and asked_of_torchrun(tmp_path)["--global-batch-size"] == "32"
+    assert said.count("-- ten") == 2 and "-- doctor" in said and asked_of_torchrun(tmp_path)["--global-batch-size"] == "32"
     code, said = ended(job("smoke", ENDS="1", NOTE="2"))
     assert code == 2 and said.splitlines()[-1] == "smoke: failed with 2" and said.count("-- ten") == 1
 

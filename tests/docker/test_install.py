@@ -1,0 +1,147 @@
+"""install.sh, with a pip that writes down what it is asked."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def install(**variables: str) -> subprocess.CompletedProcess:
+    """Run install.sh from elsewhere, with nothing set that it reads but `variables`."""
+    names = ("PYTHON", "PYTHONPATH", "VENV", "EXTRAS", "TORCH_INDEX", "PIP_BREAK_SYSTEM_PACKAGES")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run([ROOT / "install.sh"], cwd="/", env={**env, **variables}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """A virtual environment whose pip writes down what it is asked, with the packages of an image for ROCm."""
+    folder = tmp_path / "environment"
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "pip").mkdir()
+    (packages / "pip/__main__.py").write_text(
+        "import json, sys\n"
+        "if '--version' not in sys.argv:\n"
+        "    constraints = open(sys.argv[sys.argv.index('--constraint') + 1]).read()\n"
+        f"    print(json.dumps([sys.argv[1:], constraints]), file=open({str(tmp_path / 'asked')!r}, 'a'))\n"
+    )
+    for name, version in (("torch", "2.12.0+rocm7.2.4"), ("triton", "3.7.0"), ("apex", "1.0+rocm7.2.4"), ("numpy", "1.26.4")):
+        info = packages / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return folder
+
+
+def asked_of_pip(environment: Path) -> list[tuple[list[str], list[str]]]:
+    """(arguments, lines of the constraints) of each call."""
+    calls = (json.loads(line) for line in (environment.parent / "asked").read_text().splitlines())
+    return [(arguments[arguments.index("--constraint") + 2 :], constraints.splitlines()) for arguments, constraints in calls]
+
+
+def test_help_names_every_variable():
+    shown = subprocess.run([ROOT / "install.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  ([A-Z_]+) ", shown, re.MULTILINE) == ["PYTHON", "VENV", "TORCH_INDEX", "EXTRAS"]
+
+
+def test_into_a_virtual_environment_with_the_pinned_versions(environment):
+    ran = install(VENV=str(environment), TORCH_INDEX="https://example.org/whl/cpu")
+    assert ran.returncode == 0, ran.stderr
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    torch, package = asked_of_pip(environment)
+    assert torch == (["--index-url", "https://example.org/whl/cpu", "torch"], pinned)
+    assert package == (["--editable", ".[dev]"], pinned)
+
+
+def test_tests_get_a_triton_where_torch_has_brought_none(environment):
+    (own,) = environment.glob("lib/python*/site-packages/triton-*.dist-info")
+    (own / "METADATA").write_text("Metadata-Version: 2.1\nName: pytorch-triton-rocm\nVersion: 3.7.0\n")
+    assert install(VENV=str(environment)).returncode == 0
+    shutil.rmtree(own)
+    for extras in ("finetune,dev", "finetune"):
+        assert install(VENV=str(environment), EXTRAS=extras).returncode == 0
+    packages = [arguments[-1] for arguments, _ in asked_of_pip(environment)[1::2]]
+    assert packages == [".[dev]", ".[finetune,dev,triton]", ".[finetune]"]
+
+
+def test_a_torch_that_came_with_the_image_is_kept(environment):
+    ran = install(PYTHON=str(environment / "bin/python"), VENV="", EXTRAS="")
+    assert ran.returncode == 0, ran.stderr
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    expected = ["apex==1.0+rocm7.2.4", "torch==2.12.0+rocm7.2.4", "triton==3.7.0"]
+    expected += [line for line in pinned if not line.startswith(("torch==", "triton=="))]
+    assert asked_of_pip(environment) == [(["torch"], expected), (["--editable", "."], expected)]
+
+
+def test_a_python_without_torch_gets_the_pinned_one(environment):
+    for info in environment.glob("lib/python*/site-packages/*.dist-info"):
+        shutil.rmtree(info)
+    assert install(PYTHON=str(environment / "bin/python"), VENV="").returncode == 0
+    assert asked_of_pip(environment)[0][1] == (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def refusal(**variables: str) -> str:
+    ran = install(**variables)
+    assert ran.returncode == 2 and not ran.stdout, (ran.returncode, ran.stdout)
+    (line,) = ran.stderr.splitlines()
+    return line
+
+
+def test_refusals_are_one_line(tmp_path):
+    assert refusal(PYTHON="no-such-python") == "error: PYTHON=no-such-python does not run"
+    assert refusal(PYTHON=sys.executable, EXTRAS="dev,devv").startswith("error: EXTRAS: devv is not among cuda, rocm")
+
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\ntest -z "$2"\n')  # says no to the first real question, which is its age
+    old.chmod(0o755)
+    assert refusal(PYTHON=str(old)) == f"error: PYTHON={old} is older than 3.11; name another, as in PYTHON=python3.12"
+
+    (tmp_path / "ensurepip.py").write_text("raise ImportError")  # as where Debian's python3-venv is missing
+    without_venv = refusal(PYTHON=sys.executable, PYTHONPATH=str(tmp_path), VENV=str(tmp_path / "venv"))
+    assert "has no venv module" in without_venv and "python3-venv" in without_venv
+    assert not (tmp_path / "venv").exists()
+
+    venv.create(tmp_path / "bare", with_pip=False)
+    assert refusal(VENV=str(tmp_path / "bare")) == f"error: {tmp_path / 'bare'}/bin/python has no pip"
+
+
+def test_a_python_of_the_distribution_is_left_alone(tmp_path):
+    (tmp_path / "EXTERNALLY-MANAGED").touch()
+    (tmp_path / "sysconfig.py").write_text(f"def get_path(name):\n    return {str(tmp_path)!r}\n")
+    line = refusal(PYTHON=os.path.realpath(sys.executable), PYTHONPATH=str(tmp_path), VENV="")
+    assert "belongs to the distribution" in line and "VENV=DIR" in line
+
+
+def test_an_argument_is_refused():
+    ran = subprocess.run([ROOT / "install.sh", "--venv"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert ran.stderr.splitlines() == ["error: --venv is not known; settings are variables: ./install.sh --help"]
+
+
+def test_the_oldest_python_is_the_same_everywhere():
+    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+    assert f"sys.version_info < ({oldest.replace('.', ', ')})" in (ROOT / "install.sh").read_text()
+
+
+def test_one_script_installs():
+    recipe = re.search(r"^\$\(INSTALLED\): (.*)\n\t(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "install.sh" in recipe[1].split() and recipe[2].endswith("./install.sh")
+    assert "`./install.sh`" in (ROOT / "README.md").read_text()
+    for path in (
+        ROOT / "Makefile",
+        ROOT / "README.md",
+        ROOT / "docs/containers.md",
+        *(ROOT / "docker").glob("Dockerfile.*"),
+        *(ROOT / "docker").glob("*.def"),
+    ):
+        steps_without = re.sub(r"if \[ -[en] .*?;[\s\\]*fi\b", "", path.read_text(), flags=re.DOTALL)  # Transformer Engine's
+        assert not re.search(r"pip3? install", steps_without), path
