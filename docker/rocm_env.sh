@@ -42,8 +42,8 @@ megaenc_default RCCL_MSCCL_ENABLE 0
 # Kernels are compiled once a node, on its own disk: a home folder on the network would be written by all processes at once.
 megaenc_default TRITON_CACHE_DIR "${TMPDIR:-/tmp}/triton-$(id -u)"
 
-# Nothing of NVTE_*: those are about Transformer Engine's attention, which is not used, and megatron-core refuses to start where
-# they contradict the kind of attention that was asked for.
+# Nothing of NVTE_*_ATTN, which AMD's launchers set: they are about Transformer Engine's attention, which is not used, and are of no
+# effect here.
 
 unset -f megaenc_default
 unset megaenc_found

@@ -21,3 +21,8 @@ def world_size() -> int:
 def local_world_size() -> int:
     """Processes of the run on this machine; 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def several_nodes() -> bool:
+    """Whether the run has processes on other machines too."""
+    return world_size() > local_world_size()

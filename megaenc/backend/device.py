@@ -102,6 +102,13 @@ def host_has_bf16(cpuinfo: str = "/proc/cpuinfo") -> bool:
     return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags))
 
 
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Whether the user has asked for float32 products in TensorFloat-32, of 10 bits: of torch, or of NVIDIA's libraries."""
+    if device.type != "cuda":
+        return False
+    return torch.get_float32_matmul_precision() != "highest" or os.environ.get("NVIDIA_TF32_OVERRIDE", "") not in ("", "0")
+
+
 @functools.cache
 def _measured_gemm(dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product: the best of six, of 2 GFLOP each or as many as take a twentieth of a second.

@@ -80,7 +80,8 @@ def known() -> list[Collective]:
         return total(made, size).chunk(size)[rank()]
 
     def parts(made, size):
-        return torch.cat([made(each).chunk(size)[0] for each in range(size)])
+        # Each cut out of its rank's numbers, for a view would keep all of them: as many times 64 MiB as there are ranks.
+        return torch.cat([made(each).chunk(size)[0].clone() for each in range(size)])
 
     def neighbour(made, size):
         return made((rank() - 1) % size)

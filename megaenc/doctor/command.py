@@ -49,7 +49,7 @@ PROBES = (
     Probe("machine", "/dev/shm", "megaenc.doctor.limits:shared_memory", "node"),
     Probe("machine", "limits", "megaenc.doctor.limits:limits"),
     Probe("accelerators", "seen by torch", "megaenc.doctor.accelerators:seen_by_torch"),
-    Probe("network", "InfiniBand, RoCE", "megaenc.doctor.interconnect:infiniband", "node"),
+    Probe("network", "network cards", "megaenc.doctor.interconnect:cards", "node"),
     Probe("network", "interfaces", "megaenc.doctor.interconnect:interfaces", "node"),
     Probe("variables", "variables", "megaenc.doctor.environment:variables"),
     Probe("numbers", "matrix products", "megaenc.doctor.numbers:products"),

@@ -1,5 +1,6 @@
 """The variables that torch, the networks and the accelerators listen to, each with a word where its value is known to bite."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ _PREFIXES = (
 )  # fmt: skip
 _OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Which may well differ between ranks."""
-_SECRET = ("API_KEY", "TOKEN", "SECRET", "PASSWORD")
+_SECRET = re.compile("(?<!_P)KEY|TOKEN|SECRET|PASSW")
+"""The partition keys of a network (NCCL_IB_PKEY) are none."""
 _LONGEST = 120
 
 
@@ -45,8 +47,8 @@ BITES = (
     Bite(
         ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
         lambda value: value != "1",
-        "problem",
-        "megatron-core refuses to start with it: take it out; --attention-backend chooses instead",
+        "note",
+        "of no effect: it is for Transformer Engine's attention, which no run takes; --attention-backend chooses instead",
     ),
     Bite(
         ("CUDA_DEVICE_MAX_CONNECTIONS",),
@@ -127,7 +129,7 @@ def variables(asked: Asked) -> list[Finding]:
     shown = {
         name: value
         for name, value in sorted(asked.environment.items())
-        if name.startswith(_PREFIXES) and not any(word in name for word in _SECRET)
+        if name.startswith(_PREFIXES) and not _SECRET.search(name)
     }
     found = [_variable(name, value) for name, value in shown.items()]
     if "HIP_VISIBLE_DEVICES" in shown and "ROCR_VISIBLE_DEVICES" in shown:

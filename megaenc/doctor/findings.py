@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from megaenc.ranks import several_nodes
+
 Level = Literal["ok", "note", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 """From harmless to what will stop or spoil a run; a note is worth knowing and stops nothing."""
@@ -38,6 +40,11 @@ def note(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
 def problem(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
     """It stops or spoils a run."""
     return Finding(what, found, "problem", advice, alike)
+
+
+def problem_between_nodes(what: str, found: str, advice: str) -> Finding:
+    """A problem of a run on several nodes; worth knowing on one, which does without what is wrong."""
+    return problem(what, found, advice) if several_nodes() else note(what, found, advice)
 
 
 @dataclass(frozen=True)

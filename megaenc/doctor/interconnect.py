@@ -1,4 +1,4 @@
-"""How the machine is linked to others: InfiniBand cards, network interfaces, and which of them gloo and NCCL would take."""
+"""How the machine is linked to others: cards of fast networks, network interfaces, and which of them gloo and NCCL would take."""
 
 import re
 import socket
@@ -6,37 +6,67 @@ from pathlib import Path
 
 import psutil
 
-from megaenc.doctor.findings import Asked, Finding, note, ok, problem
+from megaenc.doctor.findings import Asked, Finding, note, ok, problem, problem_between_nodes
 from megaenc.doctor.limits import accelerated
-from megaenc.ranks import local_world_size, world_size
+from megaenc.doctor.tools import text_of
+from megaenc.ranks import several_nodes
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PASSED_OVER = ("lo", "docker")
+_PLUGINS = ("librccl-net.so", "libnccl-net.so")
+"""By which RCCL and NCCL speak over networks that they do not know themselves; RCCL has looked for either, by its version."""
 
 
-def several_nodes() -> bool:
-    """Whether this run has more processes than this node."""
-    return world_size() > local_world_size()
+def cards(asked: Asked) -> list[Finding]:
+    """The cards of networks that nodes are linked by, and whether a process may use them as it is told to."""
+    found = [*slingshot(asked), *infiniband(asked)]
+    if found:
+        return found
+    if several_nodes() and accelerated(asked):
+        advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
+        return [note("InfiniBand, RoCE", "no card", advice)]
+    return [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
+
+
+def slingshot(asked: Asked) -> list[Finding]:
+    """The cards of /sys/class/cxi, HPE's Slingshot, and the plugin without which RCCL and NCCL pass them over."""
+    names = sorted(card.name for card in (asked.root / "sys/class/cxi").glob("*"))
+    if not names:
+        return []
+    found = [ok("Slingshot", ", ".join(names), alike="note")]
+    return [*found, _plugin(asked)] if accelerated(asked) else found
+
+
+def _plugin(asked: Asked) -> Finding:
+    what, without = "plugin for Slingshot", "without it RCCL and NCCL speak over TCP between nodes"
+    named = asked.environment.get("NCCL_NET_PLUGIN", "")
+    if named.lower() == "none":
+        return problem_between_nodes(what, "NCCL_NET_PLUGIN=none", f"{without}: take it out")
+    if named:
+        return ok(what, f"NCCL_NET_PLUGIN={named}")
+    folders = [folder for folder in asked.environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    there = [str(path) for folder in folders for name in _PLUGINS if (path := Path(folder, name)).exists()]
+    installed = text_of(asked.root / "etc/ld.so.cache")
+    there += [name for name in _PLUGINS if f"/{name}\0" in installed]
+    if there:
+        return ok(what, there[0])
+    advice = f"{without}: load the cluster's module of aws-ofi-rccl or aws-ofi-nccl, or name its folder in LD_LIBRARY_PATH"
+    return problem_between_nodes(what, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 
 
 def infiniband(asked: Asked) -> list[Finding]:
-    """The cards of /sys/class/infiniband, and whether a process may use them as it is told to."""
+    """The ports of /sys/class/infiniband; nothing where there is none."""
     ports = sorted((asked.root / "sys/class/infiniband").glob("*/ports/*"))
-    if not ports:
-        if several_nodes() and accelerated(asked):
-            advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
-            return [note("InfiniBand, RoCE", "no card", advice)]
-        return [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
     found = [_port(port, asked) for port in ports]
-    if not (asked.root / "dev/infiniband").exists():
-        advice = "NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
-        found.append(problem("/dev/infiniband", "not there, though there are cards", advice))
+    if found and not (asked.root / "dev/infiniband").exists():
+        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
+        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
     return found
 
 
 def _port(port: Path, asked: Asked) -> Finding:
     name = f"{port.parents[1].name} port {port.name}"
-    state, rate, layer = (_read(port / file) for file in ("state", "rate", "link_layer"))
+    state, rate, layer = (text_of(port / file) for file in ("state", "rate", "link_layer"))
     kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
     text = f"{kind}, {rate}, {state.partition(':')[2].strip() or state}"
     if "ACTIVE" not in state:
@@ -44,11 +74,11 @@ def _port(port: Path, asked: Asked) -> Finding:
         return note(name, text, advice, alike="note")
     index = asked.environment.get("NCCL_IB_GID_INDEX", "")
     if index.isdigit():
-        gid, version = _read(port / "gids" / index), _read(port / "gid_attrs/types" / index)
+        gid, version = text_of(port / "gids" / index), text_of(port / "gid_attrs/types" / index)
         text += f", address {index}: {version or 'InfiniBand' if gid not in ('', _NO_GID) else 'none'}"
         if gid in ("", _NO_GID):
             advice = f"NCCL_IB_GID_INDEX={index} names no address of this card: take it out (NCCL_IB_GID_INDEX= for rocm_env.sh)"
-            return problem(name, text, advice)
+            return problem_between_nodes(name, text, advice)
         if kind == "RoCE" and "v2" not in version:
             called = version or "no RoCE v2"
             advice = f"NCCL_IB_GID_INDEX={index} is {called}, which routers do not carry: name one of RoCE v2 (show_gids)"
@@ -128,10 +158,3 @@ def _own_addresses() -> list[str]:
     except OSError:
         return []
     return list(dict.fromkeys(address[0] for *_, address in found))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

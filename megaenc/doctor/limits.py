@@ -3,7 +3,7 @@
 import os
 import resource
 
-from megaenc.doctor.findings import Asked, Finding, note, ok, problem
+from megaenc.doctor.findings import Asked, Finding, note, ok, problem, problem_between_nodes
 from megaenc.ranks import world_size
 
 _MIB, _GIB = 2**20, 2**30
@@ -64,9 +64,10 @@ def locked_memory(locked: int, cards: bool) -> Finding:
     text = "without limit" if locked == resource.RLIM_INFINITY else _bytes(locked)
     if cards and locked != resource.RLIM_INFINITY and locked < _LOCKED:
         advice = (
-            "InfiniBand registers memory: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
+            "InfiniBand registers memory between nodes: "
+            "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
         )
-        return problem("locked memory", text, advice)
+        return problem_between_nodes("locked memory", text, advice)
     return ok("locked memory", text)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from megaenc.doctor.findings import Asked, Finding, note, ok
+from megaenc.doctor.tools import text_of
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
@@ -48,11 +49,11 @@ def quota(root: Path = Path("/")) -> float | None:
     """The cores' worth of time that the container or job has; None without a limit."""
     limits = []
     for folder in _groups(root):
-        first, _, period = _read(folder / "cpu.max").partition(" ")
+        first, _, period = text_of(folder / "cpu.max").partition(" ")
         if first.isdigit() and period.isdigit():
             limits.append(int(first) / int(period))
     old = root / "sys/fs/cgroup/cpu"
-    share, period = _read(old / "cpu.cfs_quota_us"), _read(old / "cpu.cfs_period_us")
+    share, period = text_of(old / "cpu.cfs_quota_us"), text_of(old / "cpu.cfs_period_us")
     if share.isdigit() and period.isdigit():
         limits.append(int(share) / int(period))
     return min(limits, default=None)
@@ -60,15 +61,15 @@ def quota(root: Path = Path("/")) -> float | None:
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """The bytes that the container or job may use; None without a limit."""
-    texts = [_read(folder / "memory.max") for folder in _groups(root)]
-    texts.append(_read(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    texts = [text_of(folder / "memory.max") for folder in _groups(root)]
+    texts.append(text_of(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
     limits = [int(text) for text in texts if text.isdigit()]
     return min((limit for limit in limits if limit < 2**60), default=None)
 
 
 def _groups(root: Path) -> list[Path]:
     """The folders of this process's control group and of those above it, as version 2 has them."""
-    line = next((line for line in _read(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
+    line = next((line for line in text_of(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
     return [top, *(folder for folder in (own, *own.parents) if top in folder.parents)]
@@ -84,7 +85,7 @@ def memory(asked: Asked) -> list[Finding]:
     if swap.used > _SWAPPED * there.total:
         advice = "something is short of memory here: see what takes it before a run is started"
         found.append(note("swap", f"{swap.used / GIB:.1f} GiB are swapped out", advice))
-    about = _read(asked.root / "proc/meminfo")
+    about = text_of(asked.root / "proc/meminfo")
     pages, size = (re.search(rf"{name}:\s+(\d+)", about) for name in ("HugePages_Total", "Hugepagesize"))
     reserved = int(pages[1]) * int(size[1]) * 1024 if pages and size else 0
     if reserved > _RESERVED * there.total:
@@ -94,13 +95,6 @@ def memory(asked: Asked) -> list[Finding]:
 
 
 def _processor(root: Path) -> str:
-    lines = _read(root / "proc/cpuinfo").splitlines()
+    lines = text_of(root / "proc/cpuinfo").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

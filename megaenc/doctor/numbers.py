@@ -11,13 +11,14 @@ def products(asked: Asked) -> list[Finding]:
     """Matrix products in float32 and bfloat16 against float64 on the host."""
     import torch
 
-    from megaenc.backend.device import detect, host_has_bf16, peak_bf16
+    from megaenc.backend.device import detect, host_has_bf16, peak_bf16, rounds_to_tf32
     from megaenc.backend.process import share_cores
 
     backend = detect()
     share_cores()
     found, rates = [], {}
-    for dtype, allowed in ((torch.float32, _allowed_float32(backend.device)), (torch.bfloat16, 2.0**-7)):
+    in_float32 = 2.0**-10 if rounds_to_tf32(backend.device) else 1e-5
+    for dtype, allowed in ((torch.float32, in_float32), (torch.bfloat16, 2.0**-7)):
         name = str(dtype).removeprefix("torch.")
         error = product_error(backend.device, dtype)
         rates[dtype] = rate(backend.device, dtype)
@@ -41,13 +42,6 @@ def products(asked: Asked) -> list[Finding]:
             advice = "somebody else computes on it, or it is throttled: look at clocks, power and temperature"
             found.append(note("speed", f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16", advice))
     return found
-
-
-def _allowed_float32(device) -> float:
-    import torch
-
-    reduced = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return 2.0**-10 if reduced else 1e-5  # TensorFloat-32 has 10 bits
 
 
 def product_error(device, dtype) -> float:

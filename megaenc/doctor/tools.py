@@ -1,4 +1,4 @@
-"""Programs that tell of a machine, such as nvidia-smi: they may be missing, fail, or never end."""
+"""What tells of a machine: files of the kernel, and programs such as nvidia-smi, which may be missing, fail, or never end."""
 
 import contextlib
 import os
@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class ToolError(Exception):
@@ -17,6 +18,14 @@ class ToolError(Exception):
 
 
 _BESIDES = "/opt/rocm/bin"  # which is rarely on the PATH
+
+
+def text_of(file: Path) -> str:
+    """What stands in a file of the kernel, without space around it; empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def installed(program: str) -> str:

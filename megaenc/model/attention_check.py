@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megaenc.backend.device import rounds_to_tf32
 from megaenc.model.attention_backends import attend_by, lacking
 from megaenc.model.packing import Packing
 from megaenc.model.padded_attention import MOST_MASK_BYTES, mask_bytes
@@ -128,8 +129,8 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     they are 64 or 96; a scale that is 15 % off to 70 units of bfloat16.
     """
     unit = torch.finfo(dtype).eps / 2
-    if dtype == torch.float32 and device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        unit = 2.0**-11  # the user has asked for products in TensorFloat-32
+    if dtype == torch.float32 and rounds_to_tf32(device):
+        unit = 2.0**-11
     return 16 * unit + 4 * terms * torch.finfo(torch.float32).eps / 2
 
 

@@ -1,5 +1,8 @@
 """Collectives that give wrong numbers, in a world of one; worlds of two are in test_command.py."""
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -36,3 +39,17 @@ def test_ranks_and_places_have_numbers_of_their_own():
     made = [collectives.made(rank, 64, torch.device("cpu")) for rank in range(16)]
     assert len({tuple(each.tolist()) for each in made}) == 16
     assert all(len(set(each.tolist())) == 64 for each in made)
+
+
+def test_what_is_expected_of_all_ranks_keeps_the_numbers_of_one():
+    """64 MiB a rank on an accelerator: all of them together would fill it on a large cluster."""
+    drawn = []
+
+    def made(of: int) -> torch.Tensor:
+        assert not any(numbers() is not None for numbers in drawn), "an earlier rank's are still there"
+        numbers = np.full(64, of, dtype=np.float32)
+        drawn.append(weakref.ref(numbers))
+        return torch.from_numpy(numbers)
+
+    [gathered] = [each for each in collectives.known() if each.name == "all-gather"]
+    assert torch.equal(gathered.expected(made, 16), torch.arange(16.0).repeat_interleave(4))

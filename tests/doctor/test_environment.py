@@ -18,7 +18,7 @@ def found(**environment):
 @pytest.mark.parametrize(
     ("name", "value", "level"),
     [
-        ("NVTE_FLASH_ATTN", "0", "problem"),
+        ("NVTE_FLASH_ATTN", "0", "note"),
         ("NVTE_FLASH_ATTN", "1", "ok"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
         ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "ok"),
@@ -42,24 +42,21 @@ def test_values_that_bite(name, value, level):
     assert bool(one.advice) == (level != "ok")
 
 
-def test_what_megatron_core_refuses_to_start_with_is_what_is_named(one_process):
-    """The problem that is told of NVTE_FLASH_ATTN=0 is one."""
+def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(one_process, monkeypatch):
+    """NVTE_FLASH_ATTN=0, as AMD's launchers have it, is no problem: megatron-core's own models refuse it, megaenc's does not."""
+    import torch
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.transformer.enums import AttnBackend
 
-    class Config:
-        attention_backend = AttnBackend.auto
+    from megaenc.backend import Layout
+    from megaenc.model import ModelConfig
+    from megaenc.model.encoder import build_encoder
 
-    class Model:
-        config = Config
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-            patch.setenv(name, "0")
-            with pytest.raises(AssertionError, match=name):
-                LanguageModule._set_attention_backend(Model)
-            patch.setenv(name, "1")
-        LanguageModule._set_attention_backend(Model)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    tiny = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+    encoder = build_encoder(tiny, 100, 32, Layout(), torch.float32, seed=3)
+    with pytest.raises(AssertionError, match="NVTE_FLASH_ATTN"):
+        LanguageModule._set_attention_backend(encoder)
 
 
 def test_what_rocm_env_sets_does_not_bite():
@@ -69,13 +66,15 @@ def test_what_rocm_env_sets_does_not_bite():
 
 
 def test_nothing_else_is_shown():
-    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", NVIDIA_API_KEY="secret")
+    keys = dict.fromkeys(("NVIDIA_API_KEY", "NVIDIA_APIKEY", "AMD_ACCESS_KEY_ID", "TORCH_HUB_KEY", "NCCL_TOKEN"), "secret")
+    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", **keys)
     assert [each.level for each in shown.values()] == ["ok"]
     assert "secret" not in str(shown)
 
 
-def test_a_key_of_a_network_is_no_secret():
-    assert found(NCCL_IB_PKEY="1")["NCCL_IB_PKEY"].found == "1"
+@pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
+def test_a_key_of_a_network_is_no_secret(name):
+    assert found(**{name: "0x8001"})[name].found == "0x8001"
 
 
 def test_two_ways_to_hide_devices_are_a_note():

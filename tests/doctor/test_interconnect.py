@@ -1,10 +1,10 @@
-"""InfiniBand cards as the kernel shows them, and the interfaces that gloo and NCCL take."""
+"""InfiniBand and Slingshot cards as the kernel shows them, and the interfaces that gloo and NCCL take."""
 
 import pytest
 
 from megaenc.doctor import interconnect
 from megaenc.doctor.findings import Asked
-from megaenc.doctor.interconnect import gloo_interface, infiniband, matches, nccl_interface
+from megaenc.doctor.interconnect import cards, gloo_interface, matches, nccl_interface
 
 GID = "fe80:0000:0000:0000:0e42:a1ff:fe5c:1234"
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -42,42 +42,89 @@ def asked(root, **environment) -> Asked:
 
 
 def test_a_card_is_shown_with_its_link(card):
-    [found] = infiniband(asked(card()))
+    [found] = cards(asked(card()))
     assert (found.level, found.what, found.found) == ("ok", "mlx5_0 port 1", "InfiniBand, 400 Gb/sec (4X NDR), ACTIVE")
 
 
 def test_no_card_matters_between_nodes_with_accelerators(tmp_path, two_nodes):
-    assert infiniband(asked(tmp_path))[0].level == "ok"
+    assert cards(asked(tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/kfd").touch()
-    [found] = infiniband(asked(tmp_path))
+    [found] = cards(asked(tmp_path))
     assert found.level == "note" and "--device /dev/infiniband" in found.advice
 
 
-def test_a_card_that_the_container_was_not_given_is_a_problem(card):
-    found = infiniband(asked(card(device=False)))[-1]
+def test_a_card_that_the_container_was_not_given_is_a_problem_between_nodes(card, request):
+    root = card(device=False)
+    found = cards(asked(root))[-1]
+    assert (found.level, found.what) == ("note", "/dev/infiniband")
+    request.getfixturevalue("two_nodes")
+    found = cards(asked(root))[-1]
     assert (found.level, found.what) == ("problem", "/dev/infiniband")
 
 
 def test_a_port_that_is_down_is_a_note(card):
-    [found] = infiniband(asked(card(state="1: DOWN")))
+    [found] = cards(asked(card(state="1: DOWN")))
     assert found.level == "note" and found.found.endswith("DOWN")
 
 
-def test_an_address_that_the_card_has_not_is_a_problem(card):
+def test_an_address_that_the_card_has_not_is_a_problem_between_nodes(card, request):
     """What rocm_env.sh sets is right for RoCE and wrong for native InfiniBand."""
     root = card(gids=(GID, NONE, NONE, NONE))
-    assert infiniband(asked(root))[0].level == "ok"
+    assert cards(asked(root))[0].level == "ok"
+    assert cards(asked(root, NCCL_IB_GID_INDEX="3"))[0].level == "note"
+    request.getfixturevalue("two_nodes")
     for index in ("3", "9"):
-        [found] = infiniband(asked(root, NCCL_IB_GID_INDEX=index))
+        [found] = cards(asked(root, NCCL_IB_GID_INDEX=index))
         assert found.level == "problem" and f"NCCL_IB_GID_INDEX={index} names no address" in found.advice
 
 
 def test_an_address_of_the_first_roce_is_a_note(card):
     root = card(layer="Ethernet", gids=(GID, GID, GID, GID), types=("IB/RoCE v1", "RoCE v2", "IB/RoCE v1", "RoCE v2"))
-    assert infiniband(asked(root, NCCL_IB_GID_INDEX="2"))[0].level == "note"
-    [found] = infiniband(asked(root, NCCL_IB_GID_INDEX="3"))
+    assert cards(asked(root, NCCL_IB_GID_INDEX="2"))[0].level == "note"
+    [found] = cards(asked(root, NCCL_IB_GID_INDEX="3"))
     assert found.level == "ok" and found.found.endswith("address 3: RoCE v2")
+
+
+@pytest.fixture
+def slingshot(tmp_path):
+    """A node of Slingshot and AMD accelerators, as /sys and /dev show it: nothing of InfiniBand."""
+    for path in ("sys/class/cxi/cxi0", "sys/class/cxi/cxi1", "dev", "etc", "plugins"):
+        (tmp_path / path).mkdir(parents=True)
+    (tmp_path / "dev/kfd").touch()
+    return tmp_path
+
+
+def test_slingshot_without_its_plugin_goes_over_tcp(slingshot, request):
+    card, plugin = cards(asked(slingshot))
+    assert (card.level, card.what, card.found) == ("ok", "Slingshot", "cxi0, cxi1")
+    assert (plugin.level, plugin.what) == ("note", "plugin for Slingshot"), "one node does without"
+    request.getfixturevalue("two_nodes")
+    _, plugin = cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins:"))
+    assert plugin.level == "problem" and "over TCP between nodes" in plugin.advice and "aws-ofi-rccl" in plugin.advice
+    _, plugin = cards(asked(slingshot, NCCL_NET_PLUGIN="none"))
+    assert plugin.level == "problem" and plugin.advice.endswith("take it out")
+    (slingshot / "dev/kfd").unlink()
+    assert [each.what for each in cards(asked(slingshot))] == ["Slingshot"], "processors speak over TCP as it is"
+
+
+@pytest.mark.parametrize("name", ["librccl-net.so", "libnccl-net.so"])
+def test_slingshot_s_plugin_is_found_where_it_would_be_loaded_from(name, slingshot, two_nodes):
+    assert cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))[1].found == "NCCL_NET_PLUGIN=ofi"
+    (slingshot / "etc/ld.so.cache").write_bytes(b"glibc-ld.so.cache1.1\xff\0/opt/lib/" + name.encode() + b"\0/lib/libc.so.6\0")
+    assert cards(asked(slingshot))[1].found == name
+    (slingshot / "plugins" / name).touch()
+    plugin = cards(asked(slingshot, LD_LIBRARY_PATH=f"/nowhere:{slingshot}/plugins"))[1]
+    assert (plugin.level, plugin.found) == ("ok", f"{slingshot}/plugins/{name}")
+
+
+def test_slingshot_beside_infiniband(slingshot, card):
+    card()
+    assert [each.what for each in cards(asked(slingshot, NCCL_NET_PLUGIN="ofi"))] == [
+        "Slingshot",
+        "plugin for Slingshot",
+        "mlx5_0 port 1",
+    ]
 
 
 @pytest.mark.parametrize(

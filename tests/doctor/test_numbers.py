@@ -1,7 +1,10 @@
 """Matrix products, right and wrong."""
 
+import pytest
 import torch
 
+from megaenc.backend import device
+from megaenc.backend.device import rounds_to_tf32
 from megaenc.doctor import numbers
 from megaenc.doctor.findings import Asked
 
@@ -22,6 +25,19 @@ def test_products_of_fewer_bits_than_promised_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__matmul__", halved)
     found = {each.what: each for each in numbers.products(Asked())}
     assert found["products in float32"].level == "problem" and found["products in bfloat16"].level == "ok"
+
+
+@pytest.mark.parametrize(("value", "level"), [("0", "problem"), ("1", "ok")])
+def test_products_in_tensorfloat_are_right_for_whom_has_asked_for_them(value, level, monkeypatch):
+    """A host that rounds as an accelerator of NVIDIA does, to 10 bits."""
+    product = torch.Tensor.__matmul__
+    rounded = lambda a, b: product(a.half().float(), b.half().float()) if a.dtype == torch.float32 else product(a, b)  # noqa: E731
+    monkeypatch.setattr(numbers, "rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
+    monkeypatch.setattr(device, "rounds_to_tf32", lambda _: rounds_to_tf32(torch.device("cuda")))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", value)
+    found = {each.what: each for each in numbers.products(Asked())}
+    assert found["products in float32"].level == level
 
 
 def test_a_bfloat16_that_does_not_keep_what_the_processor_promises_is_a_note(monkeypatch):

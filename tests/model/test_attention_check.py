@@ -69,9 +69,16 @@ def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypa
 
     accelerator = torch.device("cuda", 0)
     assert tolerance(torch.float32, 355, accelerator) == tolerance(torch.float32, 355, HOST) < 1e-4
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
-    assert tolerance(torch.float32, 355, HOST) < 1e-4
+    for ask in (
+        lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
+        lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
+    ):
+        with monkeypatch.context() as patch:
+            ask(patch)
+            assert tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
+            assert tolerance(torch.float32, 355, HOST) < 1e-4
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert tolerance(torch.float32, 355, accelerator) < 1e-4
 
 
 # Ways to be wrong. Each is called as attention_backends.attend_by is, which does the rest as it should be done.
