@@ -13,8 +13,11 @@ import atexit, json, multiprocessing, os, sys, threading
 def double(number):
     return 2 * number
 
+def say(line):
+    os.write(1, f"{line}\\n".encode())  # whole, where `print` under -u, as torchrun starts ranks, writes the line's end by itself
+
 if __name__ == "__main__":
-    atexit.register(print, "at exit", flush=True)
+    atexit.register(say, "at exit")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_USE_AGENT_STORE",
              "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "PYTHONPATH", "OMP_NUM_THREADS", "ONE_MORE")
     found = {name: os.environ.get(name) for name in names}
@@ -33,7 +36,7 @@ if __name__ == "__main__":
     else:
         every = [found]
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(every), flush=True)
+        say(json.dumps(every))
 """
 
 

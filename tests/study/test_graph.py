@@ -149,7 +149,7 @@ def test_the_real_settings_take_every_run(file, processes):
     for run in runs:
         given = run.flags_in(Path("out"))
         shape = preset(given.get("model", "tiny"))
-        settings = flags.replace_fields(PretrainSettings(shape=shape, bf16=False), given, source="plan")
+        settings = flags.replace_fields(PretrainSettings(shape=shape), given, source="plan")
         settings.check(processes)
         assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
         assert settings.optimizer.lr_warmup_iters == run.model.warmup
