@@ -87,6 +87,15 @@ def mount_points(root: Path, binds: Sequence[tuple[str, str]]) -> list[Path]:
     return made
 
 
+def take_away(made: Sequence[Path]) -> None:
+    """Remove what `mount_points` has made, but for folders that the command has put something into."""
+    for path in reversed(made):
+        if not path.is_dir():
+            path.unlink()
+        elif not any(path.iterdir()):
+            path.rmdir()
+
+
 def run_inside(root: Path, image: Image, env: Mapping[str, str], command: Sequence[str], lent: Sequence[tuple[str, str]]) -> int:
     """Run `command` with `env` and nothing of this process's environment, as the image's user in its folder; its exit status.
 
@@ -108,8 +117,7 @@ def run_inside(root: Path, image: Image, env: Mapping[str, str], command: Sequen
     try:
         return subprocess.run([*enter, *(path for bind in binds for path in bind), "--", *inside], check=False).returncode
     finally:
-        for path in reversed(made):
-            path.rmdir() if path.is_dir() else path.unlink()
+        take_away(made)
 
 
 def build(

@@ -71,6 +71,15 @@ STAGES = """
 """
 
 
+def test_mount_points_go_again_but_for_folders_that_a_command_has_filled(tmp_path):
+    (tmp_path / "pip.conf").touch()
+    made = interpreter.mount_points(tmp_path / "root", [(str(tmp_path / "pip.conf"), f"/etc/{name}/lent") for name in "ab"])
+    assert files_of(tmp_path / "root") == ["etc/a/lent", "etc/b/lent"]
+    (tmp_path / "root/etc/b/own").touch()
+    interpreter.take_away(made)
+    assert files_of(tmp_path / "root") == ["etc/b/own"] and not (tmp_path / "root/etc/a").exists()
+
+
 def test_stages(tmp_path, capfd):
     (tmp_path / "context").mkdir()
     (tmp_path / "context/made").write_text("m")
