@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megaenc.backend.device import Backend, detect
+from megaenc.backend.host_memory import keep_freed_memory
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.rendezvous import meet
@@ -28,7 +29,9 @@ def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timed
     prepare_megatron()
     from megatron.core import parallel_state, tensor_parallel
 
-    if not backend.is_host:
+    if backend.is_host:
+        keep_freed_memory()
+    else:
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
         device = None if backend.is_host else backend.device

@@ -88,12 +88,15 @@ def in_flight(case: Case, stage: Stage) -> float:
 def layer_bytes(case: Case, host: bool) -> dict[str, float]:
     """What autograd saves of one layer for a row, by part, without recomputation.
 
-    On the host torch's RMSNorm of bfloat16 saves two float32 copies, and attention by document its output twice.
+    On the host attention by document saves its output twice.
     """
     shape, w, t = case.shape, case.width, case.tensor
     hidden, queries, keys, inner = shape.hidden_size, shape.query_size, case.keys, shape.ffn_hidden_size
-    norm = (8 * hidden if host else w * hidden) + 4 + w * hidden  # what it needs, 1 / rms, and its output
-    heads = (8 if case.bf16 else 4) * (queries + keys) * host + 4 * (shape.num_attention_heads + shape.num_query_groups)
+    norm = w * hidden + 4 + w * hidden  # what it needs, 1 / rms, and its output
+    # Queries that share keys are copied out of the projection; those that do not are read where they lie.
+    heads = w * queries * (shape.num_attention_heads > shape.num_query_groups) + 4 * (
+        shape.num_attention_heads + shape.num_query_groups
+    )
     core = w * queries * host + 4 * shape.num_attention_heads
     parts = {
         "norms": 2 * norm / case.sharded,
@@ -151,9 +154,7 @@ def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, st
     picked, matrix = case.predicted(work.predicted), case.rows * shape.hidden_size
     logits = logits_at_once(case, picked, host)
     norm = layer_bytes(case, host)["norms"] / 2 + (case.row * shape.hidden_size * w if case.sharded > 1 else 0)
-    numbers, gradient = (6, 6) if case.bf16 else (4, 4)
-    if not host:  # the gradient takes the place of the logits
-        numbers = w
+    numbers, gradient = w, 6 if case.bf16 else 4  # the gradient takes the place of the logits
     head = norm + 2 * w * picked * shape.hidden_size + numbers * logits + gradient * matrix
     if head < layer:
         return layer, what

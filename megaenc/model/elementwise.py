@@ -4,6 +4,7 @@ Between matrix products the time goes with memory: autograd would keep and copy 
 a kernel of its own (megaenc.model.kernels) takes the place of each, if it is `fused`.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,53 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_IN_CACHE = 2**18
+"""Numbers that are widened to float32 at a time: several such pieces stay in the caches of a core."""
+
+
+def parts(rows: int, width: int, at_once: int) -> Iterator[slice]:
+    """All `rows` of a matrix, some at a time: about `at_once` numbers."""
+    step = max(1, at_once // max(1, width))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x [..., H] / rms(x) * weight [H], in the numbers of `x`, computed in float32 (Zhang & Sennrich 2019).
+
+    For the host, where torch's own would write a float32 copy of all of `x` after each operation and keep two for backward.
+    """
+    return _RMSNorm.apply(x, weight, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, epsilon):
+        x_RH = x.reshape(-1, x.size(-1))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        out_RH, scale = torch.empty(x_RH.shape, dtype=x.dtype, device=x.device), weight.to(wide)
+        shrink_R1 = torch.empty(len(x_RH), 1, dtype=wide, device=x.device)
+        for part in parts(*x_RH.shape, _IN_CACHE):
+            numbers, shrink = x_RH[part].to(wide), shrink_R1[part]
+            torch.mean(numbers.square(), -1, keepdim=True, out=shrink).add_(epsilon).rsqrt_()
+            torch.mul(numbers * shrink, scale, out=out_RH[part])
+        ctx.save_for_backward(x_RH, shrink_R1, weight)
+        return out_RH.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        x_RH, shrink_R1, weight = ctx.saved_tensors
+        gradient_RH, scale = gradient.reshape(x_RH.shape), weight.to(shrink_R1.dtype)
+        to_x_RH, to_weight = torch.empty(x_RH.shape, dtype=x_RH.dtype, device=x_RH.device), torch.zeros_like(scale)
+        for part in parts(*x_RH.shape, _IN_CACHE):
+            shrink, above = shrink_R1[part], gradient_RH[part].to(scale.dtype)
+            normed = x_RH[part] * shrink
+            product = above * normed
+            to_weight += product.sum(0)
+            along = product.mul_(scale).mean(-1, keepdim=True)
+            torch.mul(torch.mul(above, scale, out=product).sub_(normed.mul_(along)), shrink, out=to_x_RH[part])
+        return to_x_RH.view(gradient.shape), to_weight.to(weight.dtype), None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megaenc.model import transformer_engine
 from megaenc.model.attention import PackedAttention
 from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
+from megaenc.model.elementwise import rms_norm as rms_norm_on_host
 from megaenc.model.float8 import float8
 from megaenc.model.kernels.choice import NONE, Fused
 from megaenc.model.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
@@ -43,6 +44,8 @@ class RMSNorm(torch.nn.Module):
             from megaenc.model.kernels.norm import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
+        if x.device.type == "cpu":
+            return rms_norm_on_host(x, self.weight, self.eps)
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 

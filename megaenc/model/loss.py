@@ -1,12 +1,18 @@
 """Output layer and loss in one, some predictions at a time: the logits of all of them never exist."""
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megaenc.model.elementwise import parts
+
 _AT_ONCE = 2**26
 """Logits that exist at a time, as float32 a quarter of a GiB: enough rows for the matrix products to be as fast as undivided."""
+_IN_CACHE = 2**20
+"""Of these, so many at a time are widened to float32 for the softmax."""
 
 
 def summed_loss(
@@ -37,21 +43,18 @@ class _SummedLoss(torch.autograd.Function):
         for start in range(0, len(labels_N), rows):
             part = slice(start, start + rows)
             hidden_nH, labels_n = hidden_NH[part], labels_N[part]
-            scores_nV = torch.mm(hidden_nH, weight_VH.t()).float()
-            scores_nV[:, columns:].fill_(float("-inf"))
+            logits_nV = torch.mm(hidden_nH, weight_VH.t())
+            logits_nV[:, columns:].fill_(float("-inf"))
             own_n = (labels_n >= first) & (labels_n < first + columns)
             at_n1 = (labels_n - first).clamp(0, weight_VH.size(0) - 1)[:, None]
-            target_n = torch.where(own_n, scores_nV.gather(1, at_n1).squeeze(1), 0.0)
-            highest_n, token_n = scores_nV.max(dim=1)
-            highest_n.clamp_(min=torch.finfo(torch.float32).min)  # a rank may hold padding alone
-            sum_n = scores_nV.sub_(highest_n[:, None]).exp_().sum(dim=1)
+            target_n = torch.where(own_n, logits_nV.gather(1, at_n1).squeeze(1).float(), 0.0)
+            highest_n, sum_n, token_n = _statistics(logits_nV)
             top_n, sum_n, target_n, token_n = _over_ranks(highest_n, sum_n, target_n, token_n + first, group)
-            losses_N[part] = sum_n.log() + top_n - target_n
+            top_n += sum_n.log_()  # by which exp(logit - top) is the probability
+            losses_N[part] = top_n - target_n
             correct += (token_n == labels_n).sum()
             if train:
-                scores_nV.mul_(((highest_n - top_n).exp() / sum_n)[:, None])
-                scores_nV.scatter_add_(1, at_n1, -own_n[:, None].float())
-                error_nV = scores_nV.to(hidden_NH.dtype)
+                error_nV = _errors(logits_nV, top_n, at_n1, own_n)
                 to_hidden_NH[part] = torch.mm(error_nV, weight_VH)
                 _add_product(to_weight_VH, error_nV.t(), hidden_nH)
         ctx.gradients, ctx.group = (to_hidden_NH, to_weight_VH), group
@@ -67,6 +70,32 @@ class _SummedLoss(torch.autograd.Function):
         if ctx.group.size() > 1:
             dist.all_reduce(to_hidden_NH, group=ctx.group)
         return to_hidden_NH, to_weight_VH.mul_(scale), None, None, None, None, None
+
+
+def _pieces(logits_nV: Tensor) -> Iterator[slice]:
+    """Rows whose float32 numbers stay in a host's caches; an accelerator takes all at once."""
+    rows, width = logits_nV.shape
+    return parts(rows, width, _IN_CACHE) if logits_nV.device.type == "cpu" else iter([slice(None)])
+
+
+def _statistics(logits_nV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row the highest logit, the sum of exp(logit - highest), both float32, and where it is the highest."""
+    found = []
+    for piece in _pieces(logits_nV):
+        scores = logits_nV[piece].float()
+        highest, token = scores.max(dim=1)
+        highest.clamp_(min=torch.finfo(torch.float32).min)  # a rank may hold padding alone
+        found.append((highest, (scores - highest[:, None]).exp_().sum(dim=1), token))
+    return tuple(torch.cat(column) for column in zip(*found, strict=True))
+
+
+def _errors(logits_nV: Tensor, top_n: Tensor, at_n1: Tensor, own_n: Tensor) -> Tensor:
+    """exp(logits - top), less one where this rank has the label: the loss's gradient, in the place of the logits."""
+    hit_n1 = own_n[:, None].float()
+    for piece in _pieces(logits_nV):
+        error = (logits_nV[piece] - top_n[piece, None]).exp_().scatter_add_(1, at_n1[piece], -hit_n1[piece])
+        logits_nV[piece] = error
+    return logits_nV
 
 
 def _over_ranks(highest_n: Tensor, sum_n: Tensor, target_n: Tensor, token_n: Tensor, group: dist.ProcessGroup) -> tuple:

@@ -85,9 +85,12 @@ def test_parameters_are_those_of_the_model(layout):
         assert case(shape, vocab_size=1024).stage(0).parameters == shape.parameters(1024)
 
 
+HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernorm=True) for heads in (2, 4)]
+
+
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [SMALL, ModelConfig(2, 96, 96, 2, 2, kv_channels=32, qk_layernorm=True)])
+@pytest.mark.parametrize("shape", [SMALL, *HEADS_NORMALISED])
 @pytest.mark.parametrize("modules", [(), ("core_attn",), ("mlp",)], ids=["all", "attention again", "mlp again"])
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""

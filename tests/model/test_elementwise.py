@@ -1,4 +1,4 @@
-"""Rotations and SwiGLU against the same formulas under autograd, and against complex numbers."""
+"""Rotations, SwiGLU and RMSNorm against the same formulas under autograd, and against complex numbers."""
 
 import pytest
 import torch
@@ -54,6 +54,59 @@ def test_rotations_are_computed_in_the_numbers_that_come(angles):
     assert torch.equal(rounded, again)
     assert rounded.dtype == torch.bfloat16
     torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=2**-5)
+
+
+@pytest.fixture(params=[1, 2**18], ids=["row after row", "all at once"])
+def in_parts(request, monkeypatch):
+    from megaenc.model import elementwise
+
+    monkeypatch.setattr(elementwise, "_IN_CACHE", request.param)
+
+
+def normed(rms_norm, x, weight, upstream):
+    """What comes out, and the gradients of both."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+    out = rms_norm(*leaves, 1e-5)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_norm_is_that_of_torch_with_its_gradients(dtype):
+    from megaenc.model.elementwise import rms_norm
+
+    x = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype)
+    weight, upstream = torch.randn(DIM, dtype=dtype), torch.randn_like(x)
+    expected = normed(lambda x, weight, epsilon: F.rms_norm(x, (DIM,), weight, epsilon), x, weight, upstream)
+    torch.testing.assert_close(normed(rms_norm, x, weight, upstream), expected)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_norm_of_bfloat16_is_rounded_once():
+    from megaenc.model.elementwise import rms_norm
+
+    x, weight, upstream = (torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64)))
+    found = normed(rms_norm, x, weight, upstream)
+    exact = normed(rms_norm, *(tensor.double() for tensor in (x, weight, upstream)))
+    for here, there in zip(found, exact, strict=True):
+        assert here.dtype == torch.bfloat16
+        torch.testing.assert_close(here.double(), there, rtol=2**-8, atol=1e-5)
+
+
+def test_a_norm_keeps_its_input_and_a_number_a_row():
+    from megaenc.model.elementwise import rms_norm
+
+    kept = []
+    x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        rms_norm(x, weight, 1e-5)
+    assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM]
+
+
+def test_nothing_has_no_norm():
+    from megaenc.model.elementwise import rms_norm
+
+    assert rms_norm(torch.empty(0, 1, DIM), torch.ones(DIM), 1e-5).shape == (0, 1, DIM)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

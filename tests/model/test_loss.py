@@ -29,8 +29,12 @@ def loss_of(hidden, weight, labels, **others):
     return summed_loss(hidden, weight, labels, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **others)
 
 
+@pytest.mark.parametrize("widened", [PADDED * 3, PADDED * ROWS], ids=["widened by three rows", "widened at once"])
 @pytest.mark.parametrize("at_once", [1, PADDED * 7, PADDED * ROWS], ids=["a row", "seven rows", "everything"])
-def test_it_is_the_cross_entropy_of_all_logits(work, at_once):
+def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypatch):
+    from megaenc.model import loss as loss_module
+
+    monkeypatch.setattr(loss_module, "_IN_CACHE", widened)
     *weights, labels = work
     here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
     loss, correct = loss_of(*here, labels, at_once=at_once)
