@@ -93,10 +93,9 @@ def layer_bytes(case: Case, host: bool) -> dict[str, float]:
     shape, w, t = case.shape, case.width, case.tensor
     hidden, queries, keys, inner = shape.hidden_size, shape.query_size, case.keys, shape.ffn_hidden_size
     norm = w * hidden + 4 + w * hidden  # what it needs, 1 / rms, and its output
-    # Queries that share keys are copied out of the projection; those that do not are read where they lie.
-    heads = w * queries * (shape.num_attention_heads > shape.num_query_groups) + 4 * (
-        shape.num_attention_heads + shape.num_query_groups
-    )
+    # Queries that share keys are copied out of the projection, the others normalised where they lie.
+    copied = w * queries * (shape.num_attention_heads > shape.num_query_groups)
+    heads = copied + 4 * (shape.num_attention_heads + shape.num_query_groups)
     core = w * queries * host + 4 * shape.num_attention_heads
     parts = {
         "norms": 2 * norm / case.sharded,
