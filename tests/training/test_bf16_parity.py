@@ -1,8 +1,9 @@
 """In bfloat16 a layout differs from one process no more than rounding alone makes runs of one process differ.
 
-What rounding alone does is measured: runs of one process on the same batches, read in micro-batches of 1, 2, 4 and 8 packs. They
-add the same gradients up in another order, and the differences grow from update to update. A layout must lie within twice the
-largest difference between two of them.
+What rounding alone does is measured: runs of one process on the same batches, read in micro-batches of 1, 2, 4 and 8 packs, which
+add the same gradients up in another order, and runs whose gradients are clipped to a length that is another by the last bit of a
+float32, as the length itself is when each rank adds up its share of it. The differences grow from update to update. A layout must
+lie within twice the largest difference between two of them.
 
 Curves of the loss are compared as wholes: by the largest relative difference of all steps, and by the root of the mean of its
 square. Not step by step: in the first step all have the same weights, so that micro-batches differ in the order of one sum, while
@@ -16,8 +17,10 @@ import pytest
 import runs
 from runs import Job
 
-MICRO_BATCHES = (1, 2, 4, 8)
-REFERENCE = 2  # the micro-batch of the layouts
+REFERENCE = "2 packs"  # as the layouts
+ALONE = {f"{packs} packs": ["--micro-batch-size", str(packs)] for packs in (1, 2, 4, 8)} | {
+    f"clipped at {length}": ["--micro-batch-size", "2", "--clip-grad", length] for length in ("0.49999997", "0.50000006")
+}
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 LAYOUTS = {
     "TP2, PP2": (4, [TP, "2", PP, "2"]),
@@ -32,20 +35,22 @@ NORMS = {
 
 @pytest.fixture(scope="module")
 def losses(small_corpus, tmp_path_factory):
-    """Of each of the 20 steps, by micro-batch in one process, and by layout."""
+    """Of each of the 20 steps, by what a process alone was told, and by layout."""
     root, flags = tmp_path_factory.mktemp("bf16"), [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--eval-interval", "0"]
-    jobs = {size: Job(root / f"micro{size}", [*flags, "--micro-batch-size", str(size)]) for size in MICRO_BATCHES}
-    for number, (layout, (processes, more)) in enumerate(LAYOUTS.items()):
-        jobs[layout] = Job(root / f"layout{number}", [*flags, *more, "--micro-batch-size", str(REFERENCE)], processes)
+    told = {name: (1, more) for name, more in ALONE.items()}
+    told |= {layout: (processes, [*ALONE[REFERENCE], *more]) for layout, (processes, more) in LAYOUTS.items()}
+    jobs = {
+        name: Job(root / str(number), [*flags, *more], processes) for number, (name, (processes, more)) in enumerate(told.items())
+    }
     runs.in_turn(list(jobs.values()), root)
     return {name: np.array([row["loss"] for row in runs.metrics(job.save)]) for name, job in jobs.items()}
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_layouts_lie_within_twice_the_spread_of_micro_batches(norm, losses):
+def test_layouts_lie_within_twice_the_spread_of_one_process(norm, losses):
     size = NORMS[norm]
-    spread = max(size(losses[one] / losses[other] - 1) for one, other in combinations(MICRO_BATCHES, 2))
+    spread = max(size(losses[one] / losses[other] - 1) for one, other in combinations(ALONE, 2))
     assert 0 < spread < 1e-3, "the bound would say nothing"
     found = {layout: size(losses[layout] / losses[REFERENCE] - 1) for layout in LAYOUTS}
-    print(f"\n{norm}: spread of micro-batches {spread:.1e}; " + "; ".join(f"{name} {far:.1e}" for name, far in found.items()))
+    print(f"\n{norm}: spread of one process {spread:.1e}; " + "; ".join(f"{name} {far:.1e}" for name, far in found.items()))
     assert all(far <= 2 * spread for far in found.values()), found
