@@ -70,6 +70,7 @@ BITES = (
     ),
     Bite(("NCCL_SHM_DISABLE",), _on, "note", "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
     Bite(("NCCL_IB_DISABLE",), _on, "note", "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
+    Bite(("NCCL_NET",), _is("SOCKET"), "note", "nodes speak over TCP whatever faster network there is: take it out"),
     Bite(
         ("NCCL_NET_GDR_LEVEL",), _is("0", "LOC"), "note", "the network cards do not reach the accelerators' memory: take it out"
     ),

@@ -26,6 +26,8 @@ def found(**environment):
         ("CUDA_LAUNCH_BLOCKING", "0", "ok"),
         ("NCCL_P2P_DISABLE", "1", "note"),
         ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("NCCL_NET", "Socket", "note"),
+        ("NCCL_NET", "IB", "ok"),
         ("NCCL_ALGO", "Ring", "note"),
         ("NCCL_DEBUG", "info", "note"),
         ("NCCL_DEBUG", "WARN", "ok"),
