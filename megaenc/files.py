@@ -3,17 +3,23 @@
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
 import shutil
 import signal
+import stat
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from megaenc.errors import InputError
 
+MAX_TEXT = 64 << 20
+"""The most bytes that are read of a file of settings or facts, which by rights take kilobytes."""
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -51,14 +57,14 @@ def _place(path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> Iterator[list[Path]]:
-    """Give a temporary name beside each of `paths`; when the block ends well, rename them in the order given, else remove them.
+    """Yield a temporary name next to each of `paths`; rename all to `paths`, in order, if the block succeeds, else remove them.
 
-    The names are unique to the attempt. The last path is the one whose presence says that all are whole. `last_look` is called
-    when all is on the disk, right before the first is renamed: what it raises leaves nothing. Raises InputError where the folder
-    cannot be written to.
+    Files that `paths` name already are replaced, all of them or none, and never removed: a signal, an error or a kill leaves the
+    old content or the new (a kill between two renames: each file old or new). The temporary names are unique to the attempt. The
+    last path is the one whose presence marks the set as complete. `last_look` is called when all is on the disk, right before the
+    first rename: if it raises, nothing is changed. Raises InputError if the folder cannot be written to.
     """
     temporary = [_temporary(path) for path in paths]
-    renamed: list[Path] = []
     try:
         with _one_line(paths[0].parent, *_UNUSABLE):
             yield temporary
@@ -67,16 +73,72 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
                     os.fsync(stream.fileno())
             if last_look is not None:
                 last_look()
-            for here, there in zip(temporary, paths, strict=True):
-                renamed.append(there)
-                os.replace(here, there)
-        renamed.clear()
+            if len(paths) == 1:
+                os.replace(temporary[0], paths[0])
+            else:
+                _uninterrupted(lambda: _replace_all(temporary, paths))
     finally:
-        for path in (*temporary, *renamed):
-            with contextlib.suppress(
-                OSError
-            ):  # where nothing can be written nothing can be removed: the first error is to be told
+        for path in temporary:
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 path.unlink()
+
+
+def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
+    """Rename each source to its target, all of them or none: a failure puts back the files that were there before."""
+    backups = [_temporary(path) for path in targets]
+    replaced = 0
+    try:
+        for target, backup in zip(targets, backups, strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                _back_up(target, backup)
+        for source, target in zip(sources, targets, strict=True):
+            os.replace(source, target)
+            replaced += 1
+    except BaseException:
+        for target, backup in list(zip(targets, backups, strict=True))[:replaced]:
+            try:
+                os.replace(backup, target)
+            except FileNotFoundError:
+                target.unlink()
+        raise
+    finally:
+        for backup in backups:
+            with contextlib.suppress(OSError):
+                backup.unlink()
+
+
+def _back_up(path: Path, backup: Path) -> None:
+    """Give a file a second name, or copy it if the file system has no hard links. Raises OSError."""
+    try:
+        os.link(path, backup)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(path, backup)
+
+
+def _uninterrupted(call: Callable[[], None]) -> None:
+    """Run `call` to its end, whatever signals arrive: their handlers raise in the main thread, and this is another."""
+    begun, ended = threading.Lock(), threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        if begun.acquire(blocking=False):
+            try:
+                call()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                ended.set()
+
+    try:
+        threading.Thread(target=run).start()
+        ended.wait()
+    finally:
+        if not begun.acquire(blocking=False):  # else the interrupt came before the thread, which now does nothing
+            ended.wait()
+    if errors:
+        raise errors[0]
 
 
 def left_behind(*paths: Path) -> list[Path]:
@@ -236,3 +298,45 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old content or the new."""
     with whole_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")
+
+
+def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
+    """Return the content of a regular file of at most `limit` bytes.
+
+    Raises OSError, with a reason in `strerror`, for anything else: a FIFO or a device, which could block or never end, and a
+    larger file, which could exhaust the memory.
+    """
+    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = stream.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the most that is read of such a file", str(path))
+    return content
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text. Raises ValueError, with the reason, for anything else, deep nesting included."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte {error.start})") from None
+
+
+def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:
+    """Return the JSON object that a file holds.
+
+    Raises InputError with one line, `PATH: REASON; expected EXPECTED`, for a file that is missing, unreadable, not a regular
+    file, larger than `limit` bytes, not UTF-8, not JSON, nested too deeply or not an object.
+    """
+    try:
+        values = parse_json(read_regular(path, limit))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected {expected}") from None
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); expected {expected}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found {type(values).__name__}; expected {expected}")
+    return values

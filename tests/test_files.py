@@ -14,10 +14,12 @@ from megaenc.files import (
     locked,
     longest_name,
     make_parent,
+    read_json_object,
     refuse_existing,
     stopped_by_sigterm,
     whole_files,
     whole_folder,
+    write_whole,
 )
 
 
@@ -58,6 +60,112 @@ def test_a_stop_between_the_renames_leaves_nothing(tmp_path, monkeypatch):
         for path in temporary:
             path.write_text("whole")
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_at_any_moment_leaves_the_old_files_or_the_new(tmp_path, number, count):
+    """1,500 signals into a loop of writes that replace files; none may be missing and no set may mix old and new."""
+    code = """
+import random, signal, sys, threading, time
+from pathlib import Path
+from megaenc.files import stopped_by_sigterm, whole_files
+
+folder, number, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+paths = [folder / f"file{index}" for index in range(count)]
+for path in paths:
+    path.write_text("0")
+main, delays = threading.main_thread().ident, random.Random(0)
+missing = mixed = interrupted = 0
+
+def shoot(delay):
+    time.sleep(delay)
+    signal.pthread_kill(main, number)
+
+for trial in range(1500):
+    shot = threading.Thread(target=shoot, args=[delays.uniform(0, 0.003)])
+    try:
+        with stopped_by_sigterm():
+            shot.start()
+            while True:
+                with whole_files(*paths) as temporary:
+                    for path in temporary:
+                        path.write_text(f"{time.monotonic_ns() // 1000}" if count == 1 else f"{trial}")
+    except (KeyboardInterrupt, SystemExit):
+        interrupted += 1
+    shot.join()
+    missing += any(not path.exists() for path in paths)
+    mixed += len({path.read_text() for path in paths if path.exists()}) != 1
+print(interrupted, missing, mixed, sorted(path.name for path in folder.iterdir() if path not in paths))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(int(number)), str(count)], capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split(maxsplit=3)[:3] == ["1500", "0", "0"], done.stdout + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EXDEV])
+def test_a_rename_that_fails_keeps_every_old_file(tmp_path, monkeypatch, fails_at, number):
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path in paths[1:]:
+        path.write_text("old")
+    rename, calls = os.replace, []
+
+    def refuse(source, target):
+        calls.append(target)
+        if len(calls) == fails_at:
+            raise OSError(number, os.strerror(number))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match=os.strerror(number)), whole_files(*paths) as temporary:
+        for path in temporary:
+            path.write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old", "c": "old"}
+
+    calls[:] = [None] * (fails_at - 1)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_whole(tmp_path / "b", "new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old", "c": "old"}
+
+
+def test_a_set_is_replaced_without_hard_links_too(tmp_path, monkeypatch):
+    def no_links(*given):
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    (tmp_path / "a").write_text("old")
+    with whole_files(tmp_path / "a", tmp_path / "b") as temporary:
+        for path in temporary:
+            path.write_text("new")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
+
+
+def test_json_that_cannot_be_read_is_one_line(tmp_path):
+    path = tmp_path / "facts.json"
+    bad = {
+        b"\xff{}": "not JSON .not UTF-8 .byte 0..; expected",
+        b"[" * 100_000: "not JSON .nested too deeply.; expected",
+        b"[1]": "found list; expected",
+        b'{"a": ' + b" " * 100 + b"1}": "larger than 64 bytes",
+        b"{": "not JSON",
+    }
+    for content, message in bad.items():
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"facts.json: {message}"):
+            read_json_object(path, "facts", limit=64 if b"   " in content else 1 << 20)
+    path.unlink()
+    with pytest.raises(InputError, match=r"facts.json: No such file or directory; expected facts"):
+        read_json_object(path, "facts")
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"facts.json: not a regular file; expected facts"):
+        read_json_object(path, "facts")
+    with pytest.raises(InputError, match=": Is a directory; expected facts"):
+        read_json_object(tmp_path, "facts")
+    path.unlink()
+    path.write_text('{"a": 1}')
+    assert read_json_object(path) == {"a": 1}
 
 
 def test_a_full_disk_is_one_line(tmp_path):
