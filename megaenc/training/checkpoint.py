@@ -1,5 +1,8 @@
 """The checkpoints of a run, checked before they are read, and loaded into any layout; `saving` writes them."""
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
 from megaenc.training.checksums import content_damage
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
-from megaenc.training.pickles import check_pickles
+from megaenc.training.pickles import SHARD, rewrite_pickles
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import difference
 from megaenc.training.sharded_state import fill, fill_module, sharded_state
@@ -24,6 +27,9 @@ from megaenc.training.together import on_all, on_rank_0
 
 class Checkpoints(CheckpointFolder):
     """Those of a run, checked byte by byte and loaded."""
+
+    _checked: tuple[int, dict[str, bytes]] | None = None
+    """The step that `check` came to last, and what loading it unpickles, written anew."""
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
@@ -39,8 +45,34 @@ class Checkpoints(CheckpointFolder):
                 raise Damaged(f"{damage}; the checkpoint is damaged")
         if identity is not None and (other := difference(state["identity"], identity)):
             raise InputError(f"{path} is a checkpoint of a different run: {other}; remove it or give the same value")
-        on_rank_0(lambda: check_pickles(path))
+        self._checked = step, on_rank_0(lambda: rewrite_pickles(path, state["files"]))
         return state
+
+    @contextlib.contextmanager
+    def readable(self, step: int) -> Iterator[str]:
+        """Yield a folder of this process from which the checkpoint of `step` can be loaded; all ranks call this together.
+
+        It holds links to the shards, of which only tensors are read, and what `check` has let through, written anew: nothing
+        that is unpickled freely comes from the checkpoint itself, which may have changed since. InputError if there is no room.
+        """
+        if self._checked is None or self._checked[0] != step:
+            self.check(step)
+        path, (_, contents) = self.path(step).absolute(), self._checked
+        with contextlib.ExitStack() as stack:
+
+            def lay_out() -> str:
+                try:
+                    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaenc-")))
+                    for name, content in contents.items():
+                        (folder / name).write_bytes(content)
+                    for shard in path.iterdir():
+                        if SHARD.fullmatch(shard.name):
+                            (folder / shard.name).symlink_to(shard)
+                except OSError as error:
+                    raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
+                return str(folder)
+
+            yield on_all(lay_out)[rank()]
 
     def newest_good(self, plan: Plan) -> dict[str, Any] | None:
         """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
@@ -75,11 +107,13 @@ class Checkpoints(CheckpointFolder):
 
     def load(self, engine: Engine, step: int) -> None:
         """Put the checkpoint of `step`, which `check` found whole, into `engine`, in whatever layout it was saved."""
-        fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), str(self.path(step))))
+        with self.readable(step) as folder:
+            fill(engine, dist_checkpointing.load(sharded_state(engine, is_loading=True), folder))
 
     def load_weights(self, engine: Engine, step: int) -> None:
         """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
-        _load_model(self.path(step), [chunk.module for chunk in engine.chunks])
+        with self.readable(step) as folder:
+            _load_model(folder, [chunk.module for chunk in engine.chunks])
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
@@ -94,10 +128,11 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
         whole = [other for other in checkpoints.steps() if other != step]
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
-    _load_in_place(checkpoints.path(step), module)
+    with checkpoints.readable(step) as folder:
+        _load_in_place(folder, module)
 
 
-def _load_in_place(path: Path, module: torch.nn.Module) -> None:
+def _load_in_place(folder: str, module: torch.nn.Module) -> None:
     """What is read goes to the weights themselves; whole matrices made of two, the MLP's, are not put together a second time.
 
     Those of the vocabulary come first: a weight is read whole before it is put in its place, and the others take no memory yet.
@@ -109,15 +144,15 @@ def _load_in_place(path: Path, module: torch.nn.Module) -> None:
                 (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
     for wanted in (others, layers):
         places = {name: part.data for name, part in wanted.items()}
-        loaded = dist_checkpointing.load({"model": {"0": wanted}}, str(path))["model"]["0"]
+        loaded = dist_checkpointing.load({"model": {"0": wanted}}, folder)["model"]["0"]
         for name, place in places.items():
             if place.data_ptr() != loaded[name].data_ptr():
                 place.copy_(loaded[name])
 
 
-def _load_model(path: Path, chunks: list[torch.nn.Module]) -> None:
+def _load_model(folder: str, chunks: list[torch.nn.Module]) -> None:
     """A model in one part or, where pipeline stages are interleaved, in several."""
     wanted = {str(number): chunk.sharded_state_dict(prefix="model.") for number, chunk in enumerate(chunks)}
-    loaded = dist_checkpointing.load({"model": wanted}, str(path))
+    loaded = dist_checkpointing.load({"model": wanted}, folder)
     for number, chunk in enumerate(chunks):
         fill_module(chunk, loaded["model"][str(number)])
