@@ -1,14 +1,17 @@
 """What is in the folder `checkpoints` of a run, as can be told by a look at its files: for planning, before torch is set up."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.training.checksums import size_damage
+from megaenc.files import parse_json, read_regular
+from megaenc.training.checksums import DIGEST, json_digest, size_damage
+from megaenc.training.start import PROGRESS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
+_WITHOUT_DIGEST = {"step", *PROGRESS, "losses", "skip_packs", "identity", "files"}
+"""The fields of `state.json` before it had a digest of its own: any other is that field, its name damaged."""
 
 
 class Damaged(InputError):
@@ -29,7 +32,7 @@ class CheckpointFolder:
         """The step that the tracker names, None where there is no tracker. InputError if that is no number or cannot be read."""
         tracker = self.folder / TRACKER
         try:
-            text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+            text = read_regular(tracker, limit=100).decode("utf-8", errors="replace").strip()
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -52,14 +55,19 @@ class CheckpointFolder:
         if not path.is_dir():
             raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
         try:
-            state = json.loads((path / STATE).read_text(encoding="utf-8"))
-            damage = size_damage(path, state["files"])
+            state = parse_json(read_regular(path / STATE))
+            expected = state.pop(DIGEST, None)
+            if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
+                raise ValueError("its content changed")
             complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
             complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
+            complete = complete and all(type(state[name]) in (int, float) for name in PROGRESS if name in state)
+            complete = complete and all(isinstance(text, str) for text in state.get("skip_packs", ()))
+            damage = size_damage(path, state["files"])
         except OSError as error:
             kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
             raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
         if damage or not complete:
             raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")

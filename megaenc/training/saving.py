@@ -22,6 +22,7 @@ from megaenc.files import remove, sync, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadable
+from megaenc.training.checksums import DIGEST, json_digest
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.plan import Plan
@@ -168,7 +169,7 @@ class OwnCheckpoints(Checkpoints):
         target = self.path(state["step"])
         state["files"] = sync_all(attempt, shards)
         try:
-            write_whole(attempt / STATE, json.dumps(state, indent=1))
+            write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
             sync(attempt)
             if target.exists():  # damaged, or of a save that was cut off before its tracker was written
                 self._remove(target)

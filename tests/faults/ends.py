@@ -51,6 +51,7 @@ def _checkpoint(run: SavedRun, step: int) -> dict[str, object]:
     """
     folder = run.checkpoints / f"iter_{step:07d}"
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    del state["sha256"]  # of the checksums of those two as well
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.storage_meta = None
     common = torch.load(folder / "common.pt", weights_only=False)

@@ -3,9 +3,11 @@
 import hashlib
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.checksums import json_digest
 
 
 def flip_a_bit(file: Path) -> None:
@@ -18,9 +20,16 @@ def flip_a_bit(file: Path) -> None:
 def forge(file: Path, content: bytes) -> None:
     """Put `content` into a file of a checkpoint, with the size and checksum in state.json to match."""
     file.write_bytes(content)
-    state = json.loads((file.parent / "state.json").read_text())
-    state["files"][file.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (file.parent / "state.json").write_text(json.dumps(state))
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change_state(file.parent, lambda state: state["files"].update({file.name: entry}))
+
+
+def change_state(folder: Path, change: Callable[[dict], None]) -> None:
+    """Let `change` change the fields of a checkpoint's state.json, which gets the digest to match."""
+    state = json.loads((folder / "state.json").read_text())
+    state.pop("sha256", None)
+    change(state)
+    (folder / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
 
 
 def whole_checkpoint(folder: Path, step: int) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import runs
-from checkpoint_helpers import flip_a_bit
+from checkpoint_helpers import change_state, flip_a_bit
 
 from megaenc.convert.command import main as convert
+from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
 from megaenc.training.command import main
 
 
@@ -38,6 +39,31 @@ def test_state_lists_every_file_with_its_checksum(saved_run):
     assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in state["files"].items())
 
 
+def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
+    """Alone in its folder: of the other files only the sizes are looked at."""
+    checkpoints = CheckpointFolder(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
+    file, expected = checkpoints.path(12) / "state.json", checkpoints.state(12)
+    content, changed = file.read_bytes(), []
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            if checkpoints.state(12) != expected:
+                changed.append(bit)
+        except Damaged:
+            pass
+    assert changed == []
+
+
+def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(small_corpus, copy):
+    file = checkpoint(copy, 12) / "state.json"
+    state = json.loads(file.read_text())
+    del state["sha256"]
+    file.write_text(json.dumps(state, indent=1))
+    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+
+
 def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, saved_run, copy):
     """A flipped bit in one, a file cut short in another: found by two ranks, and the third goes on to the same end."""
     damaged, cut = shard(copy, 12), checkpoint(copy, 8) / "common.pt"
@@ -53,6 +79,18 @@ def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, sa
     runs.assert_same_curve(copy, saved_run)
     shutil.rmtree(checkpoint(copy, 8))  # the new one of step 12 has taken the damaged one's place, and is whole
     assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+
+
+@pytest.mark.parametrize("field", [b'"seed": 1', b'"tokens": 6144'])
+def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus, saved_run, copy):
+    file = checkpoint(copy, 12) / "state.json"
+    content = file.read_bytes()
+    assert field in content
+    file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
+    said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
+    assert f"{file}: not what a save wrote (ValueError('its content changed')); the checkpoint is incomplete: trying" in said
+    assert "going on after step 8" in said
+    runs.assert_same_curve(copy, saved_run)
 
 
 def no_state(run, step):
@@ -96,10 +134,7 @@ def test_export_names_the_damage_and_the_others(damage, copy, tmp_path, refusal)
 
 def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
     """Even where the one before it would do: it is no damage but a mistake."""
-    state = checkpoint(copy, 12) / "state.json"
-    content = json.loads(state.read_text())
-    content["identity"]["hidden_size"] = 32
-    state.write_text(json.dumps(content))
+    change_state(checkpoint(copy, 12), lambda state: state["identity"].update(hidden_size=32))
     line = refusal(main, flags(small_corpus, copy))
     assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here" in line
 
