@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import tyro
 import yaml
 
 from megaenc.errors import InputError
+from megaenc.files import read_regular
 from megaenc.ranks import rank
 
 Settings = TypeVar("Settings")
@@ -47,6 +49,53 @@ def parse(
         raise InputError(f"{_plain(complaint.getvalue())} (see {prog} --help)") from None
 
 
+MAX_YAML, MAX_YAML_VALUES = 1 << 20, 100_000
+"""The most bytes of a YAML file, and the most values that it may stand for when its aliases are written out."""
+
+
+class YamlLoader(yaml.SafeLoader):
+    """PyYAML's SafeLoader, which refuses a few aliases that stand for a great many values."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Return the root of the document. Raises YAMLError if its aliases stand for too much, or for themselves."""
+        if node := super().get_single_node():
+            _count_values(node, {})
+        return node
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
+    """Return the number of values below `node` with aliases written out; `counts` has it for the nodes before, by identity."""
+    if isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in counts:
+        counts[id(node)] = MAX_YAML_VALUES  # of one that is still being counted: it holds itself
+        parts = itertools.chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
+    if counts[id(node)] > MAX_YAML_VALUES:
+        raise yaml.YAMLError(f"its aliases stand for more than {MAX_YAML_VALUES:,} values")
+    return counts[id(node)]
+
+
+def read_yaml(path: Path, place: str, expected: str, lines: str, loader: type[yaml.SafeLoader] = YamlLoader) -> dict[Any, Any]:
+    """Return the mapping in a YAML file, empty for an empty file.
+
+    Raises InputError with one line that begins with `place` and ends with the `expected` kind of file or of `lines`.
+    """
+    try:
+        values = yaml.load(read_regular(path, MAX_YAML).decode("utf-8"), loader)
+    except OSError as error:
+        raise InputError(f"{place}: {error.strerror or error}; expected {expected}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{place}: not UTF-8 text; expected {expected}") from None
+    except RecursionError:
+        raise InputError(f"{place}: nested too deeply; expected {expected}") from None
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError of a date or a number that there is not
+        raise InputError(f"{place}: not YAML: {error}") from None
+    if values is not None and not isinstance(values, dict):
+        raise InputError(f"{place}: found a {type(values).__name__}, expected {lines}")
+    return values or {}
+
+
 def from_yaml(
     default: Settings,
     path: str | Path,
@@ -59,18 +108,7 @@ def from_yaml(
     A file whose `config` names another one, seen from its own folder, goes over that. `first` names a key that, where the file
     has it, changes the defaults of others (a preset), and how. `above`: the files that have led here.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--config {path}: {error.strerror or error}; expected a YAML file of flags") from None
-    except UnicodeDecodeError:
-        raise InputError(f"--config {path}: not UTF-8 text; expected a YAML file of flags") from None
-    try:
-        values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise InputError(f"--config {path}: not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
+    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags", "`flag: value` lines")
     fields = {str(key).replace("-", "_"): value for key, value in values.items()}
     if below := fields.pop("config", None):
         here = Path(path).resolve()
@@ -145,19 +183,24 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
-        raise InputError(f"{place}: found {value!r}, expected one of {', '.join(map(str, get_args(kind)))}")
+        raise InputError(f"{place}: found {_short(value)}, expected one of {', '.join(map(str, get_args(kind)))}")
     if get_origin(kind) is tuple:  # one value stands for a list of one; in a list of words a number is a word
         return tuple(
             str(part) if get_args(kind)[0] is str and isinstance(part, (int, float)) else _read(place, get_args(kind)[0], part)
             for part in (value if isinstance(value, list) else [value])
         )
     if kind is float and not isinstance(value, bool):
-        with contextlib.suppress(TypeError, ValueError):  # YAML reads 5e-4, which has no point, as text
+        with contextlib.suppress(TypeError, ValueError, OverflowError):  # YAML reads 5e-4, which has no point, as text
             return float(value)
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
-    raise InputError(f"{place}: found {value!r}, expected a {expected}")
+    raise InputError(f"{place}: found {_short(value)}, expected a {expected}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _plain(box: str) -> str:

@@ -1,3 +1,4 @@
+import os
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +100,50 @@ def test_a_wrong_yaml_names_the_file_and_the_field(tmp_path, text, message):
     assert message in str(error.value) and str(path) in str(error.value)
     with pytest.raises(InputError, match="No such file"):
         flags.from_yaml(DEFAULT, tmp_path / "none.yaml")
+
+
+def doubled(levels: int) -> str:
+    """YAML of some lines whose last value is a list of 2 ** `levels` numbers."""
+    lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, levels))]
+    return "\n".join(lines) + "\n"
+
+
+MERGED = "a0: &a0 {lr: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40))
+UNUSABLE = {
+    "lists of lists": (doubled(40).encode(), "its aliases stand for more than 100,000 values"),
+    "mappings merged": (MERGED.encode(), "its aliases stand for more than 100,000 values"),
+    "in itself": (b"lr: &a [*a]", "its aliases stand for more than 100,000 values"),
+    "deep": (b"lr: " + 5000 * b"[", "nested too deeply"),
+    "large": (b"#" * (1 << 20) + b"\n", "larger than 1,048,576 bytes"),
+    "no text": (b"lr: \xff", "not UTF-8 text"),
+    "no date": (b"lr: 2001-02-31", "not YAML: day is out of range"),
+    "no float": (b"lr: 1" + 400 * b"0", "field `lr`: found 1000"),
+    "long": (b"lr: [" + 900 * b"1," + b"1]", "field `lr`: found [1, 1"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_yaml_file_that_no_command_can_use_is_one_short_line(tmp_path, content, message):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(InputError) as error:
+        flags.from_yaml(DEFAULT, path)
+    assert message in str(error.value) and str(path) in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_pipe_is_no_yaml_file(tmp_path):
+    os.mkfifo(tmp_path / "run.yaml")
+    with pytest.raises(InputError, match="not a regular file; expected a YAML file of flags"):
+        flags.from_yaml(DEFAULT, tmp_path / "run.yaml")
+
+
+def test_a_yaml_file_may_name_a_value_and_use_it_again(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("split: &parts [90, 10]\nlr: 1\n")
+    assert flags.from_yaml(DEFAULT, path).split == (90, 10)
+    path.write_text(doubled(10))
+    with pytest.raises(InputError, match="unknown field `a0`"):
+        flags.from_yaml(DEFAULT, path)
 
 
 def test_flatten_lists_every_flag():

@@ -14,7 +14,7 @@ docs/study-plan.md has every key.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -164,27 +164,20 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; expected a study's manifest, as configs/study/mini.yaml") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; expected a study's manifest") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
+    expected = "a study's manifest, as configs/study/mini.yaml"
+    values = flags.read_yaml(path, str(path), expected, "`key: value` lines, among them `sizes` and `models`", _UniqueKeys)
     return {str(key): value for key, value in values.items()}
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(flags.YamlLoader):
     """A key that is written twice is an error, not the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
+        keys = set()
+        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
+            if isinstance(key, Hashable) and key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", node.start_mark)
+            keys.update([key] if isinstance(key, Hashable) else [])
         return super().construct_mapping(node, deep)
 
 

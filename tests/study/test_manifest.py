@@ -157,3 +157,14 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path):
         read_manifest(path)
     with pytest.raises(InputError, match="No such file"):
         read_manifest(tmp_path / "none.yaml")
+
+
+def test_aliases_that_stand_for_a_great_many_values_are_refused(tmp_path):
+    path = manifests.write(tmp_path)
+    lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 40))]
+    path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
+    with pytest.raises(InputError, match="not YAML: its aliases stand for more than 100,000 values"):
+        read_manifest(path)
+    path.write_text("".join(f"k{number}: 1\n" for number in range(40_000)))
+    with pytest.raises(InputError, match="unknown field `k0`"):
+        read_manifest(path)
