@@ -15,6 +15,7 @@ _TIME = 1000  # beyond every signal's number
 class Stop:
     """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run; the second SIGINT ends the process at once.
 
+    Once the end is asked for, no other signal changes how the process ends, also after the context: they are ignored there.
     `minutes`: the time after which the run is asked to end too, None for no such time. `by_signals=False`: signals do what they
     do outside. For the main thread.
     """
@@ -24,19 +25,23 @@ class Stop:
         self._minutes, self._device = minutes, device
         self._signals = _SIGNALS if by_signals else ()
         self._asked = 0
+        self._ending = False
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
         return self
 
     def _on_signal(self, number: int, frame: object) -> None:
-        self._asked = number
+        self._asked, self._ending = number, True
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the kernel's: it waits for no collective
 
     def __exit__(self, *error: object) -> None:
         for number, before in self._before.items():
-            signal.signal(number, before)
+            if not self._ending:
+                signal.signal(number, before)
+            elif signal.getsignal(number) == self._on_signal:
+                signal.signal(number, signal.SIG_IGN)  # a handler of Python's would not last to the end of the process
 
     def asked(self) -> str | None:
         """Who asked for the end, on any rank; None if nobody has. All ranks call this together and get the same answer."""
@@ -46,6 +51,7 @@ class Stop:
         asked = torch.tensor([self._asked or (_TIME if late else 0)], device=self._device)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         number = int(asked)
+        self._ending |= bool(number)
         if number == _TIME:
             return f"--exit-duration-in-mins {self._minutes:g}"
         return signal.Signals(number).name if number else None

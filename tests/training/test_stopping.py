@@ -67,6 +67,19 @@ def test_a_signal_saves_and_ends_with_75(name, small_corpus, tmp_path):
     assert out.splitlines()[-1].endswith(f"; stopped by {name}, the same command goes on")
 
 
+def test_signals_that_follow_change_nothing(small_corpus, tmp_path):
+    """However many come until the process has ended."""
+    with Running(tmp_path / "run", [*small_corpus.flags, *runs.SHORT_RUN, *LONG]) as running:
+        running.process.terminate()
+        while running.process.poll() is None:
+            time.sleep(0.002)
+            running.process.send_signal(signal.SIGTERM)
+            running.process.send_signal(signal.SIGUSR1)
+        code, _ = running.end()
+    assert_saved_where_it_stopped(tmp_path / "run")
+    assert code == STOPPED
+
+
 def test_under_torchrun_sigterm_saves_once_and_the_same_command_goes_on(small_corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG, "--tensor-model-parallel-size", "2"]
@@ -104,6 +117,28 @@ with Stop(None, torch.device("cpu")):
     os.kill(os.getpid(), signal.SIGINT)
     print("twice", flush=True)
 """
+
+
+AFTERWARDS = """
+import atexit, os, signal, sys, torch
+from megaenc.training.stopping import Stop
+def repeat():
+    for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), name)
+with Stop(None, torch.device("cpu")):
+    os.kill(os.getpid(), signal.SIGTERM)
+repeat()
+atexit.register(repeat)
+class AtTheVeryEnd:
+    def __del__(self, repeat=repeat):
+        repeat()
+sys.modules["at_the_very_end"] = AtTheVeryEnd()
+sys.exit(75)
+"""
+
+
+def test_no_signal_after_the_first_ends_the_process_before_it_is_done():
+    runs.run([sys.executable, "-c", AFTERWARDS], expect=STOPPED)
 
 
 def test_the_second_ctrl_c_ends_at_once():
