@@ -11,7 +11,6 @@ megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.jso
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below, usable_cores
+from megaenc.processes import below, python_command, python_environment, usable_cores
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,10 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """What one process tells (see megaenc.bench.ways), and the most memory, in MiB, that it and those below it had together."""
-    command = [sys.executable, "-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)]
+    command = below(python_command("-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)))
     with tempfile.TemporaryFile() as complaints, tempfile.TemporaryFile() as told:
         began = time.perf_counter()
-        process = subprocess.Popen(below(command), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=python_environment(), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
         try:
             peak = _watched(process)
         finally:

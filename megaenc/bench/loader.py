@@ -29,7 +29,7 @@ from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.indexed import HEADER, MAGIC, VERSION
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below
+from megaenc.processes import below, python_command, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
@@ -130,9 +130,9 @@ def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
 
 def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, processes: int) -> dict[str, float]:
     """Of several processes: the seconds of the slowest, the processor's of all, and the memory that they have together."""
-    command = [sys.executable, "-m", "megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings))]
+    words = ("megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings)))
     environment = {
-        **os.environ,
+        **python_environment(),
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
@@ -141,7 +141,7 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
         started = [
             stack.enter_context(
                 subprocess.Popen(
-                    below(command),
+                    below(python_command("-m", *words)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
-from megaenc.processes import below, usable_cores
+from megaenc.processes import below, python_command, python_environment, usable_cores
 from megaenc.training.settings import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
@@ -110,11 +109,11 @@ class Side:
         work, result = folder / "work.json", folder / "result.json"
         work.write_text(json.dumps(dataclasses.asdict(self.work)))
         result.unlink(missing_ok=True)
-        words = [sys.executable, "-m"]
+        words = python_command("-m")
         if self.processes > 1:
             words += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m"]
         threads = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
-        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, threads // self.processes))}
+        environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // self.processes))}
         words += ["megaenc.bench.turns", self.program, str(work), str(result)]
         done = subprocess.run(below(words), env=environment, capture_output=True, text=True)
         if done.returncode or not result.exists():
@@ -187,7 +186,7 @@ def peak(bf16: bool) -> float:
     """FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
     code = "import sys, torch; from megaenc.backend.device import detect; "
     code += f"print(detect().peak_flops(torch.{'bfloat16' if bf16 else 'float32'}))"
-    done = subprocess.run(below([sys.executable, "-c", code]), capture_output=True, text=True, check=True)
+    done = subprocess.run(below(python_command("-c", code)), env=python_environment(), capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 
