@@ -10,7 +10,7 @@ import runs
 from megaenc.processes import python_command, python_environment
 
 HERE = Path(__file__).parent
-THIRD_PARTY = ("megaenc", "megatron", "numpy", "psutil", "rich", "submitit", "tokenizers", "torch", "transformers", "tyro", "yaml")
+THIRD_PARTY = ("megaenc", "numpy", "psutil", "rich", "submitit", "tokenizers", "torch", "transformers", "tyro", "yaml")
 EARLY = ("collections", "functools", "keyword", "operator", "pkgutil", "re", "reprlib", "types", "typing", "warnings")
 """What Python itself imports for -m, after it has put the current folder first and before it reads megaenc/__main__.py."""
 
