@@ -23,11 +23,20 @@ import megaenc
 from megaenc.errors import InputError
 
 _PR_SET_PDEATHSIG = 1
+_MOST_PROCESSES, _MOST_PER_CORE = 64, 8
 
 
 def usable_cores() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def check_process_count(flag: str, count: int) -> None:
+    """Raise InputError if `count` processes or threads, given by `flag`, are far more than the usable cores can run."""
+    cores = usable_cores()
+    most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
+    if count > most:
+        raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
 
 
 def highest_resident() -> float:

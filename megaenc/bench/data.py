@@ -26,8 +26,8 @@ from megaenc.bench.ways import WAYS
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below, python_command, python_environment, usable_cores
+from megaenc.files import check_output_file, stopped_by_sigterm
+from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class DataBenchFlags:
 def bench(settings: DataBenchFlags) -> dict[str, Any]:
     """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
     report.check_positive(settings, "rounds", "workers", "megabytes")
-    make_parent(Path(settings.output), "--output")
+    check_process_count("--workers", settings.workers)
+    check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepared(settings, Path(folder))
         turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}

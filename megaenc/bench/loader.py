@@ -28,8 +28,8 @@ from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.indexed import HEADER, MAGIC, VERSION
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below, python_command, python_environment
+from megaenc.files import check_output_file, stopped_by_sigterm
+from megaenc.processes import below, check_process_count, python_command, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
@@ -89,10 +89,11 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(settings, *sizes)
+    check_process_count("--processes", settings.processes)
     wrong = [name for name in settings.packings if name not in PACKINGS]
     if wrong or not settings.packings:
         raise InputError(f"--packings {' '.join(wrong) or '(none)'}: expected some of {', '.join(PACKINGS)}")
-    make_parent(Path(settings.output), "--output")
+    check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))
         index: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}

@@ -19,10 +19,10 @@ from megaenc.bench.documents import MASK
 from megaenc.bench.turns import Work
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent
+from megaenc.files import check_output_file
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
-from megaenc.processes import below, python_command, python_environment, usable_cores
+from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
 from megaenc.training.settings import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
@@ -73,6 +73,7 @@ class BenchFlags:
         for name, lowest in (least | {"vocab_size": MASK + 2, "longest": self.shortest}).items():
             if (value := getattr(self, name)) < lowest:
                 raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {lowest} or more")
+        check_process_count("--tensor-model-parallel-size", self.tensor_model_parallel_size)
         if self.documents % self.batch:
             raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
         preset(self.model).check(self.tensor_model_parallel_size)
@@ -160,7 +161,7 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
     """All figures. Raises InputError for wrong settings, RuntimeError where a side fails or does other work."""
     settings.check()
     if settings.output:
-        make_parent(Path(settings.output), "--output")
+        check_output_file(Path(settings.output), "--output")
     turns: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as name:

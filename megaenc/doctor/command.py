@@ -27,7 +27,7 @@ from megaenc.doctor.findings import Asked, Finding, Probe, problem
 from megaenc.doctor.probing import NoAnswer, Prober
 from megaenc.doctor.ranks import named
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, write_whole
+from megaenc.files import check_output_file, make_parent, stopped_by_sigterm, write_whole
 from megaenc.launcher import for_good, leave_if_told
 from megaenc.processes import die_with_launcher
 from megaenc.ranks import local_rank, rank, world_size
@@ -137,14 +137,13 @@ def _check(settings: DoctorFlags) -> None:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
     if not settings.timeout > 0:
         raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
-    if settings.json and Path(settings.json).is_dir():
-        raise InputError(f"--json {settings.json}: found a folder, expected the name of a file")
     if settings.json and not rank():
-        make_parent(Path(settings.json), "--json")
+        check_output_file(Path(settings.json), "--json")
 
 
 def _write(path: Path, text: str) -> None:
     """After the report has been printed: a disk that is full or broken is among what is looked for."""
+    make_parent(path, "--json")
     try:
         write_whole(path, text)
     except OSError as error:

@@ -221,8 +221,12 @@ def _try(run: str, job: Job, again: bool, connection: Connection) -> Outcome:
         log.parent.mkdir(parents=True, exist_ok=True)
         _write_to(log)
         module, _, function = run.partition(":")
-        with overheard(connection.send):
-            getattr(importlib.import_module(module), function)(todo, _reporter(connection))
+        try:
+            with overheard(connection.send):
+                getattr(importlib.import_module(module), function)(todo, _reporter(connection))
+        except InputError:
+            log.unlink(missing_ok=True)  # the message says all
+            raise
         left, failed = remaining(todo, again=False)
         if left is not None:
             raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")
