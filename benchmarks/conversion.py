@@ -90,7 +90,7 @@ def in_a_process(function: Callable, *arguments) -> None:
 
 def converted(folder: Path, direction: str, threads: int) -> dict[str, float]:
     """Peak of the resident memory in bytes, and seconds, of the command in `folder`."""
-    command = [sys.executable, "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
+    command = [sys.executable, "-P", "-m", "megaenc", "convert", direction, *DIRECTIONS[direction]]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL)

@@ -82,7 +82,7 @@ def finish(command: list[str]) -> None:
 def estimated(settings: Settings, layout: str, folder: str) -> dict:
     """What the command says."""
     file = Path(folder) / "said.json"
-    command = [sys.executable, "-m", "megaenc", "estimate", *flags_of(settings, layout), "--calibrate", "--no-suggest"]
+    command = [sys.executable, "-P", "-m", "megaenc", "estimate", *flags_of(settings, layout), "--calibrate", "--no-suggest"]
     command += ["--gpus", str(LAYOUTS[layout][0]), "--output", str(file)]
     finish(command)
     return json.loads(file.read_text())["estimate"]
@@ -92,7 +92,7 @@ def measured(settings: Settings, layout: str, folder: str) -> list[dict]:
     """What each rank of a run has taken."""
     processes = LAYOUTS[layout][0]
     file = Path(folder) / "rank"
-    launcher = [sys.executable]
+    launcher = [sys.executable, "-P"]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     command = [*launcher, __file__, "--worker", str(file), *flags_of(settings, layout)]

@@ -111,7 +111,7 @@ def by_trainer(settings: Settings, work: Path) -> tuple[float, list[float]]:
     environment = os.environ | {"HF_DATASETS_CACHE": str(work / "datasets"), "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     for seed in range(settings.seeds):
-        command = [sys.executable, "-c", program, json.dumps(asdict(settings)), str(seed)]
+        command = [sys.executable, "-P", "-c", program, json.dumps(asdict(settings)), str(seed)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"the Trainer's script ended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -121,8 +121,9 @@ def by_trainer(settings: Settings, work: Path) -> tuple[float, list[float]]:
 
 def by_grid(settings: Settings, work: Path) -> tuple[float, list[float]]:
     """Seconds for all runs of a round as one grid, and their accuracies on test."""
-    command = [sys.executable, "-m", "megaenc", "finetune", "grid", "--model", settings.model, "--datasets", settings.dataset]
-    command += ["--learning-rates", str(settings.learning_rate), "--seeds", str(settings.seeds), "--output", str(work)]
+    command = [sys.executable, "-P", "-m", "megaenc", "finetune", "grid", "--output", str(work)]
+    command += ["--model", settings.model, "--datasets", settings.dataset]
+    command += ["--learning-rates", str(settings.learning_rate), "--seeds", str(settings.seeds)]
     command += ["--max-steps", str(settings.max_steps), "--epochs", "1000", "--precision", settings.precision]
     began = time.monotonic()
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)

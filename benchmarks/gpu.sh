@@ -38,4 +38,4 @@ done
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
-exec "$python" -m megaenc.bench.gpu "$@"
+exec "$python" -P -m megaenc.bench.gpu "$@"

@@ -89,7 +89,7 @@ def timed_run(settings: Settings, arm: str) -> Timed:
             *given,
         ]
         environment = os.environ | {"OMP_NUM_THREADS": str(settings.threads), "WANDB_MODE": "offline", "CUDA_VISIBLE_DEVICES": ""}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=600)
         noted = json.loads(times.read_text())
     steps = [after - before for before, after in pairwise(noted["begun"][WARM_UP:])]

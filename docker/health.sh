@@ -21,7 +21,7 @@ case "${1-}" in
     ;;
 esac
 # Python finds megaenc as the one that runs this script has it installed.
-processes=${NPROC:-$(python3 -c 'import torch; print(max(1, torch.cuda.device_count()))')}
+processes=${NPROC:-$(python3 -P -c 'import torch; print(max(1, torch.cuda.device_count()))')}
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -40,6 +40,6 @@ cd "$folder"
   echo "error: two steps of training failed with exit code $status" >&2
   exit 1
 }
-echo "healthy: two steps trained, $processes x $(python3 -c '
+echo "healthy: two steps trained, $processes x $(python3 -P -c '
 import torch
 print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else "processor")')"

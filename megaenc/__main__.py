@@ -1,6 +1,10 @@
 """`python -m megaenc COMMAND`: the same as `megaenc COMMAND`."""
 
-from megaenc.cli import main
+import sys
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # `-m` puts the current folder first, where a file of any name could stand in for a module
+        del sys.path[0]
+    from megaenc.cli import main
+
     main()

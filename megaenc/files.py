@@ -13,6 +13,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,37 @@ def refuse_existing(path: Path, flag: str) -> None:
         raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
 
 
+def check_parent(path: Path, flag: str) -> None:
+    """Raise InputError if `path` cannot be written, for all that its folder says. What this creates is removed again."""
+    with contextlib.suppress(_Checked), parent_made(path, flag):
+        temporary = _temporary(_place(path))
+        try:
+            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            temporary.unlink()
+        except OSError as error:
+            raise InputError(f"{flag} {path}: cannot write to the folder {temporary.parent}: {error.strerror}") from None
+        raise _Checked
+
+
+class _Checked(Exception):
+    """The end of `check_parent`, on which the folders that it created are removed."""
+
+
+def check_output_file(path: Path, flag: str) -> None:
+    """Raise InputError if no file can be written to `path`: for a folder or a device, or if its folder cannot be made.
+
+    What this creates is removed again. Call it before the work, and `make_parent` before the file is written.
+    """
+    try:
+        place = _place(path)
+        kind = "a folder" if place.is_dir() else "" if place.is_file() or not place.exists() else "no regular file"
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
+    if kind:
+        raise InputError(f"{flag} {path}: found {kind}, expected the name of a file")
+    check_parent(path, flag)
+
+
 def make_parent(path: Path, flag: str) -> None:
     """Create the folder that `path` goes into. Raises InputError when that cannot be."""
     parent = _place(path).parent
@@ -48,6 +80,26 @@ def make_parent(path: Path, flag: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot create the folder {parent}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def parent_made(path: Path, flag: str) -> Iterator[None]:
+    """Create the folder that `path` goes into; if the block fails, remove what it created unless a file is in it.
+
+    Raises InputError when it cannot be created.
+    """
+    parent = _place(path).parent
+    created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    try:
+        make_parent(path, flag)
+        yield
+    except BaseException:
+        if created:
+            inside = (Path(folder) for folder, _, _ in os.walk(created[0], topdown=False))
+            for folder in chain(inside, created):
+                with contextlib.suppress(OSError):  # holds what is to stay
+                    folder.rmdir()
+        raise
 
 
 def _place(path: Path) -> Path:

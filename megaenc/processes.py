@@ -11,7 +11,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -23,11 +23,20 @@ import megaenc
 from megaenc.errors import InputError
 
 _PR_SET_PDEATHSIG = 1
+_MOST_PROCESSES, _MOST_PER_CORE = 64, 8
 
 
 def usable_cores() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def check_process_count(flag: str, count: int) -> None:
+    """Raise InputError if `count` processes or threads, given by `flag`, are far more than the usable cores can run."""
+    cores = usable_cores()
+    most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
+    if count > most:
+        raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
 
 
 def highest_resident() -> float:
@@ -39,6 +48,33 @@ def highest_resident() -> float:
     return 1024.0 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
+def python_command(*words: str) -> list[str]:
+    """Return the command that starts this interpreter on `words`, without the current folder on its module path."""
+    return [sys.executable, "-P", *words]
+
+
+def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return `environment` for a Python program that imports this very package, and nothing from the current folder.
+
+    The same holds for the programs that it starts: torchrun's workers, fork servers, compilers. An empty entry of PYTHONPATH,
+    which stands for the current folder, is left out.
+    """
+    folders = [str(Path(megaenc.__file__).parents[1]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    return {**environment, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, folders))), "PYTHONSAFEPATH": "1"}
+
+
+@contextlib.contextmanager
+def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
+    """Make `environment` this process's own for the block, for libraries that start processes without taking one."""
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -47,8 +83,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def below(command: Sequence[str]) -> list[str]:
-    """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends."""
-    return [sys.executable, "-c", "from megaenc.processes import become; become()", str(os.getpid()), *command]
+    """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends.
+
+    They are to be started in a `python_environment`.
+    """
+    return python_command("-c", "from megaenc.processes import become; become()", str(os.getpid()), *command)
 
 
 def become() -> None:
@@ -104,20 +143,12 @@ class Workers:
         self._connections: list[Connection] = []
 
     def __enter__(self) -> Self:
-        root = str(Path(megaenc.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}  # one core each
+        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
         for _ in range(self._count):
             here, there = Pipe()
-            command = [
-                sys.executable,
-                "-c",
-                "from megaenc.processes import serve; serve()",
-                str(there.fileno()),
-                str(os.getpid()),
-            ]
+            words = ("-c", "from megaenc.processes import serve; serve()", str(there.fileno()), str(os.getpid()))
             self._processes.append(
-                subprocess.Popen(command, pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL)
+                subprocess.Popen(python_command(*words), pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL)
             )
             self._connections.append(here)
             there.close()  # so that the end of the process is the end of the connection

@@ -80,3 +80,46 @@ def test_the_tool_is_the_command(tmp_path):
     assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder")
     assert ended.stderr.count("\n") == 1
     assert importlib.util.find_spec("megaenc.data.preprocess") is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "name"),
+    [
+        ("bench data", "--output", "folder"),
+        ("bench loader", "--output", "folder"),
+        ("bench pretrain", "--output", "folder"),
+        ("doctor", "--json", "folder"),
+        ("estimate --gpu h100", "--output", "folder"),
+        ("finetune summary results", "--output", "folder.md"),
+        ("plot run", "--output", "folder.png"),
+        ("study plan manifest.yaml", "--picture", "folder.png"),
+    ],
+)
+def test_a_folder_in_the_place_of_an_output_file_is_refused_before_any_work(tmp_path, refusal, command, flag, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    assert (
+        refusal(cli.main, [*command.split(), flag, folder])
+        == f"error: {flag} {folder}: found a folder, expected the name of a file"
+    )
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor --only nothing --json",
+        "bench loader --rounds 0 --output",
+        "bench pretrain --rounds 0 --output",
+        "bench data --input ./none --output",
+        "estimate --gpu none --output",
+        "tokenizer --input TEXT --vocab-size 3 --output",
+        "finetune grid --model TEXT --datasets demo_sc --output",
+        "finetune run --model TEXT --dataset demo_sc --output",
+    ],
+)
+def test_a_refused_command_leaves_no_folder(tmp_path, refusal, words):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "a"}\n')
+    refusal(cli.main, [*words.replace("TEXT", str(text)).split(), tmp_path / "new" / "folder" / "file"])
+    assert [path.name for path in tmp_path.iterdir()] == ["text.jsonl"]

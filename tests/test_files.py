@@ -10,10 +10,13 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.files import (
+    check_output_file,
+    check_parent,
     left_behind,
     locked,
     longest_name,
     make_parent,
+    parent_made,
     read_json_object,
     refuse_existing,
     stopped_by_sigterm,
@@ -335,3 +338,39 @@ def test_the_end_of_a_terminal_stops_what_is_not_told_to_ignore_it(ignored):
         assert ignored or stop.value.code == 129
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
+    (tmp_path / "file").write_text("old")
+    os.mkfifo(tmp_path / "fifo")
+    for path in ("new", "file", "a/b/new", "none/../new"):
+        check_output_file(tmp_path / path, "--output")
+    for path, message in (
+        (".", "found a folder, expected the name of a file"),
+        ("fifo", "found no regular file, expected the name of a file"),
+        ("file/new", "cannot create the folder .*: (File exists|Not a directory)"),
+        ("a/file" * 2000, "cannot be looked at: File name too long"),
+        ("n" * 240, "cannot write to the folder .*: File name too long"),
+    ):
+        with pytest.raises(InputError, match=rf"--output \S+: {message}"):
+            check_output_file(tmp_path / path, "--output")
+    with pytest.raises(InputError, match="--output /proc/none/new: "):
+        check_parent(Path("/proc/none/new"), "--output")
+    assert names(tmp_path) == ["fifo", "file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):
+    (tmp_path / "old").mkdir()
+    for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
+        with pytest.raises(KeyError), parent_made(path, "--output"):
+            (path.parent / "deep" / "er").mkdir(parents=True)
+            raise KeyError
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]
+    with pytest.raises(KeyError), parent_made(tmp_path / "a" / "b" / "file", "--output"):
+        (tmp_path / "a" / "b" / "kept").touch()
+        (tmp_path / "a" / "b" / "empty").mkdir()
+        raise KeyError
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["b", "kept"]
+    with parent_made(tmp_path / "new" / "file", "--output"):
+        pass
+    assert (tmp_path / "new").is_dir()

@@ -10,7 +10,7 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.processes import Threads, Workers
+from megaenc.processes import Threads, Workers, check_process_count
 
 # The helpers import what they run by name, so these tests use functions of the standard library.
 
@@ -139,3 +139,11 @@ def test_threads_take_work_as_it_is_needed_and_leave_with_the_block():
         next(threads.map(items()))
         assert len(taken) <= 5
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 64), (8, 64), (100, 800)])
+def test_far_more_processes_than_cores_are_refused(monkeypatch, cores, most):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    check_process_count("--workers", most)
+    with pytest.raises(InputError, match=f"--workers: found {most + 1}, expected at most {most} with {cores} usable cores"):
+        check_process_count("--workers", most + 1)

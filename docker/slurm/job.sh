@@ -23,6 +23,8 @@ SAVE_SECONDS=${SAVE_SECONDS:-540}
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SAVE_SECONDS
 # Without it torchrun (PyTorch 2.13) goes on after a loss with the addresses of processes that are gone: docs/faults.md
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# No module is imported from the folder that the job was submitted in.
+export PYTHONSAFEPATH=1
 # Several processes share the cores out by themselves, and torchrun remarks on the variable where it is not set; one has them all.
 if ((NPROC > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
 

@@ -6,7 +6,6 @@ Runs the commands that one would give by hand, and prints each. Without --model 
 family that --family names. Nothing is downloaded.
 """
 
-import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from megaenc.console import quiet, say
 from megaenc.data.inputs import InputFlags, find_inputs
 from megaenc.errors import one_line_errors
 from megaenc.files import refuse_existing
+from megaenc.processes import python_command, python_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -111,8 +111,7 @@ def pretrain(processes: int, *words: object) -> None:
 def run(words: list[object], shown: str) -> None:
     """Show and run a command of this Python; an error ends this program with its exit code."""
     say(f"$ {shown}")
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    code = subprocess.run([sys.executable, *map(str, words)], env=os.environ | {"PYTHONPATH": path}).returncode
+    code = subprocess.run(python_command(*map(str, words)), env=python_environment()).returncode
     if code:
         sys.exit(code)
 

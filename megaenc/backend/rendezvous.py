@@ -33,7 +33,7 @@ def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     mine = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", mine)
     if rank:
-        attempt = store.get(f"{mine}/attempt").decode()  # waits for it
+        attempt = _name(store.get(f"{mine}/attempt"))  # waits for it
         store.add(f"{attempt}/present", 1)
         return attempt
     answered: set[str] = set()
@@ -43,8 +43,13 @@ def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
             raise RuntimeError(f"not all of {size} processes were there after {timeout.total_seconds():.0f} s")
         for other in range(1, size):
             key = f"megaenc/process {other}"
-            if store.check([key]) and (name := store.get(key).decode()) not in answered:
+            if store.check([key]) and (name := _name(store.get(key))) not in answered:
                 store.set(f"{name}/attempt", mine)
                 answered.add(name)
         time.sleep(_POLL_SECONDS)
     return mine
+
+
+def _name(value: bytes) -> str:
+    """Return a name out of the store; anybody who reaches its port can have put anything there."""
+    return value[:100].decode(errors="replace")

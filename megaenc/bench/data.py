@@ -11,7 +11,6 @@ megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.jso
 import json
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,8 +26,8 @@ from megaenc.bench.ways import WAYS
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below, usable_cores
+from megaenc.files import check_output_file, stopped_by_sigterm
+from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class DataBenchFlags:
 def bench(settings: DataBenchFlags) -> dict[str, Any]:
     """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
     report.check_positive(settings, "rounds", "workers", "megabytes")
-    make_parent(Path(settings.output), "--output")
+    check_process_count("--workers", settings.workers)
+    check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepared(settings, Path(folder))
         turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
@@ -103,10 +103,10 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """What one process tells (see megaenc.bench.ways), and the most memory, in MiB, that it and those below it had together."""
-    command = [sys.executable, "-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)]
+    command = below(python_command("-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)))
     with tempfile.TemporaryFile() as complaints, tempfile.TemporaryFile() as told:
         began = time.perf_counter()
-        process = subprocess.Popen(below(command), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=python_environment(), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
         try:
             peak = _watched(process)
         finally:

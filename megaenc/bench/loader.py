@@ -28,8 +28,8 @@ from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.indexed import HEADER, MAGIC, VERSION
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm
-from megaenc.processes import below
+from megaenc.files import check_output_file, stopped_by_sigterm
+from megaenc.processes import below, check_process_count, python_command, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
@@ -89,10 +89,11 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(settings, *sizes)
+    check_process_count("--processes", settings.processes)
     wrong = [name for name in settings.packings if name not in PACKINGS]
     if wrong or not settings.packings:
         raise InputError(f"--packings {' '.join(wrong) or '(none)'}: expected some of {', '.join(PACKINGS)}")
-    make_parent(Path(settings.output), "--output")
+    check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))
         index: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
@@ -130,9 +131,9 @@ def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
 
 def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, processes: int) -> dict[str, float]:
     """Of several processes: the seconds of the slowest, the processor's of all, and the memory that they have together."""
-    command = [sys.executable, "-m", "megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings))]
+    words = ("megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings)))
     environment = {
-        **os.environ,
+        **python_environment(),
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
@@ -141,7 +142,7 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
         started = [
             stack.enter_context(
                 subprocess.Popen(
-                    below(command),
+                    below(python_command("-m", *words)),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

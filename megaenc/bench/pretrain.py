@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,10 +19,10 @@ from megaenc.bench.documents import MASK
 from megaenc.bench.turns import Work
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent
+from megaenc.files import check_output_file
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
-from megaenc.processes import below, usable_cores
+from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
 from megaenc.training.settings import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
@@ -74,6 +73,7 @@ class BenchFlags:
         for name, lowest in (least | {"vocab_size": MASK + 2, "longest": self.shortest}).items():
             if (value := getattr(self, name)) < lowest:
                 raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {lowest} or more")
+        check_process_count("--tensor-model-parallel-size", self.tensor_model_parallel_size)
         if self.documents % self.batch:
             raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
         preset(self.model).check(self.tensor_model_parallel_size)
@@ -110,11 +110,11 @@ class Side:
         work, result = folder / "work.json", folder / "result.json"
         work.write_text(json.dumps(dataclasses.asdict(self.work)))
         result.unlink(missing_ok=True)
-        words = [sys.executable, "-m"]
+        words = python_command("-m")
         if self.processes > 1:
             words += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m"]
         threads = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
-        environment = os.environ | {"OMP_NUM_THREADS": str(max(1, threads // self.processes))}
+        environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // self.processes))}
         words += ["megaenc.bench.turns", self.program, str(work), str(result)]
         done = subprocess.run(below(words), env=environment, capture_output=True, text=True)
         if done.returncode or not result.exists():
@@ -161,7 +161,7 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
     """All figures. Raises InputError for wrong settings, RuntimeError where a side fails or does other work."""
     settings.check()
     if settings.output:
-        make_parent(Path(settings.output), "--output")
+        check_output_file(Path(settings.output), "--output")
     turns: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = []
     with tempfile.TemporaryDirectory() as name:
@@ -187,7 +187,7 @@ def peak(bf16: bool) -> float:
     """FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
     code = "import sys, torch; from megaenc.backend.device import detect; "
     code += f"print(detect().peak_flops(torch.{'bfloat16' if bf16 else 'float32'}))"
-    done = subprocess.run(below([sys.executable, "-c", code]), capture_output=True, text=True, check=True)
+    done = subprocess.run(below(python_command("-c", code)), env=python_environment(), capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 

@@ -22,8 +22,8 @@ from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
 from megaenc.data.sources import LineFile
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, whole_files
-from megaenc.processes import Threads, Workers, usable_cores
+from megaenc.files import check_parent, parent_made, stopped_by_sigterm, whole_files
+from megaenc.processes import Threads, Workers, check_process_count, usable_cores
 
 
 @dataclass(frozen=True)
@@ -134,19 +134,21 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
     for name in ("workers", "partitions"):
         if getattr(settings, name) < 1:
             raise InputError(f"--{name} {getattr(settings, name)}: expected at least 1")
+    check_process_count("--workers", settings.workers)
     if settings.punkt_language != "english" and not settings.split_sentences:
         raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
     found = inputs.find_inputs(settings, settings.json_keys)
     for remark in found.remarks:
         say(remark)
+    check_parent(prefixes[0], "--output-prefix")
     job = _job(settings, prefixes, found)
-    make_parent(prefixes[0], "--output-prefix")
     return partial(_run, job, folder)
 
 
 def _run(job: _Job, folder: Path) -> list[Path]:
     started = time.monotonic()
-    made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
+    with parent_made(job.prefixes[0], "--output-prefix"):
+        made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):
         say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")

@@ -1,5 +1,6 @@
 """`megaenc tokenizer`: train a byte-level BPE on text and save it as a Hugging Face tokenizer folder."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +9,7 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.inputs import InputFlags, Inputs, find_inputs, read_blocks
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, refuse_existing, stopped_by_sigterm, whole_folder
+from megaenc.files import check_parent, parent_made, refuse_existing, stopped_by_sigterm, whole_folder
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,14 @@ def make_tokenizer(settings: TokenizerFlags) -> None:
     inputs = find_inputs(settings, [settings.json_key])
     for remark in inputs.remarks:
         say(remark)
-    make_parent(output, "--output")
+    check_parent(output, "--output")
     from megaenc.data.tokenizer import train_tokenizer
 
     counts = _Counts()
-    with whole_folder(output) as folder, ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(parent_made(output, "--output"))
+        folder = stack.enter_context(whole_folder(output))
+        progress = stack.enter_context(ProgressLine("reading for the tokenizer", inputs.known_size))
         tokenizer = train_tokenizer(_texts(inputs, settings.json_key, counts, progress), settings.vocab_size)
         tokenizer.save_pretrained(folder)
     say(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, learnt from {counts.documents:,} documents")

@@ -22,12 +22,12 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.doctor import report
-from megaenc.doctor.compare import Looked, together
+from megaenc.doctor.compare import Looked, from_json, to_json, together
 from megaenc.doctor.findings import Asked, Finding, Probe, problem
 from megaenc.doctor.probing import NoAnswer, Prober
 from megaenc.doctor.ranks import named
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, write_whole
+from megaenc.files import check_output_file, make_parent, stopped_by_sigterm, write_whole
 from megaenc.launcher import for_good, leave_if_told
 from megaenc.processes import die_with_launcher
 from megaenc.ranks import local_rank, rank, world_size
@@ -137,14 +137,13 @@ def _check(settings: DoctorFlags) -> None:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
     if not settings.timeout > 0:
         raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
-    if settings.json and Path(settings.json).is_dir():
-        raise InputError(f"--json {settings.json}: found a folder, expected the name of a file")
     if settings.json and not rank():
-        make_parent(Path(settings.json), "--json")
+        check_output_file(Path(settings.json), "--json")
 
 
 def _write(path: Path, text: str) -> None:
     """After the report has been printed: a disk that is full or broken is among what is looked for."""
+    make_parent(path, "--json")
     try:
         write_whole(path, text)
     except OSError as error:
@@ -183,7 +182,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
         return [mine]
     patience = _OTHERS * settings.timeout
     try:
-        found, told = prober.call("megaenc.doctor.ranks:exchange", mine, patience, seconds=patience + settings.timeout)
+        found, told = prober.call("megaenc.doctor.ranks:exchange", to_json(mine), patience, seconds=patience + settings.timeout)
     except NoAnswer as error:
         found, told = [problem("comparing", str(error), "")], False
     if not told:
@@ -195,11 +194,18 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
         return [alone]
     if rank():
         return []
+    looked = {0: mine}
+    for each, content in found.items():
+        try:
+            looked[each] = from_json(content, each)
+        except ValueError as error:
+            advice = "something else writes to torchrun's port: keep it within the job's own network"
+            looked[0] = _with(looked[0], problem(f"malformed, rank {each}", f"its findings: {error}", advice))
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        found[0] = _with(mine, problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
-    return [found[each] for each in sorted(found)]
+        looked[0] = _with(looked[0], problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
+    return [looked[each] for each in sorted(looked)]
 
 
 def _with(looked: Looked, finding: Finding) -> Looked:

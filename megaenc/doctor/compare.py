@@ -1,12 +1,16 @@
 """What all ranks have found, laid over each other: said once where they agree, with the odd ones named where they do not."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from megaenc.doctor.findings import LEVELS, Finding, Level
 from megaenc.doctor.ranks import named
+from megaenc.files import parse_json
 
+_MOST_BYTES = 1 << 20  # of the findings of a rank, which take some kilobytes
 _SHOWN = 6  # ranks with something of their own, of one finding
 
 
@@ -20,6 +24,43 @@ class Looked:
     """With the subject of each."""
     looked_at: frozenset[tuple[str, str]]
     """(subject, where) of the probes that it has carried out: each node's are left to its first rank."""
+
+
+def to_json(looked: Looked) -> str:
+    """Return `looked` as the text that `from_json` reads."""
+    findings = [[subject, asdict(finding)] for subject, finding in looked.findings]
+    return json.dumps({"host": looked.host, "findings": findings, "looked_at": sorted(looked.looked_at)})
+
+
+def from_json(content: bytes, rank: int) -> Looked:
+    """Return the findings that `rank` has put into the store of the launcher. Raises ValueError for anything else.
+
+    Anybody who reaches the store's port can write to it, so that nothing of the text is believed: it has a largest size, the
+    types of `Looked`, and nothing that a terminal would not print.
+    """
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
+    values = parse_json(content)
+    try:
+        findings = tuple((_text(subject), _finding(value)) for subject, value in values["findings"])
+        looked_at = frozenset((_text(subject), _text(where)) for subject, where in values["looked_at"])
+        return Looked(rank, _text(values["host"]), findings, looked_at)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not the findings of a rank ({type(error).__name__}: {error})") from None
+
+
+def _finding(values: dict[str, Any]) -> Finding:
+    finding = Finding(**{field.name: _text(values[field.name]) for field in fields(Finding)})
+    if finding.level not in LEVELS or finding.alike not in LEVELS:
+        raise ValueError(f"found the level {finding.level[:20]!r}, expected one of {', '.join(LEVELS)}")
+    return finding
+
+
+def _text(value: Any) -> str:
+    """Return a string without the characters that would steer a terminal. Raises ValueError for anything else."""
+    if not isinstance(value, str):
+        raise ValueError(f"found {type(value).__name__}, expected a string")
+    return "".join(character if character.isprintable() else " " for character in value)
 
 
 def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:

@@ -12,8 +12,17 @@ _PREFIXES = (
 )  # fmt: skip
 _OF_A_RANK = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Which may well differ between ranks."""
-_SECRET = re.compile("(?<!_P)KEY|TOKEN|SECRET|PASSW")
-"""The partition keys of a network (NCCL_IB_PKEY) are none."""
+_SECRET = re.compile(
+    r"(?<!_P)KEY|TOKEN|SECRET|(?<!BY)PASS|PWD|AUTH|CRED|SESSION|COOKIE|BEARER|SIGNATURE|(^|_)(SAS|DSN|PIN)(_|$)",
+    re.I,
+)
+"""In the name of a variable that is not shown. The partition keys of a network (NCCL_IB_PKEY) are no secret, nor is a BYPASS."""
+_SECRET_PARTS = (
+    (re.compile(r"(?<=://)\S*@"), "***@"),  # https://user:password@host
+    (re.compile(r"(?i)\b(bearer|basic)\s+\S+"), r"\1 ***"),
+    (re.compile(r"(?i)(key|token|secret|pass\w*|pwd|auth\w*|sig|signature)=[^\s&;,]+"), r"\1=***"),
+)
+"""In values that are shown, and what stands for each."""
 _LONGEST = 120
 
 
@@ -141,6 +150,8 @@ def variables(asked: Asked) -> list[Finding]:
 
 
 def _variable(name: str, value: str) -> Finding:
+    for pattern, instead in _SECRET_PARTS:
+        value = pattern.sub(instead, value)
     text = value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
     alike: Level = "ok" if name in _OF_A_RANK else "note"
     for bite in BITES:

@@ -13,13 +13,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
 from typing import Any, Self
 
-import megaenc
 from megaenc.doctor.findings import Asked, Broken, Finding, Probe, problem
 from megaenc.errors import InputError
-from megaenc.processes import die_with_parent
+from megaenc.processes import die_with_parent, python_command, python_environment
 
 _BYE = 5.0  # seconds to end in
 _LAST = 4096  # bytes in which its last words are looked for
@@ -79,14 +77,12 @@ class Prober:
             raise NoAnswer(self._death()) from None
 
     def _begin(self) -> None:
-        root = str(Path(megaenc.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [self._asked.environment.get("PYTHONPATH")])])
         self._connection, there = Pipe()
         self._said = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # there may be no room on any disk
         self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve()", str(there.fileno()), str(os.getpid())],
+            python_command("-c", f"from {__name__} import serve; serve()", str(there.fileno()), str(os.getpid())),
             pass_fds=[there.fileno()],
-            env=self._asked.environment | {"PYTHONPATH": path},
+            env=python_environment(self._asked.environment),
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._said,

@@ -3,7 +3,6 @@
 import fcntl
 import functools
 import os
-import pickle
 import secrets
 import socket
 import time
@@ -242,23 +241,24 @@ def named(ranks: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def exchange(asked: Asked, mine: Any, patience: float) -> dict[int, Any]:
-    """On rank 0, by rank, what each has handed in after `patience` seconds, those that have not come left out. Elsewhere nothing.
+def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
+    """Return on rank 0, by rank, the text of each rank, except those that are missing after `patience` seconds.
 
-    Through the launcher's store, which is there also where no group could be made.
+    It goes through the launcher's store, which exists even if no group could be made, and which anybody who reaches its port can
+    write to.
     """
     import torch.distributed as dist
 
     store, own, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))
     store = dist.PrefixStore("megaenc/doctor", store)
     if own:
-        store.set(str(own), pickle.dumps(mine))
+        store.set(str(own), mine)
         return {}
-    found, deadline = {0: mine}, time.monotonic() + patience
+    found, deadline = {0: mine.encode()}, time.monotonic() + patience
     while len(found) < size:
         for other in range(1, size):
             if other not in found and store.check([str(other)]):
-                found[other] = pickle.loads(store.get(str(other)))
+                found[other] = store.get(str(other))
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL)

@@ -18,7 +18,7 @@ from megaenc.estimate.report import Report
 from megaenc.estimate.settings import EstimateSettings, read
 from megaenc.estimate.whole import Demand, estimate
 from megaenc.estimate.work import phases
-from megaenc.files import make_parent, write_whole
+from megaenc.files import check_output_file, make_parent, write_whole
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.
@@ -32,11 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = read(sys.argv[1:] if argv is None else argv, "megaenc estimate")
     if settings.output:
-        make_parent(Path(settings.output), "--output")
+        check_output_file(Path(settings.output), "--output")
     report = make_report(settings)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
     report.show(console, explain=settings.explain)
     if settings.output:
+        make_parent(Path(settings.output), "--output")
         write_whole(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
 
 

@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm
+from megaenc.files import parent_made, stopped_by_sigterm
 from megaenc.finetune import results
 from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
@@ -16,6 +17,7 @@ from megaenc.finetune.jobs import Job, check_rate, make_jobs
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.progress import share
 from megaenc.finetune.unfinished import lock, remaining
+from megaenc.processes import check_process_count
 
 _WITHOUT_A_MODEL = {
     Family.SC: "majority class",
@@ -57,6 +59,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         if not value:
             raise InputError(f"{flag}: missing; see megaenc finetune run --help")
     settings.protocol.check()
+    check_process_count("--threads", settings.protocol.threads)
     check_rate("--learning-rate", settings.learning_rate)
     if settings.seed < 0:
         raise InputError(f"--seed: found {settings.seed}, expected at least 0")
@@ -68,7 +71,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     )
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
-        with stopped_by_sigterm(), lock(todo) as mine:
+        with stopped_by_sigterm(), parent_made(Path(settings.output, "model"), "--output"), lock(todo) as mine:
             if not mine:
                 raise InputError(f"{results.folder(job, job.evaluate_on[0].name)}: another process is at this run; wait for it")
             _run(todo)

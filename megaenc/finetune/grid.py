@@ -10,14 +10,16 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import clock, overheard, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm
+from megaenc.files import check_parent, parent_made, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.execution import Failed, Local, execute
 from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
+from megaenc.finetune.model_folder import keep_fingerprints
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.unfinished import remaining
 from megaenc.finetune.workers import RUN
+from megaenc.processes import check_process_count
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,15 @@ def _check(settings: GridSettings) -> None:
     ):
         if not value >= least:
             raise InputError(f"{flag}: found {value}, expected at least {least}")
+    if not settings.slurm.slurm:  # whose machines have other cores
+        check_process_count("--jobs", settings.local.jobs)
+        check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
+        check_process_count("--threads", settings.protocol.threads)
     if not settings.learning_rates:
         raise InputError("--learning-rates: found none, expected at least one")
     for rate in settings.learning_rates:
         check_rate("--learning-rates", rate)
-    make_parent(Path(settings.output, "model"), "--output")
+    check_parent(Path(settings.output, "model"), "--output")
 
 
 def announce(settings: GridSettings, planned: Plan) -> None:
@@ -154,10 +160,14 @@ def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return
-    with stopped_by_sigterm():
-        try:
-            failed = execute(planned.todo, run, settings.local, heard)
-        except (KeyboardInterrupt, SystemExit):
-            say("what is finished is kept; the same command goes on with the rest")
-            raise
-    conclude(settings.output, failed, planned.failed, time.monotonic() - began)
+    with parent_made(Path(settings.output, "model"), "--output"):
+        with stopped_by_sigterm():
+            try:
+                failed = execute(planned.todo, run, settings.local, heard)
+            except (KeyboardInterrupt, SystemExit):
+                say("what is finished is kept; the same command goes on with the rest")
+                raise
+            finally:
+                if any(path.is_file() for path in Path(settings.output).rglob("*")):
+                    keep_fingerprints(settings.output)
+        conclude(settings.output, failed, planned.failed, time.monotonic() - began)

@@ -16,6 +16,8 @@ _NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
 _OF_MODEL = ("config.json", "*.safetensors")
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _AT_ONCE = 1 << 24  # bytes
+_READ: dict[str, str] = {}
+"""Digests that this process has computed, by `_mark`."""
 
 
 def check_model_folder(folder: str) -> None:
@@ -44,7 +46,7 @@ def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = Tru
     files. `keep` adds to that file what is read.
     """
     path = Path(results, KNOWN)
-    known, marks = _known(path), [_mark(folder) for folder in folders]
+    known, marks = _known(path) | _READ, [_mark(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
     if not new:
         return [known[mark] for mark in marks]
@@ -55,10 +57,20 @@ def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = Tru
             line.update(before, model=Path(folder).name)
             known[mark] = _digest(Path(folder), _OF_MODEL, lambda done, before=before: line.update(before + done))
             before += sizes[mark]
-    if keep and path.parent.is_dir():
-        with contextlib.suppress(InputError):  # without it they are read again, and that is all
-            write_whole(path, json.dumps({mark: known[mark] for mark in known if mark not in new or _mark(new[mark]) == mark}))
+            if _mark(folder) == mark:
+                _READ[mark] = known[mark]
+    if keep:
+        keep_fingerprints(results)
     return [known[mark] for mark in marks]
+
+
+def keep_fingerprints(results: str) -> None:
+    """Add the digests that this process has computed to the file of them in the folder `results`, if there is such a folder."""
+    path = Path(results, KNOWN)
+    known = _known(path)
+    if path.parent.is_dir() and not _READ.items() <= known.items():
+        with contextlib.suppress(InputError):  # without it they are read again, and that is all
+            write_whole(path, json.dumps(known | _READ))
 
 
 def _known(path: Path) -> dict[str, str]:

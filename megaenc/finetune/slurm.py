@@ -9,6 +9,7 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune.execution import Local, execute
 from megaenc.finetune.jobs import Job
+from megaenc.processes import environment_for_children, python_environment
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
         executor.update_parameters(name="megaenc-finetune", timeout_min=settings.slurm_minutes, **asked)
-        with executor.batch():
+        with environment_for_children(python_environment()), executor.batch():
             submitted = [executor.submit(part) for part in parts]
         ids = [job.job_id for job in submitted]
     except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:

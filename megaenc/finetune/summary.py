@@ -16,7 +16,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, write_whole
+from megaenc.files import check_output_file, make_parent, write_whole
 from megaenc.finetune.intervals import Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
@@ -170,6 +170,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.output)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+    if settings.output:
+        check_output_file(output, "--output")
     found = scan(settings.results)
     summary = summarise(found, settings.metrics, settings.interval)
     from rich.console import Console

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -21,7 +21,7 @@ from megaenc.finetune import results
 from megaenc.finetune.jobs import Job, Progress
 from megaenc.finetune.model_folder import model_stamp
 from megaenc.finetune.unfinished import lock, remaining
-from megaenc.processes import die_with_parent, usable_cores
+from megaenc.processes import die_with_parent, environment_for_children, python_environment, usable_cores
 
 RUN = "megaenc.finetune.run:run"
 """What does a job: `run(job, report)`, by its name, as it is imported where runs are done. A grid itself needs no torch."""
@@ -58,7 +58,7 @@ def fork_server(run: str) -> ForkServerContext:
     """Where processes come from that have the module of `run` imported; started once in a process, and then kept."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megaenc.finetune.fork_server", __name__, run.partition(":")[0], "__main__"])
-    with _environment_of_server():
+    with environment_for_children(python_environment() | _SERVER):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -66,7 +66,7 @@ def fork_server(run: str) -> ForkServerContext:
 def _start(process: ForkServerProcess) -> None:
     """Have it forked, by a new server like the first should that have died."""
     deadline = time.monotonic() + _TO_DIE
-    with _environment_of_server():
+    with environment_for_children(python_environment() | _SERVER):
         while True:
             try:
                 return process.start()
@@ -74,17 +74,6 @@ def _start(process: ForkServerProcess) -> None:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def _environment_of_server() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(_SERVER)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
@@ -232,8 +221,12 @@ def _try(run: str, job: Job, again: bool, connection: Connection) -> Outcome:
         log.parent.mkdir(parents=True, exist_ok=True)
         _write_to(log)
         module, _, function = run.partition(":")
-        with overheard(connection.send):
-            getattr(importlib.import_module(module), function)(todo, _reporter(connection))
+        try:
+            with overheard(connection.send):
+                getattr(importlib.import_module(module), function)(todo, _reporter(connection))
+        except InputError:
+            log.unlink(missing_ok=True)  # the message says all
+            raise
         left, failed = remaining(todo, again=False)
         if left is not None:
             raise RuntimeError(f"the run ended without results on {', '.join(dataset.name for dataset in left.evaluate_on)}")

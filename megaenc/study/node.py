@@ -1,12 +1,12 @@
 """A stage of a study that can be done: what the executor knows of it."""
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from megaenc.errors import InputError
+from megaenc.processes import python_command
 from megaenc.study.graph import Stage
 
 
@@ -89,8 +89,8 @@ def name_of(node: Node) -> str:
 def megaenc(*words: str, processes: int = 1, launcher: Sequence[str] = ("--standalone",)) -> list[str]:
     """A command of this package as words to start; under torchrun where there are several processes or machines."""
     if processes == 1 and tuple(launcher) == ("--standalone",):
-        return [sys.executable, "-m", "megaenc", *words]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes)]
+        return python_command("-m", "megaenc", *words)
+    torchrun = python_command("-m", "torch.distributed.run", *launcher, "--nproc-per-node", str(processes))
     return [*torchrun, "-m", "megaenc", *words]
 
 

@@ -14,7 +14,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, whole_files
+from megaenc.files import check_output_file, make_parent, whole_files
 from megaenc.finetune.grid import count
 from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
 from megaenc.study.drawing import picture, tree
@@ -180,6 +180,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.picture)
     if settings.picture and output.suffix.lower() not in _FORMATS:
         raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
+    if settings.picture:
+        check_output_file(output, "--picture")
     graph = build_graph(read_manifest(settings.manifest, settings.data or None))
     cost = cost_of(graph)
     for line in lines(graph, cost):

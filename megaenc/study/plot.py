@@ -13,7 +13,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, whole_files
+from megaenc.files import check_output_file, make_parent, whole_files
 from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
@@ -175,6 +175,7 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
+    check_output_file(output, "--output")
     if not runs:
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
     if len(runs) == 1:

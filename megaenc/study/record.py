@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,7 +17,7 @@ import psutil
 import megaenc
 from megaenc.errors import InputError
 from megaenc.files import locked, write_whole
-from megaenc.processes import usable_cores
+from megaenc.processes import python_command, python_environment, usable_cores
 from megaenc.study.json_file import read_json
 
 NOTES = "study.json"
@@ -118,7 +117,7 @@ def accelerators() -> list[str]:
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return []
     ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
-    asked = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
+    asked = subprocess.run(python_command("-c", ask), env=python_environment(), capture_output=True, text=True)
     if asked.returncode:
         said = asked.stderr.strip().splitlines()
         raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import megaenc
 from megaenc.console import clock
 from megaenc.errors import InputError
-from megaenc.processes import below, usable_cores
+from megaenc.processes import below, python_environment, usable_cores
 from megaenc.study import journal
 from megaenc.study.node import Node, finished
 from megaenc.study.record import record
@@ -217,15 +216,13 @@ def _different(slots: Sequence[str], count: int) -> list[str]:
 
 def environment(slots: Sequence[str], places: int) -> dict[str, str]:
     """That of a process in `slots` where `places` are in use on this machine: its devices, its share of the cores, this code."""
-    root = str(Path(megaenc.__file__).parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = str(max(1, usable_cores() // places))
     variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
     devices = {variable: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     torchrun = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_TO_SAVE:.0f}"
     }  # for which it waits when told to stop; read from torch 2.12 on
-    return {"OMP_NUM_THREADS": threads, **torchrun, **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **devices}
+    return {"OMP_NUM_THREADS": threads, **torchrun, **python_environment(), "PYTHONUNBUFFERED": "1", **devices}
 
 
 def how_it_ended(code: int) -> str:

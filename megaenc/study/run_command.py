@@ -24,7 +24,7 @@ from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, make_parent, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
-from megaenc.processes import usable_cores
+from megaenc.processes import check_process_count, python_command, usable_cores
 from megaenc.study.begun import Begun
 from megaenc.study.graph import Graph, build_graph
 from megaenc.study.grid_stage import GridNode
@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
+        if not settings.slurm.slurm:  # whose machines have other cores
+            check_process_count(flag, value)
     on_cluster = settings.slurm.slurm
     _check_cluster(settings.slurm, settings.jobs)
     graph = graph_of(settings.manifest, settings.data, study)
@@ -218,4 +220,6 @@ def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
 def _shortened(command: list[str]) -> list[str]:
     """As a person would type it."""
     names = {"megaenc": "megaenc", "torch.distributed.run": "torchrun"}
-    return [names[command[2]], *command[3:]] if command[:2] == [sys.executable, "-m"] else command
+    start = python_command("-m")
+    rest = command[len(start) :]
+    return [names[rest[0]], *rest[1:]] if command[: len(start)] == start else command

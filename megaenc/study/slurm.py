@@ -14,7 +14,7 @@ from megaenc.console import quiet, say
 from megaenc.errors import InputError
 from megaenc.finetune.grid import count
 from megaenc.finetune.slurm import Cluster, import_submitit
-from megaenc.processes import below
+from megaenc.processes import below, environment_for_children, python_environment
 from megaenc.study import journal
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.node import Node, finished
@@ -123,7 +123,8 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
             say(f"{node.id}: not submitted, as what it needs has failed")
             continue
         try:
-            jobs[node.id] = _submit_one(submitit, node, study, cluster, [ids[need] for need in needs] if on_slurm else [])
+            with environment_for_children(python_environment()):
+                jobs[node.id] = _submit_one(submitit, node, study, cluster, [ids[need] for need in needs] if on_slurm else [])
         except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
             raise InputError(f"--slurm: {node.id} could not be submitted: {error}") from None
         ids[node.id] = jobs[node.id][0].job_id.partition("_")[0]

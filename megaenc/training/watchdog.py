@@ -15,12 +15,14 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megaenc.files import parse_json
 from megaenc.ranks import rank, world_size
 
 HUNG = 70  # sysexits.h: EX_SOFTWARE
 STACKS = "stacks"
 _KEY = "megaenc/hang"
 _LIBRARY = Path(threading.__file__).parent
+_LONGEST = 1 << 16  # bytes of what a rank tells
 _FIRST_SECONDS = 600.0  # what the first step may take at least: kernels are compiled, files read for the first time
 _ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stand; half a margin where that is less
 
@@ -139,16 +141,31 @@ class Watchdog:
                 print(file=file)
             self._written = True
 
-    def _collect(self, seconds: float) -> dict[int, dict[str, str]]:
+    def _collect(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each rank says of itself, as soon as all have; after `seconds`, of those that have."""
         deadline, found = time.monotonic() + seconds, {}
         while True:
             for other in set(range(world_size())) - set(found):
                 if self._store.check([f"{_KEY}/{other}"]):
-                    found[other] = json.loads(self._store.get(f"{_KEY}/{other}"))
+                    found[other] = _standing(self._store.get(f"{_KEY}/{other}"))
             if len(found) == world_size() or time.monotonic() > deadline:
                 return found
             time.sleep(self._poll / 4)
+
+
+def _standing(value: bytes) -> dict[str, Any]:
+    """Return where a rank stands, out of the store, to which anybody who reaches its port can write.
+
+    What is not of that form is called unknown, and characters that would steer a terminal are left out.
+    """
+    told: Any = None
+    with contextlib.suppress(ValueError):
+        told = parse_json(value[:_LONGEST])
+    told = told if isinstance(told, dict) else {}
+    texts = {name: text if isinstance(text := told.get(name), str) else "unknown" for name in ("doing", "at", "stacks")}
+    texts = {name: "".join(filter(str.isprintable, text)) for name, text in texts.items()}
+    quiet = told.get("quiet")
+    return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
 
 
 def _line(found: dict[int, dict[str, Any]]) -> str:

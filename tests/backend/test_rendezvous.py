@@ -30,3 +30,9 @@ def test_names_that_dead_processes_left_keep_nobody_from_meeting():
         _agree(store, 0, 2, timedelta(seconds=0.2))
     store.set("megaenc/process 1", "of a process that was killed before it was answered")
     assert len(attempt(store, 2)) == 1
+
+
+def test_what_is_no_name_in_the_store_keeps_nobody_from_meeting():
+    store = dist.HashStore()
+    store.set("megaenc/process 1", b"\xff" * 1000)
+    assert len(attempt(store, 2)) == 1

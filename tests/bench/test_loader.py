@@ -48,6 +48,7 @@ def test_processes_that_share_the_index_are_measured_together(tmp_path):
     ("flags", "message"),
     [
         (["--documents", "0"], "--documents 0: expected more than 0"),
+        (["--processes", "100000"], "--processes: found 100,000, expected at most "),
         (["--packings", "padded"], "--packings padded: expected some of concat, random-length, sentences"),
         (["--packings", "random-length", "--seq-length", "20", "--documents", "100", "--tokens", "5000"], "--seq-length 20"),
     ],

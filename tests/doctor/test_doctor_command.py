@@ -9,7 +9,7 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.compare import Looked
+from megaenc.doctor.compare import Looked, to_json
 from megaenc.doctor.findings import ok, problem
 from megaenc.doctor.probing import NoAnswer
 from megaenc.doctor.report import WIDTH
@@ -91,10 +91,19 @@ class Others:
 def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
     mine, theirs = (Looked(rank, "host", (("disk", ok("space", "enough")),), frozenset()) for rank in (0, 3))
-    looked = command._of_all(Others({0: mine, 3: theirs}, True), mine, command.DoctorFlags())
+    looked = command._of_all(Others({0: to_json(mine).encode(), 3: to_json(theirs).encode()}, True), mine, command.DoctorFlags())
     assert [each.rank for each in looked] == [0, 3]
     subject, lost = looked[0].findings[-1]
     assert (subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
+
+
+def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    mine = Looked(0, "host", (("disk", ok("space", "enough")),), frozenset())
+    [alone] = command._of_all(Others({0: to_json(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorFlags())
+    subject, finding = alone.findings[-1]
+    assert (subject, finding.what, finding.level) == ("ranks", "malformed, rank 1", "problem")
+    assert finding.found.startswith("its findings: not UTF-8")
 
 
 @pytest.mark.parametrize("outcome", [(NoAnswer("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])

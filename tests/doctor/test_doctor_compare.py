@@ -1,8 +1,12 @@
 """What ranks have found, laid over each other."""
 
+import json
+import pickle
 from dataclasses import replace
 
-from megaenc.doctor.compare import Looked, together
+import pytest
+
+from megaenc.doctor.compare import Looked, from_json, to_json, together
 from megaenc.doctor.findings import note, ok, problem
 
 
@@ -80,3 +84,51 @@ def test_what_is_bad_on_every_node_is_told_once():
 def test_a_problem_of_the_odd_one_stays_a_problem():
     found = by_name(looked(0, ok("apex", "1", alike="note")), looked(1, problem("apex", "broken", "mend it", alike="note")))
     assert (found["apex elsewhere"].level, found["apex elsewhere"].advice) == ("problem", "mend it")
+
+
+def test_findings_come_back_as_they_were_but_for_what_steers_a_terminal():
+    given = looked(3, ok("torch", "2.13.0", alike="problem"), problem("x", "\x1b[2Jgone\n", "y"))
+    back = from_json(to_json(given).encode(), 3)
+    assert back == looked(3, ok("torch", "2.13.0", alike="problem"), problem("x", " [2Jgone ", "y"))
+    assert from_json(to_json(given).encode(), 1).rank == 1, "a rank cannot speak for another"
+
+
+class Attack:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return open, (self.marker, "w")
+
+
+ROW = {"what": "a", "found": "b", "level": "ok", "advice": "", "alike": "ok", "where": ""}
+
+
+@pytest.mark.parametrize(
+    ("findings", "more"),
+    [
+        (None, {}),
+        ([["disk"]], {}),
+        ([["disk", "ROW"]], {}),
+        ([[1, ROW]], {}),
+        ([["disk", ROW | {"level": "fatal"}]], {}),
+        ([["disk", ROW | {"found": ["b"]}]], {}),
+        ([["disk", {"what": "a"}]], {}),
+        ([["disk", ROW]], {"host": None}),
+        ([["disk", ROW]], {"looked_at": [["disk", {}]]}),
+        ([["disk", ROW | {"found": "b" * (1 << 20)}]], {}),
+    ],
+)
+def test_what_is_no_finding_is_refused(findings, more):
+    from_json(json.dumps({"host": "a", "findings": [["disk", ROW]], "looked_at": []}).encode(), 1)
+    with pytest.raises(ValueError, match=r"."):
+        from_json(json.dumps({"host": "a", "findings": findings, "looked_at": []} | more).encode(), 1)
+
+
+def test_code_from_the_store_does_not_run(tmp_path):
+    for content in (pickle.dumps(Attack(tmp_path / "ran")), b"", b"[" * 100_000, b"{}", b"3"):
+        with pytest.raises(ValueError, match=r"."):
+            from_json(content, 1)
+    assert not (tmp_path / "ran").exists()

@@ -74,6 +74,54 @@ def test_nothing_else_is_shown():
     assert "secret" not in str(shown)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(
+            "AUTH",
+            "AUTH_HEADER",
+            "BASICAUTH",
+            "CRED",
+            "CREDENTIALS",
+            "PASS",
+            "PASSWORD",
+            "PASSPHRASE",
+            "PWD",
+            "SESSION_ID",
+            "COOKIE",
+        ),
+        *("BEARER", "SAS", "DSN", "API_KEY", "APIKEY", "SECRET", "TOKEN", "PIN", "SIGNATURE", "auth_token", "password"),
+    ],
+)
+def test_a_variable_named_after_a_secret_is_not_shown(end):
+    assert "hunter2" not in str(found(**{f"NVIDIA_{end}": "hunter2"}))
+
+
+@pytest.mark.parametrize("name", ["CUDA_DSNAP", "NCCL_BYPASS_CHECK", "NCCL_DEBUG", "UCX_PINNED", "TORCH_DISASSEMBLY"])
+def test_a_variable_that_only_resembles_one_is_shown(name):
+    assert found(**{name: "7"})[name].found == "7"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("http://user:hunter2@proxy:80", "http://***@proxy:80"),
+        ("https://hunter2@host/path", "https://***@host/path"),
+        ("tcp://user:hunt/er2@h@host", "tcp://***@host"),
+        ("https://host/a?sig=hunter2&x=1", "https://host/a?sig=***&x=1"),
+        ("api_key=hunter2;a=b", "api_key=***;a=b"),
+        ("Password=hunter2", "Password=***"),
+        ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
+        ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
+        ("^docker0,lo", "^docker0,lo"),
+        ("mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
+        ("/a/b@c:/d", "/a/b@c:/d"),
+    ],
+)
+def test_secrets_within_a_value_are_masked(value, shown):
+    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].found == shown
+
+
 @pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
 def test_a_key_of_a_network_is_no_secret(name):
     assert found(**{name: "0x8001"})[name].found == "0x8001"

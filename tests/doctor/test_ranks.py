@@ -2,10 +2,12 @@
 
 import fcntl
 import os
+import pickle
 
 import pytest
 
 from megaenc.doctor import ranks
+from megaenc.doctor.findings import Asked
 
 HOSTS = ["a", "b", "c"]
 
@@ -57,3 +59,17 @@ def test_arrays_that_processes_of_a_node_do_not_share_are_a_note():
     assert ranks.copies([("a", True), ("b", True)], [False] * 2) == [], (
         "with one process on each node there is nobody to share with"
     )
+
+
+def test_what_is_in_the_store_is_handed_on_as_bytes_and_never_unpickled(tmp_path, monkeypatch):
+    import torch.distributed as dist
+
+    class Attack:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    store, attack = dist.HashStore(), pickle.dumps(Attack())
+    dist.PrefixStore("megaenc/doctor", store).set("1", attack)
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
+    assert ranks.exchange(Asked(), "mine", 0.2) == {0: b"mine", 1: attack}
+    assert not (tmp_path / "ran").exists()

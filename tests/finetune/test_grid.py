@@ -149,6 +149,7 @@ def test_wrong_input_of_a_run_is_said_once_and_not_tried_again(tmp_path, capsys)
     go(model, tmp_path / "out", "--datasets", "sc1", *SMALL, code=2)
     assert len(calls(model)) == 4
     assert "without result: toy sc1 1e-05 sd0 and 3 more: sc1: no column `text`" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_rate_that_makes_the_loss_nan_is_a_failed_run(tmp_path, capsys):
@@ -216,6 +217,9 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
         (["--learning-rates", "1e-5", "1e-5"], "--learning-rates: found 1e-05 twice"),
         (["--seeds", "0"], "--seeds: found 0, expected at least 1"),
         (["--jobs-per-gpu", "0"], "--jobs-per-gpu: found 0"),
+        (["--jobs-per-gpu", "100000"], "--jobs-per-gpu: found 100,000, expected at most "),
+        (["--jobs", "100000"], "--jobs: found 100,000, expected at most "),
+        (["--threads", "100000"], "--threads: found 100,000, expected at most "),
         (["--hang-minutes", "nan"], "--hang-minutes: found nan, expected at least 0"),
         (["--jobs-per-task", "0"], "--jobs-per-task: found 0"),
         (["--slurm-minutes", "0"], "--slurm-minutes: found 0, expected at least 1"),

@@ -100,6 +100,8 @@ def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
     words = [manifests.write(tmp_path), "--output", tmp_path / "study"]
     assert "--jobs: found beside --slurm" in said(capsys, *words, "--slurm", "--jobs", "2")
     assert "--slurm-gpus: found without --slurm" in said(capsys, *words, "--slurm-gpus", "2")
+    assert "--jobs: found 100,000, expected at most " in said(capsys, *words, "--jobs", "100000")
+    assert "--processes: found 100,000, expected at most " in said(capsys, *words, "--processes", "100000")
     assert "--slurm-cluster: found without --slurm" in said(capsys, *words, "--slurm-cluster", "local")
     assert not (tmp_path / "study").exists()
 

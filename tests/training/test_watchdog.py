@@ -1,12 +1,14 @@
 """A run that stands still ends with every rank's stacks and exit code 70; what is merely slow to begin is left alone."""
 
+import json
 import re
 import sys
 
 import psutil
+import pytest
 import runs
 
-from megaenc.training.watchdog import HUNG, _line
+from megaenc.training.watchdog import HUNG, _line, _standing
 
 SECONDS = 6  # a step takes a hundredth of it
 
@@ -99,3 +101,19 @@ def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
         "rank 3 in read (packs.py:80), step 7; ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
         "stacks of all threads in runs/a/stacks"
     )
+
+
+HUGE = b'{"quiet": 1' + b"0" * 400 + b"}"
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\x80\x04.", b"[1]", b"[" * 100_000, b'{"at": 3, "quiet": true}', b'{"quiet": NaN}', HUGE]
+)
+def test_what_no_rank_has_told_is_unknown(value):
+    assert _line({0: _standing(value)}).startswith("error: no progress for ")
+    assert _standing(value) | {"quiet": 0.0} == {"doing": "unknown", "at": "unknown", "stacks": "unknown", "quiet": 0.0}
+
+
+def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():
+    told = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
+    assert _standing(json.dumps(told).encode()) == told | {"at": "[2Jread (a.py:1)"}

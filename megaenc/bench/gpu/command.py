@@ -19,7 +19,7 @@ from megaenc.bench.gpu.sizes import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS,
 from megaenc.bench.gpu.table import table
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, write_whole
+from megaenc.files import check_output_file, make_parent, stopped_by_sigterm, write_whole
 
 DESCRIPTION = """Is what an accelerator computes right, and how fast is it? One accelerator, under nine minutes.
 
@@ -152,6 +152,9 @@ def unset(environment: dict[str, str]) -> dict[str, str]:
 def run(settings: GpuFlags) -> dict[str, Any]:
     """All phases. Raises InputError for wrong settings."""
     settings.check()
+    for suffix in (None, ".md", ".log"):
+        path = Path(settings.output)
+        check_output_file(path if suffix is None else path.with_suffix(suffix), "--output")
     make_parent(Path(settings.output), "--output")
     log = Path(settings.output).with_suffix(".log")
     host = settings.device == "cpu"

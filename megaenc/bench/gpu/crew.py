@@ -6,13 +6,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaenc.processes import below
+from megaenc.processes import below, python_command, python_environment
 
 
 class Failed(Exception):
@@ -79,8 +78,8 @@ class _Worker:
         self.ready, self._rest = False, b""
         with open(log, "ab") as stream:
             self.process = subprocess.Popen(
-                below([sys.executable, "-m", "megaenc.bench.gpu.worker"]),
-                env=os.environ | environment,
+                below(python_command("-m", "megaenc.bench.gpu.worker")),
+                env=python_environment() | environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stream,
