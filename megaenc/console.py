@@ -27,7 +27,7 @@ _NOISY_LOGGERS = (
 def quiet() -> None:
     """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
 
-    Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
+    transformers fetches no kernels from the Hub either. Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
     already set keeps its value.
     """
     for name, value in {
@@ -39,6 +39,7 @@ def quiet() -> None:
         "DATASETS_VERBOSITY": "error",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "USE_HUB_KERNELS": "NO",
     }.items():
         os.environ.setdefault(name, value)
     for name in _NOISY_LOGGERS:
