@@ -1,6 +1,7 @@
 """A Hugging Face model folder: its config.json and its safetensors, one tensor at a time."""
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,7 +48,7 @@ class HFFolder:
         `flag` names where the path came from.
         """
         self.path, self.flag = path, flag
-        if not path.is_dir():
+        if not os.path.isdir(path):  # False for a name that is too long too
             raise InputError(
                 f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
             )

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,17 @@ class SavedRun:
             seed = self.settings.seed if drawn else None
             encoder = build_encoder(self.model, self.vocab_size, length, backend.Layout(), self.dtype, seed=seed)
             if not drawn:
-                load_model(checkpoints, found, encoder, identity=self.identity)
+                try:
+                    load_model(checkpoints, found, encoder, identity=self.identity)
+                except InputError:
+                    raise
+                except Exception:  # as many types as there are files and readers of them
+                    if checkpoints.is_whole(found):
+                        raise
+                    raise InputError(
+                        f"{checkpoints.path(found)}: was removed while it was read, as a run does with its old checkpoints; "
+                        "expected one that stays (--ckpt-step, or wait for the end of the run)"
+                    ) from None
             yield found, encoder.requires_grad_(False)
         finally:
             backend.stop()
@@ -128,7 +139,7 @@ def open_run(folder: Path) -> SavedRun:
 
     InputError where one is missing, no run wrote it, or config.yaml has another model than the one that was trained.
     """
-    if not (folder / CONFIG).is_file():
+    if not os.path.isfile(folder / CONFIG):
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
     facts, start = _read_facts(folder / FACTS)

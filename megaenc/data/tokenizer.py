@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -33,22 +34,23 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     name = str(name_or_dir)
     folder = Path(name)
     # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so a path is not.
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir())
-    if not folder.is_dir() and (is_path or folder.exists()):
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent))
+    is_folder = os.path.isdir(folder)  # False for a name that is too long too
+    if not is_folder and (is_path or os.path.exists(folder)):
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
 
-    local = {"config": _config_for_class(folder), "local_files_only": True} if folder.is_dir() else {}
+    local = {"config": _config_for_class(folder), "local_files_only": True} if is_folder else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
     except BaseException as error:  # nearly anything: OSError, KeyError, JSON and HTTP errors, panics of tokenizers' Rust
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        if folder.is_dir() and not (folder / "tokenizer.json").exists():
+        if is_folder and not (folder / "tokenizer.json").exists():
             raise InputError(
                 f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
-        what = "tokenizer.json cannot be loaded" if folder.is_dir() else "neither a folder nor a name that the Hub answers to"
+        what = "tokenizer.json cannot be loaded" if is_folder else "neither a folder nor a name that the Hub answers to"
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason[:160]})") from None
     if not getattr(tokenizer, "is_fast", False):

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _AT_ONCE = 1 << 24  # bytes
 def check_model_folder(folder: str) -> None:
     """Raise InputError for a path that is no folder, or one without a configuration, weights or a tokenizer."""
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
             f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
             "`hf download NAME --local-dir FOLDER` fetches it"
