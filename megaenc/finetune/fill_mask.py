@@ -1,7 +1,6 @@
 """Hidden words and who guesses them: an exported encoder against text that it has not seen."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc import flags
-from megaenc.console import quiet, say
+from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.randomness import SampleRandomness, permutation
 
@@ -246,9 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load(settings.model)
     asked = riddles(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
     if asked:
-        from rich.console import Console
-
-        Console(file=sys.stdout).print(table(asked, guess(model, tokenizer, asked)))
+        rich_console().print(table(asked, guess(model, tokenizer, asked)))
     found = score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     say(
         f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "

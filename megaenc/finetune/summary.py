@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import quiet, say
+from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import make_parent, write_whole
 from megaenc.finetune.intervals import Kind
@@ -172,10 +172,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     found = scan(settings.results)
     summary = summarise(found, settings.metrics, settings.interval)
-    from rich.console import Console
-
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    console = Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
+    console = rich_console(**plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
     for table in tables(summary):
         console.print(table)
     for line in notes(summary):
