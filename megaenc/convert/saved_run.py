@@ -1,7 +1,6 @@
 """What an export needs of a run folder: its model, its history, and the weights of one of its steps."""
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from megaenc.convert.families import FAMILIES, KNOWN
 from megaenc.convert.mask_token import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import CheckpointFolder
@@ -157,7 +157,7 @@ def open_run(folder: Path) -> SavedRun:
 def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = parse_json(read_regular(file))
         start, identity, source = Start.read(facts), facts["identity"], facts.get("source", {})
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
