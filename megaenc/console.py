@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import sys
 import time
 import warnings
@@ -28,7 +29,7 @@ def quiet() -> None:
     """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
 
     Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
-    already set keeps its value.
+    already set keeps its value. One of the variables keeps transformers from fetching kernels from the Hub.
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
@@ -39,6 +40,7 @@ def quiet() -> None:
         "DATASETS_VERBOSITY": "error",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "USE_HUB_KERNELS": "NO",
     }.items():
         os.environ.setdefault(name, value)
     for name in _NOISY_LOGGERS:
@@ -48,9 +50,36 @@ def quiet() -> None:
         warnings.filterwarnings("default", module=r"megaenc(\.|$)")
 
 
+# Control characters of both sets, marks and overrides of the writing direction, separators of lines, halves of surrogate pairs.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with each character that a terminal acts on, other than those of `keep`, spelled as Python does: `\\x1b`.
+
+    Names and messages from files are printed so: they can neither move the cursor nor show what they do not hold.
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def rich_console(**options: Any) -> Any:
+    """Build a Console of rich on standard output that prints text as `printable` returns it. `options` are those of Console."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Printable(Console):
+        def render(self, *given: Any, **named: Any) -> Iterator[Segment]:
+            for segment in super().render(*given, **named):
+                text, style, control = segment
+                yield segment if control else Segment(printable(text, keep="\n\t"), style)
+
+    return Printable(file=sys.stdout, **options)
+
+
 def say(text: str) -> None:
     """Print one line on standard output, from rank 0 only."""
     if not rank():
+        text = printable(text, keep="\n\t")
         print(text, flush=True)
         for listener in _LISTENERS:
             listener(text)
@@ -81,7 +110,7 @@ class ProgressLine:
     """
 
     def __init__(self, description: str, total: float | None, every: float = 10.0, *, closing: bool = True) -> None:
-        self.description, self.total, self.every, self.closing = description, total, every, closing
+        self.description, self.total, self.every, self.closing = printable(description), total, every, closing
         self._done = 0.0
         self._fields: dict[str, Any] = {}
         self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
@@ -91,14 +120,13 @@ class ProgressLine:
 
     def __enter__(self) -> Self:
         if not rank() and sys.stdout.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
 
             columns = [TextColumn("{task.description}", markup=False)]
             if self.total is not None:
                 columns.append(BarColumn(bar_width=24))
             columns.append(TextColumn("{task.fields[tail]}", markup=False))
-            self._live = Progress(*columns, console=Console(file=sys.stdout))
+            self._live = Progress(*columns, console=rich_console())
             self._live.start()
             self._task = self._live.add_task(self.description, total=self.total, tail="")
         return self
@@ -108,7 +136,7 @@ class ProgressLine:
         now = time.monotonic()
         self._done = done
         self._fields.update(fields)
-        self.description = self.description if description is None else description
+        self.description = self.description if description is None else printable(description)
         if self._first is None:
             self._first = (now, done)
         if self._live is not None:
@@ -135,7 +163,7 @@ class ProgressLine:
         if self.total and self._first is not None and self._first[1] < self._done < self.total:
             rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
             parts.append(f"{clock((self.total - self._done) / rate)} left")
-        return "  ".join(parts)
+        return printable("  ".join(parts))
 
 
 def number(value: Any) -> str:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from megaenc.console import printable
 from megaenc.launcher import for_good, started_by_torchrun
 from megaenc.ranks import local_rank, rank
 
@@ -37,7 +38,7 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
         except InputError as error:
             where = f"rank {rank()}: " if rank() else ""
             if rank() == 0 or isinstance(error, LocalInputError):
-                print(f"error: {where}" + " ".join(str(error).split()), file=sys.stderr, flush=True)
+                print(printable(f"error: {where}" + " ".join(str(error).split())), file=sys.stderr, flush=True)
             elif started_by_torchrun():
                 time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
             if local_rank() == 0 or isinstance(error, LocalInputError):

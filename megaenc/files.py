@@ -30,12 +30,15 @@ def refuse_existing(path: Path, flag: str) -> None:
     `flag` names where the path came from.
     """
     try:
+        str(path).encode()
         place = _place(path)
         empty = place.is_dir() and not any(place.iterdir())
         exists = place.exists() or path.is_symlink()
         here = empty and place == Path.cwd()
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
+    except ValueError:
+        raise InputError(f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name") from None
     if here:  # whoever stands in it would be left standing in what was replaced
         raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
     if exists and not empty:
@@ -231,8 +234,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     place = _place(path)
     temporary = _temporary(place)
     try:
-        with _one_line(path, *_UNUSABLE, errno.ENAMETOOLONG):
+        try:
             temporary.mkdir()
+        except OSError as error:  # ENOENT in /proc, a name that is too long, and whatever a file system answers
+            raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
         with _one_line(place.parent, *_UNUSABLE):
             yield temporary
             for inside in (*temporary.rglob("*"), temporary):
@@ -262,13 +267,30 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_line(place: Path, *numbers: int) -> Iterator[None]:
-    """InputError, naming `place`, for an OSError of one of `numbers`."""
+    """Raise InputError, naming `place`, for an OSError of one of `numbers`, and for any error if the disk is full.
+
+    Libraries that write by themselves (tokenizers, torch) raise errors without a number.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno not in numbers:
+    except InputError:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in numbers:
+            reason = error.strerror
+        elif os.strerror(errno.ENOSPC) in str(error) or (not isinstance(error, OSError) and _is_full(place)):
+            reason = os.strerror(errno.ENOSPC)
+        else:
             raise
-        raise InputError(f"{place}: cannot be written to: {error.strerror}") from None
+        raise InputError(f"{place}: cannot be written to: {reason}") from None
+
+
+def _is_full(place: Path) -> bool:
+    """Return if no block is free on the disk of `place`, a folder."""
+    try:
+        return os.statvfs(place).f_bavail == 0
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, say
+from megaenc.console import ProgressLine, printable, rich_console, say
+from megaenc.errors import InputError, one_line_errors
 
 
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end(capsys, monkeypatch):
@@ -91,3 +92,47 @@ from transformers import AutoTokenizer
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == ""
     assert ended.stderr == "y.py:1: UserWarning: from ourselves\n"
+
+
+# Clears the screen, goes back to the start of the line, is another control sequence in one character, turns the writing round.
+HOSTILE = "a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
+SHOWN = r"a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
+
+
+@pytest.mark.parametrize("text", ["naïve 文 ✓ █▉ 👩‍👩‍👧 μ ß", "55 %  loss 3.21", r"a\x1b", "עברית and العربية"])
+def test_text_that_a_terminal_only_shows_stays_as_it_is(text, capsys):
+    assert printable(text) is text or printable(text) == text
+    say(f"{text}\n\tmore")
+    rich_console(width=200, highlight=False).print(text)
+    assert capsys.readouterr().out == f"{text}\n\tmore\n{text}\n"
+
+
+def test_text_that_a_terminal_acts_on_is_spelled(capsys):
+    say(HOSTILE)
+    with ProgressLine(HOSTILE, total=None, every=0) as progress:
+        progress.update(1, **{"model\x1b": "x\ny\x1b"})
+    rich_console(width=200, markup=False, highlight=False).print(HOSTILE)
+    out = capsys.readouterr().out.split("\n")
+    by_rich = SHOWN.replace(r"\r", "").replace(r"\x07", "")  # which rich leaves out itself
+    assert out == [SHOWN, rf"{SHOWN}  model\x1b x\ny\x1b", by_rich, ""]
+
+    @one_line_errors
+    def main():
+        raise InputError(f"--model {HOSTILE}\n: no such folder")
+
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert printable(said, keep="\n") == said and said.count("\n") == 1 and r"a\x1b[2J b\x9b31mc\u202ed" in said
+
+
+def test_a_live_line_spells_what_a_terminal_acts_on(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with ProgressLine("evil\x1b]0;title\x07", total=2) as progress:
+        progress.update(1, **{"data set": "\x1b[2Jx"})
+    shown = terminal.getvalue()
+    assert r"evil\x1b]0;title\x07" in shown and r"\x1b[2Jx" in shown
+    assert "\x1b]0" not in shown and "\x1b[2J" not in shown and "\x07" not in shown

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,7 @@ def test_a_signal_at_any_moment_leaves_the_old_files_or_the_new(tmp_path, number
     code = """
 import random, signal, sys, threading, time
 from pathlib import Path
+from types import SimpleNamespace
 from megaenc.files import stopped_by_sigterm, whole_files
 
 folder, number, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -241,9 +243,31 @@ def test_a_name_that_no_file_system_takes_is_one_line(tmp_path):
         raise AssertionError("the block is not begun")
 
 
+def test_a_place_where_nothing_can_be_made_is_one_line():
+    with pytest.raises(InputError, match="cannot be written to: No such file"), whole_folder(Path("/proc/nowhere")):
+        raise AssertionError("the block is not begun")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\udcff"])
+def test_a_name_that_is_no_text_is_one_line(name):
+    with pytest.raises(InputError, match=r"--output '.*': not UTF-8, or holds a null character"):
+        refuse_existing(Path(name), "--output")
+
+
 def test_an_error_of_the_block_stays_what_it_is(tmp_path):
     with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "folder"):
         (tmp_path / "missing").read_text()
+    with pytest.raises(RuntimeError, match="a bug"), whole_folder(tmp_path / "folder"):
+        raise RuntimeError("a bug")
+
+
+def test_a_full_disk_is_one_line_from_libraries_that_hide_the_number(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
+        raise Exception("No space left on device (os error 28)")
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_bavail=0))
+    with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
+        raise RuntimeError("basic_ios::clear: iostream error")
+    assert not names(tmp_path)
 
 
 def test_a_link_to_an_empty_folder_stays_a_link(tmp_path):

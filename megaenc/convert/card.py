@@ -1,15 +1,19 @@
 """The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
 
-import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaenc import markdown
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_regular
 from megaenc.objectives import Attention, Objective, Schedule
 from megaenc.training.run_folder import METRICS, VALIDATION
 from megaenc.training.start import NEW_WEIGHTS, Start
+
+_MOST = 1 << 30
+"""The most bytes that are read of a run's metrics."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,8 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
     """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
     objective = provenance.read_as(attention)
     causal = attention == Attention.CAUSAL
-    rows = "\n".join(
-        f"| `{one.describe()}` | {one.attention} | token {_moved(one.shift)} |" for one in provenance.last_objectives
-    )
+    last = [(markdown.code(one.describe(), cell=True), one) for one in provenance.last_objectives]
+    rows = "\n".join(f"| {name} | {one.attention} | token {_moved(one.shift)} |" for name, one in last)
     trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
     # transformers' pipeline fills masks with the classes made for it alone.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
@@ -82,7 +85,7 @@ license: {provenance.license}
 tags: [megaenc]
 ---
 
-# {name}
+# {markdown.text(name)}
 
 A text {"decoder" if causal else "encoder"}{_training(provenance)} {_descent(provenance)}Attention in this
 export: {attention}.{_loads_with(provenance, attention)}
@@ -117,16 +120,18 @@ def last_rows(folder: Path, step: int) -> dict[str, dict[str, Any]]:
     for row in _rows(folder / METRICS, step)[-1:]:
         found["training"] = row
     for row in _rows(folder / VALIDATION, step)[-1:]:
-        for name, numbers in row.get("objectives", {}).items():
-            found[f"held out, `{name}`"] = {"step": row["step"], **numbers}
+        objectives = row.get("objectives")
+        named = objectives.items() if isinstance(objectives, dict) else ()
+        for name, numbers in ((name, numbers) for name, numbers in named if isinstance(numbers, dict)):
+            found[f"held out, {markdown.code(name, cell=True)}"] = {"step": row["step"], **numbers}
     return found
 
 
 def _rows(file: Path, step: int) -> list[dict[str, Any]]:
     """Up to `step`; none of a file that is not there or that a run is just writing to."""
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return [row for row in rows if row["step"] <= step]
+        rows = [parse_json(line) for line in read_regular(file, _MOST).splitlines()]
+        return [row for row in rows if type(row["step"]) is int and row["step"] <= step]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -142,8 +147,8 @@ def _figures(provenance: Provenance) -> str:
         lines.append("")
     known = [
         f"{provenance.parameters:,} parameters" if provenance.parameters else "",
-        f"data `{provenance.data[:16]}`" if provenance.data else "",
-        f"tokenizer `{provenance.tokenizer[:16]}`" if provenance.tokenizer else "",
+        f"data {markdown.code(provenance.data[:16])}" if provenance.data else "",
+        f"tokenizer {markdown.code(provenance.tokenizer[:16])}" if provenance.tokenizer else "",
     ]
     if any(known):
         lines += [f"{'; '.join(filter(None, known))} (fingerprints).", ""]
@@ -154,7 +159,7 @@ def _training(provenance: Provenance) -> str:
     if provenance.converted:
         return " as it came in: nothing was trained since."
     return (
-        f" pretrained on `{provenance.schedule_text}` over {provenance.total_iters:,} steps;\n"
+        f" pretrained on {markdown.code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
         f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
     )
 
@@ -163,21 +168,22 @@ def _descent(provenance: Provenance) -> str:
     """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
     start, whose = provenance.start, "weights" if provenance.converted else "first weights"
     parts = [
-        f"Its {whose} are those of `{Path(stage.run).name}`, a Hugging Face model of type {stage.family}. "
+        f"Its {whose} are those of {markdown.code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
         for stage in start.before
         if stage.family
     ]
     if provenance.added_token:
-        parts.append(f"The row of its mask token, `{provenance.added_token}`, was added: the mean of the others. ")
+        parts.append(f"The row of its mask token, {markdown.code(provenance.added_token)}, was added: the mean of the others. ")
     stages = [
-        f"`{Path(stage.run).name}` to step {stage.step:,} (`{stage.schedule}`, {stage.tokens:,} tokens)"
+        f"{markdown.code(Path(stage.run).name)} to step {stage.step:,} ({markdown.code(stage.schedule)}, {stage.tokens:,} tokens)"
         for stage in start.before
         if not stage.family
     ]
     if stages:
         parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")
     if start.kind == "branch":
-        parts.append(f"It is a branch of the run `{Path(start.run).name}` at step {start.at:,}, and the same run up to there. ")
+        run = markdown.code(Path(start.run).name)
+        parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
     return "".join(parts)
 
 
@@ -199,7 +205,7 @@ def _moved(shift: int) -> str:
 
 
 def _how_to_read(objective: Objective, attention: Attention, provenance: Provenance) -> str:
-    shift, name = objective.shift, objective.describe()
+    shift, name = objective.shift, markdown.code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
@@ -210,12 +216,12 @@ def _how_to_read(objective: Objective, attention: Attention, provenance: Provena
             else ('`transformers.pipeline("fill-mask")` reads position i and would answer for another token; ')
         )
         parts.append(
-            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** `{name}` predicts a token from the output "
+            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** {name} predicts a token from the output "
             f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
             f"{pipeline}`megaenc fill-mask` moves the logits by itself."
         )
     else:
-        parts.append(f"`{name}` predicts a token where it stands: the output at position i is for token i.")
+        parts.append(f"{name} predicts a token where it stands: the output at position i is for token i.")
     if objective.attention != attention:
         was = "came in reading" if provenance.converted else "was trained" if provenance.step else "is first trained"
         parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")

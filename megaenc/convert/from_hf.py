@@ -13,7 +13,8 @@ import yaml
 
 from megaenc import __version__, backend, flags
 from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
-from megaenc.convert.hf_folder import HFFolder
+from megaenc.convert.hf_folder import TrainableFolder
+from megaenc.convert.hf_model import first_line
 from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.mask_token import MaskToken, give_mask_token
 from megaenc.convert.shards import dtype_of
@@ -35,7 +36,7 @@ _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices
 class Source:
     """What a Hugging Face folder holds, checked against what its config.json says."""
 
-    folder: HFFolder
+    folder: TrainableFolder
     family: Family
     config: Any  # transformers'
     model: ModelConfig
@@ -69,7 +70,7 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     InputError names the file, the field or the tensor that does not fit. No weight is read yet but the few that must be zero or
     equal to another.
     """
-    folder = HFFolder(path)
+    folder = TrainableFolder(path)
     where = str(folder.config_file)
     family = family_of(folder.config, where)
     config = read_config(folder.config, where)
@@ -85,7 +86,11 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
         model = dataclasses.replace(model, untie_embeddings_and_output_weights=False)
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
     tied = not model.untie_embeddings_and_output_weights
-    folder.check(hf_shapes(model, family), optional={HEAD} if tied else set())
+    try:
+        shapes = hf_shapes(model, family)
+    except RuntimeError as error:  # more numbers than 64 bits can count
+        raise InputError(f"{where}: {first_line(error)}; expected sizes as the weights have them") from None
+    folder.check(shapes, optional={HEAD} if tied else set())
     for name in family.zero_biases(model):
         if folder.tensor(name).any():
             raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
@@ -186,7 +191,7 @@ def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: d
     }
 
 
-def _untrained(folder: HFFolder, row: int) -> bool:
+def _untrained(folder: TrainableFolder, row: int) -> bool:
     """Whether a row of the embedding is next to nothing, which no training left as it is: weight decay alone did."""
     norms = torch.cat([part.float().norm(dim=1) for part in folder.in_parts(EMBEDDING, _ROWS)])
     return bool(norms[row] < norms.median() / 100)

@@ -1,66 +1,114 @@
 """A Hugging Face model folder: its config.json and its safetensors, one tensor at a time."""
 
-import json
+import contextlib
+import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from megaenc.errors import InputError
+from megaenc.files import read_json_object
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _DTYPES = ("F32", "BF16", "F16")
 _COMPUTED = ".rotary_emb.inv_freq"  # older versions of transformers saved these angles with the weights
+# Fields of config.json that tell transformers how to load a model (from where, by whose code) or what it returns besides states.
+_LOADING = re.compile(
+    "_.*|attn_implementation|auto_map|configuration_files|distributed_config|dtype|experts_implementation|fusion_config|id2label"
+    "|kernel_config|label2id|name_or_path|num_labels|output_attentions|output_hidden_states|problem_type|return_dict|torch_dtype"
+    "|transformers_weights|trust_remote_code|use_kernels"
+)
+# Fields that count layers, or parts of one, each of which costs memory before any weight is compared with them.
+_COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
+_MOST = 4096  # of any of them, unless a folder holds more tensors
+
+
+class Header(NamedTuple):
+    """A tensor as the header of its file describes it."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class HFFolder:
-    """Names, shapes and dtypes of all weights, known from the files' headers; the weights themselves are read when asked for.
+    """The settings of a model and the headers of its weights, by the names that the files give them. No pickle is ever read."""
+
+    def __init__(self, path: Path, flag: str = "--input"):
+        """Read config.json and the headers. InputError, naming the file, for what is missing, damaged or a pickle.
+
+        `flag` names where the path came from.
+        """
+        self.path, self.flag = path, flag
+        if not os.path.isdir(path):  # False for a name that is too long too
+            raise InputError(
+                f"{flag} {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
+            )
+        self.config_file = path / CONFIG
+        values = read_json_object(self.config_file, f"the {CONFIG} of a Hugging Face model")
+        self.config: dict[str, Any] = _without_loading(values)
+        """What config.json says of the model, without what it says of how to load it."""
+        self.files, indexed = _weight_files(path)
+        self.headers: dict[str, Header] = {}
+        for file in self.files:
+            self._read_headers(file)
+        for name, file in indexed.items():
+            if not name.endswith(_COMPUTED) and (name not in self.headers or self.headers[name].file.name != file):
+                raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
+        _check_counts(self.config, max(_MOST, len(self.headers)), self.config_file)
+
+    def _read_headers(self, file: Path) -> None:
+        with _opened(file, "np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, which is no dict
+                if name.endswith(_COMPUTED):
+                    continue
+                if name in self.headers:
+                    raise InputError(f"{file}: holds `{name}` a second time (it is in {self.headers[name].file.name} already)")
+                header = tensors.get_slice(name)
+                self.headers[name] = Header(file, header.get_dtype(), tuple(header.get_shape()))
+
+    @contextlib.contextmanager
+    def slices(self) -> Iterator[dict[str, Any]]:
+        """Yield the safetensors slice of each weight by its name; a slice can be read while the block lasts."""
+        with contextlib.ExitStack() as stack:
+            opened = {file: stack.enter_context(_opened(file, "pt")) for file in self.files}
+            yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
+
+
+class TrainableFolder(HFFolder):
+    """Names, shapes and dtypes of all weights of a model that training can start from, and the weights one by one.
 
     Weights have the names that a model with an output layer gives them (`model.norm.weight`), whether the folder is of such a
     model or of one without, which leaves `model.` out.
     """
 
     def __init__(self, path: Path):
-        """Read config.json and the headers. InputError, naming the file, for what is missing, damaged or a pickle."""
-        self.path = path
-        if not path.is_dir():
-            raise InputError(
-                f"--input {path}: no such folder, expected one with {CONFIG} and {WEIGHTS} (hf download gets it from the Hub)"
-            )
-        self.config_file = path / CONFIG
-        self.config: dict[str, Any] = read_json(self.config_file)
+        """Read config.json, generation_config.json and the headers. InputError for what HFFolder or training cannot take."""
+        super().__init__(path)
         generation = path / GENERATION
-        self.generation: dict[str, Any] = _generation(generation) if generation.is_file() else {}
-        self.files, indexed = _weight_files(path)
+        self.generation: dict[str, Any] = _generation(generation) if generation.exists() else {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: set[str] = set()
         self._stored: dict[str, tuple[Path, str]] = {}
-        for file in self.files:
-            self._read_header(file)
-        stored = {(file.name, name) for file, name in self._stored.values()}
-        for name, file in indexed.items():
-            if (file, name) not in stored and not name.endswith(_COMPUTED):
-                raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
+        for stored, (file, dtype, shape) in self.headers.items():
+            name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
+            if name in self._stored:
+                raise InputError(f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)")
+            if dtype not in _DTYPES:
+                raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(_DTYPES)}")
+            self._stored[name], self.shapes[name] = (file, stored), shape
 
-    def _read_header(self, file: Path) -> None:
-        with _opened(file) as tensors:
-            for stored in tensors.keys():  # noqa: SIM118, which is no dict
-                if stored.endswith(_COMPUTED):
-                    continue
-                name = stored if stored.startswith(("model.", "lm_head.")) else f"model.{stored}"
-                if name in self._stored:
-                    raise InputError(f"{file}: holds `{stored}` a second time (it is in {self._stored[name][0].name} already)")
-                header = tensors.get_slice(stored)
-                dtype = header.get_dtype()
-                if dtype not in _DTYPES:
-                    raise InputError(f"{file}: tensor `{stored}`: found dtype {dtype}, expected one of {', '.join(_DTYPES)}")
-                self._stored[name] = (file, stored)
-                self.shapes[name] = tuple(header.get_shape())
-                self.dtypes.add(dtype)
+    @property
+    def dtypes(self) -> set[str]:
+        """The dtypes of the weights, as safetensors calls them."""
+        return {header.dtype for header in self.headers.values()}
 
     def check(self, expected: Mapping[str, tuple[int, ...]], optional: set[str]) -> None:
         """InputError names the first weight that is missing, of another shape, or neither `expected` nor `optional`."""
@@ -73,25 +121,41 @@ class HFFolder:
             if name not in expected and name not in optional:
                 raise InputError(f"{file}: tensor `{stored}`: found a weight that {CONFIG} has no place for")
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """The weight `name`. It lies in the pages of its file, which leave memory with it: so the file is not kept open."""
         file, stored = self._stored[name]
-        with _opened(file) as tensors:
+        with _opened(file, "pt") as tensors:
             return tensors.get_tensor(stored)
 
-    def in_parts(self, name: str, rows: int) -> Iterator[Tensor]:
+    def in_parts(self, name: str, rows: int) -> "Iterator[Tensor]":
         """The same in pieces of `rows` rows, for the largest ones."""
         file, stored = self._stored[name]
         for start in range(0, self.shapes[name][0], rows):
-            with _opened(file) as tensors:
+            with _opened(file, "pt") as tensors:
                 yield tensors.get_slice(stored)[start : start + rows]
+
+
+def _without_loading(value: Any) -> Any:
+    """Drop the fields, at any depth, that tell transformers how to load a model."""
+    if isinstance(value, dict):
+        return {name: _without_loading(inner) for name, inner in value.items() if not _LOADING.fullmatch(name)}
+    return [_without_loading(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_counts(values: Any, most: int, file: Path) -> None:
+    """InputError for more layers, or parts of one, than a model has whose weights a folder can hold."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_counts(value, most, file)
+        elif _COUNT.fullmatch(name) and isinstance(value, int | float) and value > most:
+            raise InputError(f"{file}: field `{name}`: found {_short(value)}, expected at most {most}, as the weights tell")
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     """The files that hold the weights, and what the index, where there is one, says which tensor is in."""
-    if (path / WEIGHTS).is_file():
+    if (path / WEIGHTS).exists():
         return [path / WEIGHTS], {}
-    if not (path / INDEX).is_file():
+    if not (path / INDEX).exists():
         pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
         if pickles:
             raise InputError(
@@ -99,13 +163,13 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
                 "(save_pretrained of transformers writes it)"
             )
         raise InputError(f"{path}: no {WEIGHTS} and no {INDEX} there, expected the weights of a model")
-    index = read_json(path / INDEX).get("weight_map")
+    index = read_json_object(path / INDEX, "the file of each tensor").get("weight_map")
     if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
-        if Path(file).name != file:
-            raise InputError(f"{path / INDEX}: found {file!r}, expected the name of a file in the same folder")
-        if not (path / file).is_file():
+        if Path(file).name != file or "\0" in file:
+            raise InputError(f"{path / INDEX}: found {_short(file)}, expected the name of a file in the same folder")
+        if not (path / file).exists():
             raise InputError(f"{path / file}: missing, and {INDEX} says that weights are there; get the whole folder again")
     return [path / file for file in sorted({*index.values()})], index
 
@@ -114,39 +178,33 @@ def _generation(file: Path) -> dict[str, Any]:
     """What generation_config.json holds, if transformers takes it for that."""
     from transformers import GenerationConfig
 
-    values = read_json(file)
+    values = read_json_object(file, "how the model writes text")
     try:
         GenerationConfig.from_dict(values).validate()
     except Exception as error:  # whatever a wrong type leads to
         raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
     ends = values.get("eos_token_id")
     if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise InputError(f"{file}: field `eos_token_id`: found {ends!r}, expected ids of tokens")
+        raise InputError(f"{file}: field `eos_token_id`: found {_short(ends)}, expected ids of tokens")
     return values
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; InputError where there is none."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror or error}; expected the {file.name} of a Hugging Face model") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: no JSON ({error})") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{file}: found a {type(values).__name__}, expected an object")
-    return values
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 class _opened:
-    """safe_open, whose errors become one line."""
+    """safe_open of a regular file, whose errors become one line."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    def __init__(self, file: Path, framework: str) -> None:
+        self.file, self.framework = file, framework
 
     def __enter__(self) -> Any:
+        if not self.file.is_file():  # a FIFO has no end
+            raise InputError(f"{self.file}: not a regular file, expected the weights of a model")
         try:
-            self._tensors = safe_open(self.file, "pt")
+            self._tensors = safe_open(self.file, self.framework)
             return self._tensors.__enter__()
         except (SafetensorError, OSError) as error:
             raise InputError(f"{self.file}: no whole safetensors file ({error}); get it again") from None

@@ -1,7 +1,7 @@
 """What an export needs of a run folder: its model, its history, and the weights of one of its steps."""
 
 import contextlib
-import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from megaenc.convert.families import FAMILIES, KNOWN
 from megaenc.convert.mask_token import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import CheckpointFolder
@@ -117,7 +118,17 @@ class SavedRun:
             seed = self.settings.seed if drawn else None
             encoder = build_encoder(self.model, self.vocab_size, length, backend.Layout(), self.dtype, seed=seed)
             if not drawn:
-                load_model(checkpoints, found, encoder, identity=self.identity)
+                try:
+                    load_model(checkpoints, found, encoder, identity=self.identity)
+                except InputError:
+                    raise
+                except Exception:  # as many types as there are files and readers of them
+                    if checkpoints.is_whole(found):
+                        raise
+                    raise InputError(
+                        f"{checkpoints.path(found)}: was removed while it was read, as a run does with its old checkpoints; "
+                        "expected one that stays (--ckpt-step, or wait for the end of the run)"
+                    ) from None
             yield found, encoder.requires_grad_(False)
         finally:
             backend.stop()
@@ -128,7 +139,7 @@ def open_run(folder: Path) -> SavedRun:
 
     InputError where one is missing, no run wrote it, or config.yaml has another model than the one that was trained.
     """
-    if not (folder / CONFIG).is_file():
+    if not os.path.isfile(folder / CONFIG):
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
     facts, start = _read_facts(folder / FACTS)
@@ -146,7 +157,7 @@ def open_run(folder: Path) -> SavedRun:
 def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
+        facts = parse_json(read_regular(file))
         start, identity, source = Start.read(facts), facts["identity"], facts.get("source", {})
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):

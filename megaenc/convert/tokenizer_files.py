@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaenc.convert.hf_folder import read_json
 from megaenc.data.encoding import PROBES
 from megaenc.data.tokenizer import encode_documents, load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
+from megaenc.files import read_json_object
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -33,7 +33,7 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
     """
     if not (folder / FILE).is_file():
         raise InputError(f"--input {folder}: the folder holds no {FILE}; expected a Hugging Face fast tokenizer")
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    config = read_json_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
     config.pop("auto_map", None)
     with tempfile.TemporaryDirectory() as name:
         alone = Path(name)  # beside no config.json, which can name a class as well

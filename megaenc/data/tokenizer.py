@@ -1,17 +1,20 @@
 """Tokenizers: loading one, what the rest needs to know of it, and training one."""
 
+import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megaenc.data.encoding import Encoder, well_formed
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
+from megaenc.files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,6 +23,7 @@ EOS, MASK = "<|eos|>", "<|mask|>"
 SMALLEST_VOCABULARY = 258  # 256 bytes and the two special tokens
 LONGEST_TEXT = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
 
+_TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
 # The pad role is not here: no corpus holds padding, and giving a tokenizer a pad token for fine-tuning does not make it another
 # one.
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -30,26 +34,66 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
     name = str(name_or_dir)
     folder = Path(name)
     # The Hub is asked, patiently, for anything that can be a name there (`name` or `owner/name`), so a path is not.
-    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and folder.parent.is_dir())
-    if not folder.is_dir() and (is_path or folder.exists()):
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or ("/" in name and os.path.isdir(folder.parent))
+    is_folder = os.path.isdir(folder)  # False for a name that is too long too
+    if not is_folder and (is_path or os.path.exists(folder)):
         raise InputError(f"--tokenizer {name}: no such folder; expected a folder with tokenizer.json, or a name on the Hub")
     from transformers import AutoTokenizer
 
+    local = {"config": _config_for_class(folder), "local_files_only": True} if is_folder else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # transformers raises nearly anything here: OSError, ValueError, KeyError, JSON errors, HTTP errors
-        if folder.is_dir() and not (folder / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **local)
+    except BaseException as error:  # nearly anything: OSError, KeyError, JSON and HTTP errors, panics of tokenizers' Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if is_folder and not (folder / "tokenizer.json").exists():
             raise InputError(
                 f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
-        what = "tokenizer.json cannot be loaded" if folder.is_dir() else "neither a folder nor a name that the Hub answers to"
+        what = "tokenizer.json cannot be loaded" if is_folder else "neither a folder nor a name that the Hub answers to"
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason[:160]})") from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer
+
+
+def _config_for_class(folder: Path) -> Any:
+    """Build the model config by which transformers chooses a tokenizer's class, of what config.json says on that and no more.
+
+    InputError for a file of the folder that could block or lead to another folder.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix in _TEXT_SUFFIXES)
+    except OSError as error:
+        raise InputError(f"--tokenizer {folder}: {error.strerror}; expected a folder that can be read") from None
+    for file in files:
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise InputError(f"{file}: not a regular file; expected one of a Hugging Face tokenizer")
+    values, of_tokenizer = (
+        read_json_object(folder / file, "an object as transformers writes it") if (folder / file).exists() else {}
+        for file in ("config.json", "tokenizer_config.json")
+    )
+    versions = of_tokenizer.get("fast_tokenizer_files", [])
+    if not isinstance(versions, list) or any(not isinstance(file, str) or Path(file).name != file for file in versions):
+        raise InputError(f"{folder / 'tokenizer_config.json'}: field `fast_tokenizer_files`: expected names of files next to it")
+    model_type = values.get("model_type")
+    if model_type == "mistral" and "layer_types" in values:  # as transformers' AutoConfig takes it
+        model_type = "ministral"
+    config = PreTrainedConfig()
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        with contextlib.suppress(Exception):  # two kinds of images have no settings to begin with
+            config = CONFIG_MAPPING[model_type]()
+    config.name_or_path = str(folder)
+    for name in ("tokenizer_class", "model_name"):
+        if isinstance(values.get(name), str):
+            setattr(config, name, values[name])
+    if isinstance(model_type, str):
+        config.model_type = model_type
+    return config
 
 
 def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:

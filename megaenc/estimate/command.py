@@ -6,9 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
-from megaenc.console import quiet
+from megaenc.console import quiet, rich_console
 from megaenc.errors import one_line_errors
 from megaenc.estimate.case import Case
 from megaenc.estimate.documents import Documents, documents, vocabulary
@@ -34,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.output:
         check_output_file(Path(settings.output), "--output")
     report = make_report(settings)
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
+    console = rich_console(width=None if sys.stdout.isatty() else 130, highlight=False, markup=False)
     report.show(console, explain=settings.explain)
     if settings.output:
         make_parent(Path(settings.output), "--output")

@@ -1,7 +1,6 @@
 """Hidden words and who guesses them: an exported encoder against text that it has not seen."""
 
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc import flags
-from megaenc.console import quiet, say
+from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.randomness import SampleRandomness, permutation
 
@@ -64,30 +63,27 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     Where its predictions stand before their tokens (`prediction_shift` in config.json), its logits are moved to these tokens; a
     token too near the start to be predicted gets equal logits.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise InputError(f"--model {folder}: no config.json there, expected a folder that `megaenc convert to-hf` wrote")
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
     from megaenc.backend.device import detect
+    from megaenc.convert.hf_folder import HFFolder
+    from megaenc.convert.hf_model import config_of, load_model
     from megaenc.data.tokenizer import load_tokenizer
 
+    disable_progress_bar()
+    hf = HFFolder(Path(folder), "--model")
     tokenizer = load_tokenizer(folder)
     if tokenizer.mask_token_id is None:
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
-    disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
-        if decoder and getattr(config, "is_causal", True):
-            raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
-        kind = AutoModelForCausalLM if decoder else AutoModelForMaskedLM
-        model, report = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"--model {folder}: {reason}; expected a masked language model") from None
+    config = config_of(hf)
+    decoder = any(name.endswith("ForCausalLM") for name in config.architectures or ())
+    if decoder and getattr(config, "is_causal", True):
+        raise InputError(f"--model {folder}: {config.architectures[0]} reads causally; expected a masked language model")
+    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if decoder else MODEL_FOR_MASKED_LM_MAPPING).get(type(config), None)
+    if not isinstance(kind, type) or not hasattr(config, "max_position_embeddings"):
+        raise InputError(f"--model {folder}: found a {config.model_type} model; expected a masked language model")
+    model, report = load_model(hf, config, kind, "a masked language model")
     if report["missing_keys"]:
         raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
     if shift := getattr(model.config, "prediction_shift", 0):
@@ -249,9 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, tokenizer = load(settings.model)
     asked = riddles(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
     if asked:
-        from rich.console import Console
-
-        Console(file=sys.stdout).print(table(asked, guess(model, tokenizer, asked)))
+        rich_console().print(table(asked, guess(model, tokenizer, asked)))
     found = score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
     say(
         f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "

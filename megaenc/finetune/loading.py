@@ -1,16 +1,19 @@
 """A Hugging Face folder becomes a backbone that reads as asked for, shown before it is used."""
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megaenc.console import say
+from megaenc.convert.hf_folder import HFFolder
+from megaenc.convert.hf_model import config_of, first_line, load_model
 from megaenc.errors import InputError
 from megaenc.finetune.backbone import Attention, Backbone
 from megaenc.finetune.model_folder import check_model_folder
-from megaenc.finetune.probe import Probe, first_line
+from megaenc.finetune.probe import Probe
 
 
 def load_backbone(folder: str, attention: Attention, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
@@ -38,25 +41,20 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
 
 
 def _load(folder: str) -> Any:
-    """transformers' model without a head, in float32 and eval mode. InputError where there is none."""
-    from safetensors import SafetensorError
-    from transformers import AutoModel
+    """Load transformers' model without a head, in float32 and eval mode. InputError for a folder that holds none."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = _config(folder)
+    check_model_folder(folder)
+    hf = HFFolder(Path(folder), "--model")
+    config = config_of(hf)
     kind = MODEL_MAPPING.get(type(config), None)
     if not isinstance(kind, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
         raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
     # What pools a text's states is not read, and few folders hold its weights.
     pooled = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
-    try:
-        model, report = AutoModel.from_pretrained(
-            folder, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **pooled
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(f"--model {folder}: {first_line(error)}; expected the weights of a {config.model_type} model") from None
+    model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model", **pooled)
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
@@ -70,26 +68,13 @@ def _load(folder: str) -> Any:
     return model.eval()
 
 
-def _config(folder: str) -> Any:
-    """The folder's config, of a class of transformers'; InputError where it is none, or what else a model needs is missing."""
-    from transformers import AutoConfig, PreTrainedConfig
-
-    check_model_folder(folder)
-    try:
-        values, _ = PreTrainedConfig.get_config_dict(folder)
-        if values.get("model_type") == "sl_model":  # the study's released models: EuroBERT's weights under a name of their own
-            from transformers import EuroBertConfig
-
-            return EuroBertConfig.from_dict(values | {"model_type": "eurobert"})
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
-        raise InputError(f"--model {folder}: {first_line(error)}; expected the config.json of a Hugging Face model") from None
-
-
 def _settle(backbone: Backbone, folder: str) -> None:
     """Have the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
-    probe = Probe(backbone)
-    own = probe.direction(backbone.read_own_way)
+    try:
+        probe = Probe(backbone)
+        own = probe.direction(backbone.read_own_way)
+    except Exception as error:  # whatever settings lead to that a model can be built of and not computed with
+        raise InputError(f"--model {folder}: the model computes no states: {first_line(error)}; check its config.json") from None
     why_not = "its own reading is neither bidirectional nor causal" if own is None else probe.try_packed(own)
     if why_not is None:
         return

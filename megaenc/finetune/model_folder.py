@@ -3,12 +3,13 @@
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaenc.console import ProgressLine
 from megaenc.errors import InputError
-from megaenc.files import write_whole
+from megaenc.files import parse_json, read_json_object, read_regular, write_whole
 
 KNOWN = ".fingerprints.json"
 """Beside the results: the digests of weights that were read before."""
@@ -21,9 +22,9 @@ _READ: dict[str, str] = {}
 
 
 def check_model_folder(folder: str) -> None:
-    """Raises InputError for what is no folder, or holds no configuration, weights or tokenizer that a run could load."""
+    """Raise InputError for a path that is no folder, or one without a configuration, weights or a tokenizer."""
     path = Path(folder)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # False for a name that is too long too
         raise InputError(
             f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
             "`hf download NAME --local-dir FOLDER` fetches it"
@@ -31,12 +32,7 @@ def check_model_folder(folder: str) -> None:
     for needed in _NEEDED:
         if not _files(path, (needed,)):
             raise InputError(f"--model {folder}: no {needed} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path / 'config.json'}: not JSON ({error}), expected the configuration of a model") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{path / 'config.json'}: found a {type(config).__name__}, expected an object")
+    read_json_object(path / "config.json", "the configuration of a model")
 
 
 def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
@@ -76,7 +72,7 @@ def keep_fingerprints(results: str) -> None:
 def _known(path: Path) -> dict[str, str]:
     """What the file holds, by `_mark`; nothing where there is none or it cannot be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(read_regular(path))
     except (OSError, ValueError):
         return {}
     return {mark: digest for mark, digest in found.items() if isinstance(digest, str)} if isinstance(found, dict) else {}

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megaenc.convert.hf_model import first_line
 from megaenc.finetune.attention import NAME
 from megaenc.finetune.backbone import Attention, Backbone
 from megaenc.finetune.packing import Packed, pack
@@ -16,10 +17,6 @@ _MOVED = 1e-5
 """How far a state moves at least if it depends on a token, as a share of the largest."""
 _CLOSE_16_BIT = 0.1
 """The same where one of them has 16 bits: rounding through all layers, but nothing read that should not be."""
-
-
-def first_line(error: Exception) -> str:
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class Probe:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
-from megaenc.console import ProgressLine, clock, number, say
+from megaenc.console import ProgressLine, clock, number, rich_console, say
 from megaenc.finetune.jobs import Job, Progress
 
 # How much of a run has gone by at the begin of each stage, and how much it takes: a rule of thumb for the time left.
@@ -29,7 +29,6 @@ class Screen:
 
     def __enter__(self) -> Self:
         if sys.stdout.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, TextColumn
             from rich.progress import Progress as Bars
             from rich.table import Column
@@ -39,7 +38,7 @@ class Screen:
                 TextColumn("{task.fields[stage]}", markup=False, table_column=Column(no_wrap=True, min_width=10)),
                 BarColumn(bar_width=16),
                 TextColumn("{task.fields[tail]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2)),
-                console=Console(file=sys.stdout),
+                console=rich_console(),
                 expand=True,
             )
             self._whole = self._live.add_task("grid", total=self.runs, stage="", tail="")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaenc.errors import InputError
-from megaenc.files import left_behind, remove, write_whole
+from megaenc.files import left_behind, parse_json, read_regular, remove, write_whole
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, rate_name
 from megaenc.finetune.options import Protocol
@@ -23,6 +23,8 @@ from megaenc.finetune.options import Protocol
 if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
+_MOST = 1 << 32
+"""The most bytes that are read of a run's results; some have a score for each of millions of examples."""
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 State = Literal["finished", "failed", "missing"]
 
@@ -185,8 +187,12 @@ def _split(path: Path, dataset: str, values: dict[str, Any], name: str) -> Split
         score = float(split["score"])
     except (KeyError, TypeError, ValueError):
         raise InputError(f"{path / RESULTS}: field `{name}.score`: found none, expected a number") from None
+    metrics, baseline = split.get("metrics") or {}, split.get("baseline") or {}
+    for field, numbers in (("metrics", metrics), ("baseline", baseline)):
+        if not isinstance(numbers, dict) or not all(type(value) in (int, float) for value in numbers.values()):
+            raise InputError(f"{path / RESULTS}: field `{name}.{field}`: expected an object of numbers")
     collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
-    return Split(score, split.get("metrics") or {}, split.get("baseline") or {}, collapsed)
+    return Split(score, metrics, baseline, None if collapsed is None else str(collapsed))
 
 
 # What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
@@ -265,13 +271,13 @@ def _text(value: Any) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """The fields of a file without the examples' own scores; None where there is no file."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path, _MOST)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
     try:
-        values = json.loads(_without_lists(content))
+        values = parse_json(_without_lists(content))
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
     if not isinstance(values, dict):

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg
 
-from megaenc import flags
-from megaenc.console import quiet, say
+from megaenc import flags, markdown
+from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import check_output_file, make_parent, write_whole
 from megaenc.finetune.intervals import Kind
@@ -116,7 +116,7 @@ def notes(summary: Summary) -> list[str]:
         for (model, place, _), runs in groups.items():
             which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run in runs))
             why = runs[0].failure if what == "failed" else runs[0].test.collapsed
-            lines.append(f"{what}: {model} {place}: {why}: {which}")
+            lines.append(" ".join(f"{what}: {model} {place}: {why}: {which}".split()))
     return lines
 
 
@@ -140,12 +140,13 @@ def as_text(summary: Summary, suffix: str) -> str:
         rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
         numbers = (shown(row.mean, row.half), shown(row.baseline, None), rate, row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
-        lines.append("| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |")
+        lines.append("| " + " | ".join(map(markdown.text, fields)) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
     for row in summary.rates:
         means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
-        lines.append(f"| {row.model} | {summary.place(row)} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
-    return "\n".join([*lines, "", *(f"- {line}" for line in notes(summary))]).rstrip() + "\n"
+        names = f"{markdown.text(row.model)} | {markdown.text(summary.place(row))}"
+        lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
+    return "\n".join([*lines, "", *(f"- {markdown.text(line)}" for line in notes(summary))]).rstrip() + "\n"
 
 
 def _plain(row: Row | RateRow) -> dict[str, Any]:
@@ -174,10 +175,8 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         check_output_file(output, "--output")
     found = scan(settings.results)
     summary = summarise(found, settings.metrics, settings.interval)
-    from rich.console import Console
-
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    console = Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
+    console = rich_console(**plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
     for table in tables(summary):
         console.print(table)
     for line in notes(summary):

@@ -1,7 +1,6 @@
 """Look at a corpus: its figures, how long its documents are, and one pack decoded as an objective sees it."""
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import number, quiet
+from megaenc.console import number, quiet, rich_console
 from megaenc.data.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packs import CorpusPacks
 from megaenc.data.run_data import PACKINGS
@@ -162,8 +161,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(InspectFlags, argv, prog="megaenc data inspect", description=__doc__)
     shown = inspect(settings)
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
+    console = rich_console(highlight=False, markup=False, emoji=False)
     for part in shown:
         console.print(part)

@@ -4,9 +4,9 @@ import sys
 from collections import defaultdict
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from megaenc.console import rich_console
 from megaenc.objectives import Phase
 from megaenc.randomness import SampleRandomness
 from megaenc.ranks import rank, world_size
@@ -20,7 +20,7 @@ def describe(plan: Plan) -> None:
     """Print model, layout, data, phases with their steps and tokens, and learning rate; from rank 0 only."""
     if rank():
         return
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
+    console = rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
     total = settings.total_iters
     millions = settings.shape.parameters(plan.vocab_size) / 1e6

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 from types import SimpleNamespace
 
 import hf_models
@@ -9,13 +11,15 @@ import pytest
 import runs
 import torch
 
-from megaenc.convert.card import Provenance, card
+from megaenc import markdown
+from megaenc.convert.card import Provenance, card, last_rows
 from megaenc.convert.command import main
 from megaenc.convert.to_hf import to_hf
 from megaenc.data import preprocess, tokenizer_command
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.finetune import fill_mask
 from megaenc.objectives import Attention, Schedule
+from megaenc.training.run_folder import METRICS, VALIDATION
 from megaenc.training.start import Stage, Start
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
@@ -173,3 +177,39 @@ def test_logits_are_moved_to_the_tokens_they_are_for():
     logits = torch.arange(6.0).reshape(1, 3, 2) + 1
     output = fill_mask._moved(SimpleNamespace(logits=logits.clone()), 1)
     assert output.logits.tolist() == [[[0, 0], [1, 2], [3, 4]]]
+
+
+def test_what_a_card_says_of_others_is_text_alone():
+    evil = "a`\n---\nlicense: mit\n<script>alert(1)</script> [x](http://y) \x1b[2J"
+    schedule = "mlm"
+    start = Start("branch", evil, 40, before=(Stage(evil, 10, evil, 20480), Stage(evil, 0, evil, 0, family="llama")))
+    metrics = {
+        "training": {"step": 3, "loss": 1.5},
+        f"held out, {markdown.code(evil + '|', cell=True)}": {"step": 3, "loss": "<b>"},
+    }
+    facts = dict(start=start, data=evil, tokenizer=evil, metrics=metrics, added_token=evil, schedule_text=evil)
+    text = card(evil, dataclasses.replace(provenance(schedule), **facts), Attention.BIDIRECTIONAL)
+    assert "\x1b" not in text
+    front, _, rest = text.removeprefix("---\n").partition("\n---\n")
+    assert front.count("\n") == 3 and "license: unknown" in front and "\n---\n" not in rest and "\nlicense" not in rest
+    for line in rest.splitlines():  # what begins in a line ends in it
+        outside = re.sub(r"(?<!\\)`[^`]*`", "", line)
+        assert not re.search(r"(?<!\\)[`<]|(?<!\\)\[x", outside), line
+    rows = [line for line in rest.splitlines() if line.startswith("| 3 |")]
+    assert [len(re.findall(r"(?<!\\)\|", row)) for row in rows] == [5, 5]
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", "7", '{"step": "4"}', '{"step": 4, "objectives": [1]}', '{"step": 4, "objectives": {"a": 5}}']
+)
+def test_metrics_of_another_kind_are_left_out(tmp_path, line):
+    for name in (METRICS, VALIDATION):
+        (tmp_path / name).write_text(line + "\n")
+    found = last_rows(tmp_path, 10)
+    assert not any("held out" in name for name in found)
+    card("x", dataclasses.replace(provenance("mlm"), metrics=found), Attention.BIDIRECTIONAL)
+
+
+def test_metrics_that_could_block_are_left_out(tmp_path):
+    os.mkfifo(tmp_path / METRICS)
+    assert last_rows(tmp_path, 10) == {}

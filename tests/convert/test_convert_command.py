@@ -1,6 +1,9 @@
 """The command as such: stopped at any time it leaves nothing, and bad input leaves no trace."""
 
+import shutil
 import signal
+import subprocess
+from types import SimpleNamespace
 
 import hf_models
 import pytest
@@ -88,3 +91,65 @@ def test_a_dtype_that_is_none_is_not_taken_for_the_default(llama, tmp_path):
     with pytest.raises(InputError, match="--dtype: found 'float16', expected run, fp32 or bf16"):
         to_hf.to_hf(core, tmp_path / "out", dtype="float16")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["/proc/nowhere", "/proc/self/nowhere", "n" * 300, "file", "file/out", "n" * 300 + "/out"])
+def test_a_place_that_cannot_be_written_to_is_one_line(place, conversion, tmp_path, refusal):
+    words, *_ = conversion
+    (tmp_path / "file").write_text("kept")
+    line = refusal(main, [*words, "--output", tmp_path / place])
+    assert str(tmp_path / place) in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["--input", "--load"])
+def test_a_name_that_is_too_long_to_be_read_is_one_line(name, tmp_path, refusal):
+    direction = {"--input": "from-hf", "--load": "to-hf"}[name]
+    line = refusal(main, [direction, name, tmp_path / ("n" * 300), "--output", tmp_path / "out"])
+    assert f"{name} {tmp_path}/nnn" in line and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kilobytes", [8, 20, 64, 400])
+def test_a_full_disk_is_one_line_and_leaves_nothing(kilobytes, conversion, tmp_path, refusal):
+    """tokenizers, torch and this package write; each of them meets the end of the disk."""
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(tmp_path)], capture_output=True
+    ).returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        words, *_ = conversion
+        assert "cannot be written to: No space left on device" in refusal(main, [*words, "--output", tmp_path / "out"])
+        assert not list(tmp_path.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("at", ["torch", "tokenizers"])
+def test_a_library_that_cannot_say_why_it_failed_is_one_line_on_a_full_disk(at, conversion, tmp_path, monkeypatch, refusal):
+    words, module, last = conversion
+
+    def fail(*given, **options):
+        if at == "torch":
+            monkeypatch.setattr("os.statvfs", lambda place: SimpleNamespace(f_bavail=0))
+            raise RuntimeError("basic_ios::clear: iostream error")
+        raise Exception("No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, last, fail)
+    assert "cannot be written to: No space left on device" in refusal(main, [*words, "--output", tmp_path / "out"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_one_line(llama, tmp_path, monkeypatch, refusal):
+    from megatron.core import dist_checkpointing
+
+    run = shutil.copytree(llama[1], tmp_path / "run")
+    load = dist_checkpointing.load
+
+    def removed(*given, **options):
+        shutil.rmtree(run / "checkpoints" / "iter_0000000")
+        return load(*given, **options)
+
+    monkeypatch.setattr(dist_checkpointing, "load", removed)
+    line = refusal(main, ["to-hf", "--load", run, "--output", tmp_path / "out"])
+    assert "iter_0000000: was removed while it was read" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -294,8 +294,8 @@ NORM, DOWN, FIRST = "model.norm.weight", "model.layers.1.mlp.down_proj.weight", 
 BAD = {
     "another family": (edit_config(model_type="gemma"), "found 'gemma', expected one of eurobert, llama, mistral, qwen2, qwen3"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file or directory; expected"),
-    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: no JSON"),
-    "config without an end": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: no JSON"),
+    "config is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not JSON"),
+    "config without an end": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: not JSON"),
     "sliding window": (
         edit_config(model_type="mistral", sliding_window=256, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
         "`sliding_window`: found 256, expected none or at least the 512 tokens",

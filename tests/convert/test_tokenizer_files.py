@@ -171,7 +171,7 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
     for number, (name, content, words) in enumerate(
         (
             ("tokenizer.json", "{", "cannot be loaded; expected a Hugging Face fast tokenizer (Expecting"),
-            ("tokenizer_config.json", "[", "tokenizer_config.json: no JSON"),
+            ("tokenizer_config.json", "[", "tokenizer_config.json: not JSON"),
             ("tokenizer_config.json", json.dumps(config | {"eos_token": 5}), "tokenizer.json cannot be loaded"),
             (
                 "tokenizer_config.json",

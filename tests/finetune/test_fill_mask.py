@@ -202,10 +202,10 @@ def test_wrong_input_is_one_line(folder, decoder, tokenizer, tmp_path, capfd, re
     (causal / "config.json").write_text(json.dumps({name: value for name, value in values.items() if name != "is_causal"}))
     for arguments, words in [
         (["--model", str(causal), "--input", str(text)], "Qwen3ForCausalLM reads causally; expected a masked language model"),
-        (["--model", str(tmp_path / "none"), "--input", str(text)], "no config.json there"),
+        (["--model", str(tmp_path / "none"), "--input", str(text)], "no such folder"),
         (["--model", str(folder), "--input", str(tmp_path / "none.jsonl")], "none.jsonl"),
         (["--model", str(headless), "--input", str(text)], "no weights `lm_head.weight`"),
-        (["--model", str(torn), "--input", str(text)], "expected a masked language model"),
+        (["--model", str(torn), "--input", str(text)], "model.safetensors: no whole safetensors file"),
         (["--model", str(folder), "--input", str(text), "--mask", "0"], "option `mask`"),
         (["--model", str(folder), "--input", str(text), "--tokens", "0"], "--tokens: found 0"),
     ]:

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+import re
 
 import pytest
 import trees
@@ -150,3 +152,49 @@ def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
 def test_wrong_input_is_one_line(study, tmp_path, refusal):
     assert "expected .json, .csv or .md" in refusal(summary_main, [study, "--output", "summary.xls"])
     assert "No such file" in refusal(summary_main, [tmp_path / "nowhere"])
+
+
+def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
+    evil = "m|x\n| a | <script>alert(1)</script> `c` ![i](http://x)\x1b[2J\u202e"
+    trees.cell(tmp_path / "tree", evil.replace("/", ""), "SC/[b](u)", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
+    file = tmp_path / "tree" / evil.replace("/", "") / "SC" / "[b](u)" / "lr1e-05_sd0" / "results.json"
+    values = json.loads(file.read_text())
+    values["test"] |= {"collapsed": evil, "metrics": {evil: 0.5}}
+    file.write_text(json.dumps(values))
+    said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.md")
+    assert "\x1b" not in said and "\u202e" not in said
+    printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")
+    lines = (tmp_path / "out.md").read_text().splitlines()
+    for line in lines:
+        assert "<" not in line and "\x1b" not in line and "\u202e" not in line and not re.search(r"(?<!\\)[`\[]", line)
+    tables = [line for line in lines if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {11, 6}
+    read = list(csv.DictReader((tmp_path / "out.csv").open(newline="")))
+    assert {row["model"] for row in read} == {evil.replace("/", "")}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"metrics": {"f1": "x"}}, "`test.metrics`: expected an object of numbers"),
+        ({"metrics": [1]}, "`test.metrics`: expected an object of numbers"),
+        ({"baseline": {"f1": None}}, "`test.baseline`: expected an object of numbers"),
+        ({"score": None}, "`test.score`: found none, expected a number"),
+    ],
+)
+def test_results_of_another_kind_are_one_line(tmp_path, refusal, values, words):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5]})
+    file = tmp_path / "toy" / "SC" / "sst2" / "lr1e-05_sd0" / "results.json"
+    content = json.loads(file.read_text())
+    content["test"] |= values
+    file.write_text(json.dumps(content))
+    assert words in refusal(summary_main, [tmp_path])
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
+def test_results_that_cannot_be_read_are_one_line(tmp_path, refusal, make):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5]})
+    file = tmp_path / "toy" / "SC" / "sst2" / "lr1e-05_sd0" / "results.json"
+    file.unlink()
+    make(file)
+    assert f"{file}: " in refusal(summary_main, [tmp_path])

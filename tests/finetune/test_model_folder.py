@@ -64,7 +64,7 @@ def test_no_folder_is_made_for_it(tmp_path):
     ("name", "content", "message"),
     [
         ("config.json", "{", "config.json: not JSON"),
-        ("config.json", "[]", "config.json: found a list, expected an object"),
+        ("config.json", "[]", "config.json: found list; expected the configuration of a model"),
         ("config.json", None, r"no config\.json there, expected config\.json, \*\.safetensors and tokenizer\.json"),
         ("model.safetensors", None, r"no \*\.safetensors there"),
         ("tokenizer.json", None, r"no tokenizer\.json there"),

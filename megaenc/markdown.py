@@ -1,0 +1,22 @@
+"""Text from files and command lines as Markdown that shows it and does nothing else."""
+
+import re
+
+from megaenc.console import printable
+
+_ACTS = re.compile(r"[\\`|\[\]]")
+
+
+def text(value: object) -> str:
+    """Return `value` on one line, without links, code, HTML or the end of a table's cell in it."""
+    return _ACTS.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;")
+
+
+def code(value: object, *, cell: bool = False) -> str:
+    """Return `value` as code within a line, where HTML is text; `cell`: within a cell of a table."""
+    shown = _one_line(value).replace("`", "'") or " "
+    return f"`{shown.replace('|', chr(92) + '|') if cell else shown}`"
+
+
+def _one_line(value: object) -> str:
+    return printable(" ".join(str(value).split()))
