@@ -43,13 +43,15 @@ class FolderLock:
             except BaseException as error:
                 os.close(descriptor)
                 if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
-                    reason = f"cannot be locked ({error.strerror}); expected a file system with locks"
-                    raise InputError(f"--save {self.folder}: {reason}") from None
+                    raise InputError(
+                        f"--save {self.folder}: cannot be locked ({error.strerror}); expected a file system with locks"
+                    ) from None
                 if not isinstance(error, BlockingIOError):
                     raise
                 if time.monotonic() >= deadline:
-                    reason = "another process is training in this folder; wait for it or choose another"
-                    raise InputError(f"--save {self.folder}: {reason}") from None
+                    raise InputError(
+                        f"--save {self.folder}: another process is training in this folder; wait for it or choose another"
+                    ) from None
                 if time.monotonic() >= said:
                     said = deadline
                     say(f"--save {self.folder}: another process holds it; waiting up to {patience:.0f} s for that to end")
