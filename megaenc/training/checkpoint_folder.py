@@ -58,7 +58,7 @@ class CheckpointFolder:
             state = parse_json(read_regular(path / STATE))
             expected = state.pop(DIGEST, None)
             if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
-                raise ValueError("its content changed")
+                raise Damaged(f"{path / STATE}: its content changed; the checkpoint is damaged")
             complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
             complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
             complete = complete and all(type(state[name]) in (int, float) for name in PROGRESS if name in state)

@@ -1,7 +1,9 @@
 """What a run would be, from its plan alone: nothing is trained, written or waited for."""
 
 import sys
+from bisect import bisect_right
 from collections import defaultdict
+from itertools import accumulate
 
 from rich import box
 from rich.table import Table
@@ -14,6 +16,7 @@ from megaenc.training.plan import Plan, validated_objectives
 
 _SHOWN_PHASES = 12
 _LOOKED_AT = 64  # packs from which the share of predicted tokens is estimated
+_LOOKED_AT_STEPS = 100_000  # of a mixture
 
 
 def describe(plan: Plan) -> None:
@@ -73,25 +76,38 @@ def _phases(plan: Plan) -> Table:
 
 def _objectives(plan: Plan) -> Table:
     """What each objective gets in all: phases may come back, and a mixture draws anew each step."""
-    steps_of: dict[str, list[int]] = defaultdict(list)
+    parts_of: dict[str, list[range]] = defaultdict(list)
+    steps_of: dict[str, int] = defaultdict(int)
+    tokens_of: dict[str, int] = defaultdict(int)
+    estimated: set[str] = set()
     for phase in plan.schedule.phases:
-        for step in _steps(phase):
-            steps_of[plan.schedule.text_at(step)].append(step)
+        # A mixture is looked at step by step, a long one at so many of its steps, each of which stands for those that follow.
+        stride = len(_steps(phase)) if len(phase.choices) == 1 else max(1, len(_steps(phase)) // _LOOKED_AT_STEPS)
+        for first in range(phase.first_step, phase.last_step + 1, stride):
+            part = range(first, min(first + stride, phase.last_step + 1))
+            text = plan.schedule.text_at(first)
+            estimated |= {text} if len(phase.choices) > 1 < stride else set()
+            parts_of[text].append(part if len(phase.choices) == 1 else part[:1])  # the others of it may be another objective's
+            steps_of[text] += len(part)
+            tokens_of[text] += plan.settings.tokens_after(part[-1]) - plan.settings.tokens_after(part[0] - 1)
     table = _table("objective", "steps", "tokens", "predicted, about")
-    for text, steps in steps_of.items():
-        tokens = sum(plan.step_tokens(step) for step in steps)
-        share = _predicted_share(plan, steps)
-        table.add_row(text, f"{len(steps):,}", f"{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
+    for text, parts in parts_of.items():
+        steps, tokens, share = steps_of[text], tokens_of[text], _predicted_share(plan, parts)
+        about = "about " if text in estimated else ""
+        table.add_row(text, f"{about}{steps:,}", f"{about}{tokens:,}", f"{share * tokens:,.0f} ({100 * share:.1f} %)")
     return table
 
 
-def _predicted_share(plan: Plan, steps: list[int]) -> float:
-    """Predicted tokens a token: `steps` are looked at evenly, for an objective may change over them."""
-    predicted = 0
+def _predicted_share(plan: Plan, parts: list[range]) -> float:
+    """Predicted tokens a token: the steps of `parts` are looked at evenly, for an objective may change over them."""
+    predicted, ends = 0, list(accumulate(map(len, parts)))
     for sample in range(_LOOKED_AT):
         pack = plan.packs[sample]
         randomness = SampleRandomness(plan.settings.seed, pack.sample, pack.epoch)
-        predicted += len(plan.schedule.objective(steps[sample * len(steps) // _LOOKED_AT]).targets(pack, randomness).labels)
+        place = sample * ends[-1] // _LOOKED_AT
+        at = bisect_right(ends, place)
+        step = parts[at][place - ends[at]]  # counted from the end of the part
+        predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
     return predicted / (_LOOKED_AT * plan.settings.data.seq_length)
 
 

@@ -1,12 +1,12 @@
 """Which packs a run leaves out, by its flags, its folder, its parent and its rewinds, and which checkpoints fit that."""
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
+from megaenc.files import read_json_object
 from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import FACTS
@@ -52,9 +52,9 @@ def _differs(where: str, whose: str, there: SkippedPacks, here: SkippedPacks) ->
 def _recorded(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
     """What the run.json of a run folder says; None where there is none, or one that its reader will complain about."""
     try:
-        facts = json.loads((run / FACTS).read_text(encoding="utf-8"))
+        facts = read_json_object(run / FACTS)
         return SkippedPacks.read(facts.get("skip_packs", ())), tuple(facts.get("rewinds", ()))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (InputError, TypeError):
         return None, ()
 
 

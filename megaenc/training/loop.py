@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megaenc.backend import Backend
 from megaenc.console import say
+from megaenc.errors import InputError
 from megaenc.training.alike import check_alike
 from megaenc.training.introduction import conclusion
 from megaenc.training.plan import Plan
@@ -36,6 +37,10 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                     plan = end
                     gc.collect()  # the model that was, before there is another
                 return end
+        except InputError:
+            if folder:
+                folder.undo()
+            raise
         finally:
             if folder:
                 folder.close()
@@ -47,6 +52,7 @@ def _pretrain(
     """What `pretrain` returns, or at a spike the plan with which the run has to go back and on from what is saved."""
     settings, output, total = plan.settings, plan.settings.output, plan.settings.total_iters
     if folder:
+        checkpoints.last_look = folder.check_lock
         checkpoints.clean()
     if checkpoints:
         on_rank_0(lambda: checkpoints.leave_behind(plan))

@@ -1,12 +1,12 @@
 """The run that another starts from, and what has to fit: decided before anything is loaded."""
 
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_json_object, read_regular
 from megaenc.objectives import Phase, Schedule
 from megaenc.training.checkpoint_folder import STATE, CheckpointFolder, Damaged
 from megaenc.training.learning_rate import LearningRate
@@ -59,13 +59,17 @@ class Parent:
         if save and self.path.resolve() == Path(save).resolve():
             raise InputError(f"{self.flag}: is --save as well, expected a folder of its own for the new run")
         try:
-            facts = json.loads((self.path / FACTS).read_text(encoding="utf-8"))
-            self.identity, self.start = dict(facts["identity"]), Start.read(facts)
+            facts = parse_json(read_regular(self.path / FACTS))
+            self.identity, self.start = facts["identity"], Start.read(facts)
+            if not isinstance(self.identity.get("objective_packages", {}), dict):
+                raise TypeError("objective_packages is no object")
             self.converted = "source" in facts
             self.skipped = SkippedPacks.read(facts.get("skip_packs", ()))
+            self.start.check(f"{self.path / FACTS}: start")
         except OSError as error:
-            why = error.strerror or error
-            raise InputError(f"{self.flag}: no run there ({FACTS}: {why}), expected what a run got as --save") from None
+            raise InputError(
+                f"{self.flag}: no run there ({FACTS}: {error.strerror}), expected what a run got as --save"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{self.path / FACTS}: {error!r}; expected what a run wrote there") from None
         self.settings = settings_from(str(self.path / CONFIG))
@@ -80,9 +84,11 @@ class Parent:
 
     @property
     def learning_rate(self) -> LearningRate:
-        """Of each of its steps."""
-        names = ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")
-        return LearningRate(*(self.identity[name] for name in names))
+        """Of each of its steps. InputError if its run.json does not tell."""
+        values = [self.identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
+        if type(values[0]) not in (int, float) or not all(type(value) is int for value in values[1:]):
+            raise InputError(f"{self.path / FACTS}: found no learning rate in `identity`; expected what a run wrote there")
+        return LearningRate(*values)
 
     def schedule(self, plan: Plan) -> Schedule:
         """What it trained. InputError where one of its objectives is not installed here."""
@@ -136,8 +142,9 @@ def _recorded(settings: PretrainSettings) -> Start | None:
     if not run or not settings.output.save:
         return None
     try:
-        start = Start.read(json.loads((save / FACTS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
+        start = Start.read(read_json_object(save / FACTS))
+        start.check(f"{save / FACTS}: start")
+    except (InputError, TypeError):
         return None  # the run folder says what is wrong with it
     same = start.run == run and (start.kind == "branch") == bool(given.branch_from) and at in (None, start.at)
     return start if same else None

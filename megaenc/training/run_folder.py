@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import math
 import os
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,16 @@ import yaml
 
 from megaenc import flags
 from megaenc.backend.kernels import Kernels
-from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import left_behind, remove, whole_folder, write_whole
+from megaenc.files import left_behind, parse_json, read_json_object, read_regular, remove, whole_files, whole_folder, write_whole
 from megaenc.launcher import started_by_torchrun
+from megaenc.training.folder_lock import LOCK, FolderLock
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
 
-_PATIENCE, _SILENT = 120.0, 5.0  # a network file system gives a lost machine's locks free after a minute or two
-CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
+_PATIENCE = 120.0  # seconds; a network file system gives a lost machine's locks free after a minute or two
+CONFIG, FACTS, TOKENIZER = "config.yaml", "run.json", "tokenizer"
 METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
 
@@ -40,20 +39,18 @@ class RunFolder:
         """Lock the folder and check that it is empty or holds this very run. InputError otherwise."""
         self.path = path
         self._computed_by: dict[str, Any] = {}
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
+        self._started = False
+        self._undo: list[Callable[[], None]] = []
+        self._lock = FolderLock(path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         try:
             self._begin(plan)
         except BaseException:
+            self.undo()
             self.close()
             raise
 
     def _begin(self, plan: "Plan") -> None:
         path = self.path
-        take_lock(self._lock, path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         if (path / FACTS).exists():
             facts = _same_run(path, plan)
             self._computed_by = {name: facts[name] for name in ("kernels",) if name in facts}
@@ -61,10 +58,23 @@ class RunFolder:
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
         for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
             remove(stale)  # what a start that was killed has left
+        for file in (path / FACTS, path / CONFIG):
+            self._undo.append(_restoration(file))
         self.record(plan)
         if not (path / TOKENIZER).exists():
-            with whole_folder(path / TOKENIZER) as temporary:
+            self._undo.append(partial(remove, path / TOKENIZER))
+            self._save_tokenizer(plan)
+
+    def _save_tokenizer(self, plan: "Plan") -> None:
+        try:
+            with whole_folder(self.path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
+        except InputError:
+            raise
+        except Exception as error:  # tokenizers, in Rust, knows no class of error for a full disk
+            if "os error" not in str(error):
+                raise
+            raise InputError(f"{self.path / TOKENIZER}: cannot be written to: {error}") from None
 
     def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
         """Write what `plan` is to run.json and config.yaml, and by which kernels the run computes, once they are chosen.
@@ -72,6 +82,7 @@ class RunFolder:
         `fused`: whether each fused kernel is used, by name.
         """
         path = self.path
+        self._lock.check()
         if kernels:
             self._computed_by = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
         # First: it is what makes the folder a run.
@@ -82,18 +93,33 @@ class RunFolder:
 
     def close(self) -> None:
         """Give the folder free; the end of the process, however it comes, does so too."""
-        os.close(self._lock)
+        self._lock.close()
+
+    def undo(self) -> None:
+        """Put the folder back to what it was before this process came to it, unless rows were written or dropped since."""
+        if self._started or not self._lock.is_held():
+            return
+        for step in reversed(self._undo):
+            with contextlib.suppress(InputError, OSError):  # the error that led here is the one to report
+                step()
+        self._lock.undo()
 
     def cut(self, step: int) -> None:
-        """Drop the rows beyond `step` from all files of rows: steps that are about to be made again."""
-        for file in (METRICS, VALIDATION, STRAGGLERS):
-            if (self.path / file).exists():
+        """Drop the rows beyond `step` from all files of rows: steps that are about to be made again.
+
+        LocalInputError, naming the line, for a row that no run writes before one of `step` or earlier; the last ones may be
+        damaged: a kill may have cut them off.
+        """
+        rows = {file: _rows_up_to(self.path / file, step) for file in (METRICS, VALIDATION, STRAGGLERS)}
+        self._started = True
+        for file, kept in rows.items():
+            if kept is not None:
                 with self._one_line(file):
-                    rows = (self.path / file).read_text(encoding="utf-8").splitlines()
-                    write_whole(self.path / file, "".join(row + "\n" for row in rows if _step_of(row) <= step))
+                    write_whole(self.path / file, "".join(row + "\n" for row in kept))
 
     def log(self, file: str, row: dict[str, Any]) -> None:
         """Append one object to a file of rows; a number that is none (NaN, infinity) becomes null, as JSON has it."""
+        self._started = True
         row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
         with self._one_line(file), open(self.path / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
@@ -104,10 +130,15 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError), self._one_line(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
 
+    def check_lock(self) -> None:
+        """Raise InputError if another process may be writing to the folder."""
+        self._lock.check()
+
     @contextlib.contextmanager
     def _one_line(self, file: str) -> Iterator[None]:
-        """A full disk is noticed by rank 0 alone: LocalInputError."""
+        """A full disk or a lost lock is noticed by rank 0 alone: LocalInputError."""
         try:
+            self._lock.check()
             yield
         except FileNotFoundError:
             raise
@@ -117,46 +148,64 @@ class RunFolder:
             raise LocalInputError(str(error)) from None
 
 
-def take_lock(descriptor: int, path: Path, patience: float) -> None:
-    """Lock the folder `path` by a file of it. InputError if another process holds the lock for `patience` seconds more.
-
-    Those that torchrun replaces may be on their way out still, on another machine.
-    """
-    deadline, said = time.monotonic() + patience, time.monotonic() + _SILENT
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise InputError(
-                    f"--save {path}: another process is training in this folder; wait for it or choose another"
-                ) from None
-            if time.monotonic() >= said:
-                said = deadline
-                say(f"--save {path}: another process holds it; waiting up to {patience:.0f} s for that to end")
-            time.sleep(0.1)
-        except OSError as error:
-            raise InputError(f"--save {path}: cannot be locked ({error.strerror}); expected a file system with locks") from None
-
-
-def _step_of(row: str) -> float:
-    """The step of a row; a row that was cut off by a kill counts as beyond any step."""
+def _restoration(file: Path) -> Callable[[], None]:
+    """Return what puts `file` back to what it is now: its content or its absence. InputError if it cannot be read."""
     try:
-        return json.loads(row)["step"]
-    except (ValueError, KeyError):
-        return float("inf")
+        content = read_regular(file)
+    except FileNotFoundError:
+        return partial(remove, file)
+    except OSError as error:
+        raise InputError(f"{file}: {error.strerror}; expected what a run wrote there") from None
+
+    def put_back() -> None:
+        with whole_files(file) as [temporary]:
+            temporary.write_bytes(content)
+
+    return put_back
+
+
+def _rows_up_to(file: Path, step: int) -> list[str] | None:
+    """Return the rows of steps up to `step`; None if there is no file."""
+    try:
+        lines = read_regular(file, file.stat().st_size).splitlines()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise LocalInputError(f"{file}: {error.strerror}; expected the rows of a run") from None
+    kept, odd = [], 0
+    for number, line in enumerate(lines, 1):
+        row_step = _step_of(line)
+        if row_step is None:
+            odd = odd or number
+        elif row_step <= step:
+            if odd:
+                raise LocalInputError(
+                    f"{file}: line {odd}: found {lines[odd - 1][:60]!r}, expected an object with a `step` as a run writes it; "
+                    "put it right or remove the line"
+                )
+            kept.append(line.decode("utf-8"))
+    return kept
+
+
+def _step_of(row: bytes) -> int | None:
+    """Return the step of a row; None for one that was cut off or that no run writes."""
+    try:
+        step = parse_json(row)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 def _same_run(path: Path, plan: "Plan") -> dict[str, Any]:
     """What its run.json holds."""
-    try:
-        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-        kept, rewinds = facts["identity"], tuple(facts.get("rewinds", ()))
-    except (ValueError, KeyError, OSError) as error:
-        raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
+    expected = "what a run wrote there"
+    facts = read_json_object(path / FACTS, expected)
+    kept, rewinds = facts.get("identity"), facts.get("rewinds", [])
+    if not isinstance(kept, dict) or not isinstance(rewinds, list):
+        raise InputError(f"{path / FACTS}: found no `identity` or `rewinds` of a run; expected {expected}")
     if other := difference(kept, plan.identity):
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
-    if rewinds != plan.rewinds:  # by the process whose lock was waited for
+    if tuple(rewinds) != plan.rewinds:  # by the process whose lock was waited for
         raise InputError(f"--save {path}: went back at a spike while this command was starting; give it again")
     return facts
 

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -46,6 +46,8 @@ class OwnCheckpoints(Checkpoints):
         self._memory = HostMemory()
         self._work: Future | None = None  # of a save that is under way: what the thread is at
         self._attempt: Path | None = None
+        self.last_look: Callable[[], None] = lambda: None
+        """Called on rank 0 right before a checkpoint gets its name; if it raises InputError, it gets none."""
 
     def leave_behind(self, plan: Plan) -> None:
         """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
@@ -171,6 +173,7 @@ class OwnCheckpoints(Checkpoints):
         try:
             write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
             sync(attempt)
+            self.last_look()
             if target.exists():  # damaged, or of a save that was cut off before its tracker was written
                 self._remove(target)
             os.rename(attempt, target)

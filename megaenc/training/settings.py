@@ -98,12 +98,25 @@ class PretrainSettings:
             )
         stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
         self._check_rampup(step * (stages if chunks > 1 else 1))
+        self._check_length()
         if chunks > 1 and micro_batches % stages:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
                 f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
             )
         self.monitoring.check(self.output.save, self.total_iters, world_size)
+
+    def _check_length(self) -> None:
+        """InputError for more steps or tokens than any run makes."""
+        name = "train_iters" if self.train_tokens is None else "train_tokens"
+        flag, tokens = f"--{name.replace('_', '-')}: found {vars(self)[name]}", self.tokens_after(self.total_iters)
+        if self.total_iters > _MOST_STEPS:
+            raise InputError(f"{flag}, expected at most {_MOST_STEPS:,} steps")
+        if tokens > _MOST_TOKENS:
+            raise InputError(
+                f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a step); "
+                f"expected at most {_MOST_TOKENS:,}"
+            )
 
     def _check_rewinds(self) -> None:
         """InputError where a run that may go back could not."""
@@ -135,7 +148,9 @@ class PretrainSettings:
         flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
         if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
             raise InputError(f"{flag}: expected three numbers of 1 or more: START INCREMENT SAMPLES")
-        start, increment, _ = self.rampup_batch_size
+        start, increment, samples = self.rampup_batch_size
+        if samples > start * _MOST_GROWING_STEPS:
+            raise InputError(f"{flag}: expected SAMPLES of at most {_MOST_GROWING_STEPS:,} x START")
         if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
             raise InputError(
                 f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {self.global_batch_size}"
@@ -180,6 +195,10 @@ class PretrainSettings:
         """Steps between validations; 0 for none."""
         return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
 
+
+_MOST_STEPS = 10**9  # a thousand times what the longest runs make; a millisecond each, they would take twelve days
+_MOST_TOKENS = 2**62  # positions in the data are numbers of 64 bits
+_MOST_GROWING_STEPS = 10**6  # the first sample of each is kept in memory
 
 _COUNTS = (
     *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),

@@ -36,7 +36,7 @@ class SkippedPacks:
         """Of `1200-1215` and `1300`, or `none`, as `--skip-packs` has them. Raises InputError."""
         ranges = []
         for text in texts if tuple(texts) != NONE else ():
-            found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+            found = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", text)
             if not found or int(found[2] or found[1]) < int(found[1]):
                 raise InputError(
                     f"--skip-packs {text}: expected the number of a pack, 1300, or the first and last of some, 1200-1215"

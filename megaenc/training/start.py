@@ -54,10 +54,20 @@ class Start:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> Self:
-        """Out of what run.json holds; new weights where it says nothing. TypeError for what no run wrote."""
+        """Return what run.json holds; new weights if it says nothing. Raises TypeError for anything that no run wrote."""
         values = facts.get("start", {})
+        if not isinstance(values, dict):
+            raise TypeError(f"start is a {type(values).__name__}")
         before = tuple(Stage(**stage) for stage in values.get("before", ()))
         return cls(**{**values, "skip_packs": tuple(values.get("skip_packs", ())), "before": before})
+
+    def check(self, source: str) -> None:
+        """Raise InputError, naming `source` and the field, for a value of another type than a run writes."""
+        from megaenc import flags  # readers of a run's folder need no command line
+
+        for part in (self, *self.before):
+            plain = {name: value for name, value in vars(part).items() if not isinstance(value, tuple | dict)}
+            flags.replace_fields(part, plain, source=source)
 
     @property
     def step(self) -> int:

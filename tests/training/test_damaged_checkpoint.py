@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus
     assert field in content
     file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
     said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
-    assert f"{file}: not what a save wrote (ValueError('its content changed')); the checkpoint is incomplete: trying" in said
+    assert f"{file}: its content changed; the checkpoint is damaged: trying" in said
     assert "going on after step 8" in said
     runs.assert_same_curve(copy, saved_run)
 

@@ -98,3 +98,31 @@ def test_corpora_and_how_often_they_are_read(small_corpus, capsys):
     assert lines[2] == ["makes", "steps", "1", "to", "200,", "from", "new", "weights"]
     row = next(line for line in lines if line and line[0] == str(small_corpus.prefix))
     assert row[1:4] == ["100.00", "%", "1,600"] and float(row[4]) == pytest.approx(102_400 / 21_000, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["clm:0.5,mlm:0.5", "mix(clm:1,mlm:1)"])
+def test_a_billion_steps_are_not_counted_one_by_one(schedule, printed):
+    lines = printed("--train-iters", "1000000000", "--objective-schedule", schedule)
+    for name, share in (("clm", 98), ("mlm", 40)):
+        found = [line for line in lines if line[0] == name][-1]
+        steps, _, _, percent = [word for word in found[1:] if word not in ("about", "%)")]
+        assert int(steps.replace(",", "")) == pytest.approx(5e8, rel=0.02)
+        assert float(percent.strip("(")) == pytest.approx(share, abs=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--train-iters", "1" + 20 * "0"], f"--train-iters: found 1{20 * '0'}, expected at most 1,000,000,000 steps"),
+        (["--train-tokens", "1" + 30 * "0"], f"--train-tokens: found 1{30 * '0'}, expected at most 1,000,000,000 steps"),
+        (
+            ["--train-iters", "1" + 9 * "0", "--global-batch-size", "8" + 9 * "0"],
+            "tokens (--global-batch-size x --seq-length a step); expected at most 4,611,686,018,427,387,904",
+        ),
+        (["--rampup-batch-size", "2", "2", "1" + 18 * "0"], "expected SAMPLES of at most 1,000,000 x START"),
+        (["--skip-packs", 5000 * "1"], "expected the number of a pack"),
+    ],
+)
+def test_numbers_beyond_any_run_are_one_line(flags, complaint, small_corpus, refusal):
+    iterations = [] if "--train-tokens" in flags else ["--train-iters", "200"]
+    assert complaint in refusal(main, [*small_corpus.flags, "--seq-length", "64", "--dry-run", *iterations, *flags])

@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.training.run_folder import take_lock
+from megaenc.training.folder_lock import FolderLock
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULTY = str(runs.WORKERS / "fault_at_step.py")
@@ -105,13 +105,12 @@ def test_a_wrong_input_is_said_once_and_not_tried_again(small_corpus, tmp_path):
 def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
     import fcntl
 
-    held, wanted = (os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT) for _ in range(2))
+    held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(InputError, match="another process is training in this folder"):
-        take_lock(wanted, tmp_path, patience=0.2)
+        FolderLock(tmp_path, patience=0.2)
     threading.Timer(0.5, os.close, [held]).start()
-    take_lock(wanted, tmp_path, patience=20)
-    os.close(wanted)
+    FolderLock(tmp_path, patience=20).close()
 
 
 class Nodes:

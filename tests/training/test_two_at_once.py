@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import runs
 
@@ -41,3 +42,26 @@ def test_two_commands_at_once_make_one_run(small_corpus, tmp_path):
 
 def start(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=runs.surroundings())
+
+
+def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_path):
+    """Somebody removes `.lock` while it trains, and gives the command again."""
+    folder = tmp_path / "run"
+    command = [sys.executable, str(runs.PRETRAIN), *small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)]
+    steps = ["--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0", "--save-interval", "20"]
+    first = start([*command, *steps])
+    try:
+        while not (folder / "checkpoints" / "iter_0000020" / "state.json").exists():
+            assert first.poll() is None, first.communicate()[1]
+            time.sleep(0.05)
+        (folder / ".lock").unlink()
+        second = start([*command, *steps, "--exit-duration-in-mins", "0.02"])
+        _, err = second.communicate(timeout=240)
+        assert second.returncode == 75, err
+        _, err = first.communicate(timeout=60)
+    finally:
+        first.kill()
+    assert first.returncode == 2
+    assert [".lock: found it removed or replaced, expected the lock of this run" in line for line in err.splitlines()] == [True]
+    last = Checkpoints(folder / "checkpoints").latest()
+    assert [row["step"] for row in runs.metrics(folder)] == list(range(1, last + 1))

@@ -1,0 +1,149 @@
+"""A command that is refused leaves the disk as it was: no folder, no lock, no file that says something else than before."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import runs
+from checkpoint_helpers import flip_a_bit
+
+from megaenc import backend
+from megaenc.errors import InputError
+from megaenc.training.command import main
+from megaenc.training.planning import make_plan
+from megaenc.training.run_folder import RunFolder
+from megaenc.training.settings import read_settings
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder: files with what is in them, folders with None."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def refused(small_corpus, tmp_path, refusal):
+    """Give a command, which must be refused in one line and change nothing in `tmp_path`; the line."""
+
+    def give(*flags) -> str:
+        before = contents(tmp_path)
+        line = refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", *flags])
+        assert contents(tmp_path) == before
+        return line
+
+    return give
+
+
+@pytest.fixture
+def copy(saved_run, tmp_path):
+    """The run, to be damaged."""
+    return shutil.copytree(saved_run, tmp_path / "run")
+
+
+def test_a_folder_of_something_else(refused, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    assert "holds notes.txt and no run.json" in refused("--save", tmp_path)
+    assert "expected a folder to write to" in refused("--save", tmp_path / "notes.txt" / "run")
+
+
+def test_a_parent_whose_weights_are_damaged(refused, copy, tmp_path):
+    """Found when the new run's folder is there already, several levels of it new."""
+    flip_a_bit(sorted((copy / "checkpoints" / "iter_0000012").glob("*.distcp"))[0])
+    save = tmp_path / "new" / "deeper" / "run"
+    assert "its content changed" in refused("--init-from", copy, "--save", save)
+    assert "its content changed" in refused("--branch-from", copy, "--branch-at", "12", "--save", save)
+
+
+def test_a_run_without_a_whole_checkpoint(refused, copy):
+    """Not even its config.yaml says what the refused command would have changed."""
+    for step in (4, 8, 12):
+        flip_a_bit(copy / "checkpoints" / f"iter_{step:07d}" / "common.pt")
+    line = refused("--save", copy, "--micro-batch-size", "4", "--keep-last", "7")
+    assert "its content changed" in line and "no other is there" in line
+    (copy / ".lock").unlink()
+    assert "seed is 1 there, 2 here" in refused("--save", copy, "--seed", "2")
+
+
+def test_rows_that_no_run_writes(refused, copy):
+    rows = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join([*rows[:3], '{"step": "x"}\n', *rows[4:]]))
+    try:
+        assert "metrics.jsonl: line 4: found" in refused("--save", copy)
+    finally:
+        backend.stop()  # a rank that finds an error alone leaves without the others
+
+
+FACTS = {
+    "no text": b"\xff",
+    "a list": b"[]",
+    "null": b"null",
+    "deep": 100_000 * b"[",
+    "a number": 5000 * b"9",
+    "no identity": b'{"identity": []}',
+}
+CHANGES = {
+    "start": {"start": 3},
+    "step of the start": {"start": {"at": "x"}},
+    "its runs": {"start": {"before": [5]}},
+    "packs": {"skip_packs": 5},
+    "no pack": {"skip_packs": [5]},
+    "rewinds": {"rewinds": 5},
+    "learning rate": {"identity": {"lr": "x"}},
+    "packages": {"identity": {"objective_packages": 3}},
+}
+
+
+@pytest.mark.parametrize("content", FACTS.values(), ids=FACTS)
+def test_a_run_json_that_no_run_wrote(content, refused, copy, tmp_path):
+    (copy / "run.json").write_bytes(content)
+    for flags in (["--save", copy], *from_another(copy, tmp_path)):
+        assert f"{copy / 'run.json'}: " in refused(*flags)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_field_of_run_json_that_no_run_wrote(change, refused, copy, tmp_path):
+    facts = json.loads((copy / "run.json").read_text())
+    for name, value in change.items():
+        facts[name] = facts[name] | value if isinstance(value, dict) else value
+    (copy / "run.json").write_text(json.dumps(facts))
+    refused(*(["--save", copy] if "rewinds" in change else from_another(copy, tmp_path)[0]))
+
+
+def from_another(run: Path, folder: Path) -> list[list]:
+    """The flags of a branch and of a start from weights."""
+    return [["--branch-from", run, "--branch-at", "8", "--save", folder / "b"], ["--init-from", run, "--save", folder / "i"]]
+
+
+def test_a_run_json_that_is_a_pipe(refused, copy, tmp_path, monkeypatch):
+    (copy / "run.json").unlink()
+    os.mkfifo(copy / "run.json")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"")
+    for flags in (["--save", copy], *from_another(copy, tmp_path)):
+        assert "not a regular file" in refused(*flags)
+
+
+def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk):
+    """Room for a number of blocks, from none to enough for all: refused in one line, and nothing is left but what was there."""
+    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    size = 64 << 10
+    subprocess.run(["mount", "-o", f"remount,size={size}", str(small_disk)], check=True)
+    filler, complaints = small_disk / "filler", set()
+    for free in range(0, size, 4096):
+        with open(filler, "wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, size - free)
+        try:
+            folder = RunFolder(small_disk / "new" / "run", plan)
+        except InputError as error:
+            assert "No space left on device" in str(error) and "\n" not in str(error)
+            complaints.add(str(error).partition(":")[0].rpartition("/")[2])
+            assert sorted(small_disk.iterdir()) == [filler]
+        else:
+            folder.undo()
+            folder.close()
+            assert sorted(small_disk.iterdir()) == [filler]
+            break
+    else:
+        pytest.fail("there was never room enough")
+    assert complaints == {"run", "tokenizer"}
