@@ -11,6 +11,7 @@ from megaenc.launcher import for_good, started_by_torchrun
 from megaenc.ranks import local_rank, rank
 
 _TIME_TO_SAY = 3.0
+_LONGEST = 4000  # letters of an error: what was found may be a file's only line
 
 
 class InputError(Exception):
@@ -38,7 +39,8 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
         except InputError as error:
             where = f"rank {rank()}: " if rank() else ""
             if rank() == 0 or isinstance(error, LocalInputError):
-                print(printable(f"error: {where}" + " ".join(str(error).split())), file=sys.stderr, flush=True)
+                line = printable(f"error: {where}" + " ".join(str(error).split()))
+                print(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...", file=sys.stderr, flush=True)
             elif started_by_torchrun():
                 time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
             if local_rank() == 0 or isinstance(error, LocalInputError):

@@ -151,6 +151,6 @@ def named_model(text: str) -> Named:
     check_model_folder(folder)
     path = Path(folder).resolve()
     name = name or path.name
-    if name.startswith(".") or not name.isprintable():
+    if not name or name.startswith(".") or not name.isprintable():
         raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
     return Named(name, str(path))

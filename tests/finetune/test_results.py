@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import fake_runs
@@ -179,12 +180,27 @@ def test_models_are_named_by_their_folder_or_otherwise(tmp_path, monkeypatch, gi
     assert named_model(given).name == name
 
 
-@pytest.mark.parametrize("given", ["..=toy", "=toy", "a b\n=toy"])
+@pytest.mark.parametrize("given", ["..=toy", "=toy", "a b\n=toy", ".=toy", "a\u202eb=toy", "\x1b[2J=toy", "a/../b=toy"])
 def test_names_that_are_no_folders_are_refused(tmp_path, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
     fake_runs.make_model(tmp_path / "toy")
     if given == "=toy":
         assert named_model(given).name == "toy"
         return
-    with pytest.raises(InputError, match="found the name"):
+    with pytest.raises(InputError, match="found the name" if "/" not in given else "no such folder"):
         named_model(given)
+
+
+@pytest.mark.parametrize("folder", ["..", "../..", ".", "a\nb", "-"])
+def test_a_folder_of_any_name_has_its_results_below_the_output(tmp_path, monkeypatch, folder):
+    (tmp_path / "one" / "two").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "one" / "two")
+    fake_runs.make_model(Path(folder))
+    try:
+        name = named_model(folder).name
+    except InputError:
+        assert folder == "a\nb"
+        return
+    output = tmp_path / "out"
+    place = results.run_folder(output / name, "SC", "sst2", "sst2", 1e-4, 0)
+    assert Path(os.path.realpath(place)).relative_to(output).parts[0] == name

@@ -56,7 +56,7 @@ class Dataset:
 
 def digest(content: Any) -> str:
     """sha256 in hex of what JSON can hold."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def file_digest(path: Path) -> str:

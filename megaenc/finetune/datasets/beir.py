@@ -23,7 +23,7 @@ from megaenc.finetune.examples import Examples, Family, Pair, Retrieval, SplitNa
 
 Judgements = dict[str, dict[str, int]]
 """Grades by query and document; 0 is looked at and found irrelevant."""
-_GRADE = re.compile(r"-?\d+")
+_GRADE = re.compile(r"-?\d{1,9}")
 _QRELS = {"train": ("train",), "validation": ("dev", "validation", "valid", "val"), "test": ("test",)}
 
 

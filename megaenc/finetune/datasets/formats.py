@@ -1,6 +1,5 @@
 """Files of labelled data as rows: JSONL, TSV with a header, columns of words and tags (CoNLL, IOB2) and SQuAD's JSON."""
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from megaenc.data.compression import opened
 from megaenc.errors import InputError
+from megaenc.files import parse_json
 from megaenc.finetune.datasets.rows import IOB2, value_of
 from megaenc.finetune.examples import Family
 
@@ -18,6 +18,10 @@ EXPECTED = (
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", *_COLUMNS)
 _COMPRESSED = (".gz", ".zst")
+_LONGEST_LINE = 1 << 26
+"""Bytes: texts of a few megabytes occur."""
+_LARGEST = 1 << 30
+"""Bytes of a file that is read at once."""
 
 Row = tuple[str, dict[str, Any]]
 """(the file and the line or question, for complaints; the row)."""
@@ -59,9 +63,14 @@ def family_of(path: Path, row: dict[str, Any]) -> Family:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number from 1, text without its line end) of each line of a file, compressed or not."""
+    """Yield (number from 1, text without its line end) of each line of a file, compressed or not.
+
+    InputError for one that is not UTF-8 or longer than any example.
+    """
     with opened(str(path)) as (_, stream):
-        for number, line in enumerate(stream, 1):
+        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
+            if len(line) > _LONGEST_LINE:
+                raise InputError(f"{path}:{number}: longer than {_LONGEST_LINE:,} bytes, expected one example a line")
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError:
@@ -75,8 +84,8 @@ def objects(path: Path) -> Iterator[Row]:
             continue
         place = f"{path}:{number}"
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise InputError(f"{place}: not JSON: {error}; expected one object a line") from None
         if not isinstance(row, dict):
             raise InputError(f"{place}: found a {type(row).__name__}, expected a JSON object")
@@ -86,8 +95,8 @@ def objects(path: Path) -> Iterator[Row]:
 def _is_row(line: str) -> bool:
     """Whether a line is an object by itself that is not SQuAD's."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return False
     return isinstance(row, dict) and "data" not in row
 
@@ -148,10 +157,12 @@ def _sentences(path: Path) -> Iterator[Row]:
 def _squad(path: Path) -> Iterator[Row]:
     """The questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
     with opened(str(path)) as (_, stream):
-        content = stream.read()
+        content = stream.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise InputError(f"{path}: larger than {_LARGEST:,} bytes, expected SQuAD's layout or one example a line (.jsonl)")
     try:
-        read = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        read = parse_json(content)
+    except ValueError as error:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
     if not isinstance(read, dict) or not isinstance(read.get("data"), list):
         raise InputError(f"{path}: no list `data`, expected SQuAD's layout: data, paragraphs, qas")

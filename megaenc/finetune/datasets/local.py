@@ -1,7 +1,6 @@
 """Labelled data from local files: a folder with a file for each split, one in BEIR's layout, or a file alone."""
 
 import functools
-import json
 import re
 import string
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.files import read_json_object
 from megaenc.finetune.datasets import beir, formats, rows
 from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
@@ -190,15 +190,7 @@ def _find(path: Path) -> dict[SplitName, Path]:
 def _meta(path: Path) -> dict:
     """What meta.json beside the files tells."""
     file = path / "meta.json"
-    if not file.is_file():
-        return {}
-    try:
-        read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read as JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise InputError(f"{file}: found a {type(read).__name__}, expected an object with labels or tags")
-    return read
+    return read_json_object(file, "an object with labels or tags") if file.exists() else {}
 
 
 def _look_at_spans(path: Path, examples: list[TaggedWords], tags: tuple[str, ...]) -> None:

@@ -11,6 +11,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords
 
 IOB2 = re.compile(r"O|[BI]-\S+")
+_POSITION = re.compile(r"-?\d{1,18}")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class LabelSet:
     def index(self, value: Any, place: str) -> int:
         """The position of the label that a row spells as `value`, an integer or text. Raises InputError for none of them."""
         name = spelled(value, place)
-        if self.counted and (isinstance(value, int) or (name not in self.labels and name.isdecimal())):
+        if self.counted and (isinstance(value, int) or (name not in self.labels and _POSITION.fullmatch(name))):
             if 0 <= int(value) < len(self.labels):
                 return int(value)
             raise InputError(f"{place}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
@@ -50,7 +51,7 @@ def collected(values: Iterable[tuple[Any, str]], *, tags: bool) -> LabelSet:
         found.add(spelled(value, place))
     if tags:
         return LabelSet(("O", *sorted(found - {"O"})), counted=False)
-    numbers = all(re.fullmatch(r"-?\d+", name) for name in found)
+    numbers = all(_POSITION.fullmatch(name) for name in found)
     return LabelSet(tuple(sorted(found, key=int if numbers else None)), counted=False)
 
 

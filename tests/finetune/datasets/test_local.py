@@ -1,5 +1,6 @@
 import gzip
 import json
+import os
 
 import datasets
 import numpy as np
@@ -406,7 +407,7 @@ def test_folders_that_hold_no_data_set(tmp_path):
         ("other", {"train__jsonl": [{"sentence": "x"}]}, r"found rows with sentence, expected rows with text and label"),
         ("blank", {"train__jsonl": ""}, r"train.jsonl: holds no example"),
         ("meta", three(SENTIMENT) | {"meta__json": {"labels": ["x", "x"]}}, r"meta.json: key `labels`: expected a list of names"),
-        ("broken", three(SENTIMENT) | {"meta__json": "{"}, r"meta.json: cannot be read as JSON"),
+        ("broken", three(SENTIMENT) | {"meta__json": "{"}, r"meta.json: not JSON"),
         ("words", three(TAGGED) | {"meta__json": {"tags": ["O", "NOUN"]}}, r"meta.json: key `tags`: found 'NOUN', expected IOB2"),
         ("inside", three(TAGGED) | {"meta__json": {"labels": ["B-PER", "I-PER"]}}, r"meta.json: key `tags`: found no O"),
         ("count", {"train__jsonl": [{"tokens": ["a"], "tags": 5}]}, r"train.jsonl:1: key `tags`: found 5, expected a list"),
@@ -426,3 +427,84 @@ def test_a_task_can_be_told_where_rows_have_the_keys_of_two(tmp_path):
     folder = write(tmp_path / "x", **three(rows))
     assert find(folder).family is Family.TC
     assert find(folder, task="SC").split("train") == [LabelledText("a", "x", 0)]
+
+
+def line_of(size):
+    """One that is that long, most of it a hole in the file."""
+
+    def make(path):
+        path.write_bytes(b'{"label": 1, "text": "')
+        os.truncate(path, size)
+
+    return make
+
+
+def compressed(path):
+    with gzip.open(path.with_suffix(".jsonl.gz"), "wb", 1) as stream:
+        for _ in range(70):
+            stream.write(b"a" * (1 << 20))
+
+
+ROWS = "".join(json.dumps(row) + "\n" for row in SENTIMENT)
+DIGITS = "9" * 5000
+HOSTILE = {
+    "FIFO": ("train.jsonl", os.mkfifo, "no train split"),
+    "folder": ("train.jsonl", os.mkdir, "no train split"),
+    "loop": ("train.jsonl", lambda path: path.symlink_to(path.name), "no train split"),
+    "not UTF-8": ("train.jsonl", ROWS.encode() + b'{"text": "\xff"}', r"train.jsonl:3: not UTF-8 text"),
+    "zeros": ("train.jsonl", bytes(100), r"train.jsonl:1: not JSON"),
+    "deep": ("train.jsonl", ROWS + '{"a":' * 100_000, r"train.jsonl:3: not JSON: nested too deeply"),
+    "a line without end": ("train.jsonl", line_of(10**9), r"train.jsonl:1: longer than 67,108,864 bytes"),
+    "a compressed line without end": ("train.jsonl", compressed, r"train.jsonl.gz:1: longer than 67,108,864 bytes"),
+    "a number without end": ("train.jsonl", f'{ROWS}{{"text": "x", "label": {DIGITS}}}', r"train.jsonl:3: not JSON"),
+    "label beyond": ("test.jsonl", '{"text": "x", "label": 99}', r"test.jsonl:1: label 99: outside the label set"),
+    "label below": ("test.jsonl", '{"text": "x", "label": -1}', r"test.jsonl:1: label -1: outside the label set"),
+    "label in digits": ("test.jsonl", f'{{"text": "x", "label": "{DIGITS}"}}', r"test.jsonl:1: label '9+': outside"),
+    "label is NaN": ("test.jsonl", '{"text": "x", "label": NaN}', r"test.jsonl:1: label nan: found a number with a point"),
+    "meta is a FIFO": ("meta.json", os.mkfifo, r"meta.json: not a regular file"),
+    "meta is deep": ("meta.json", "[" * 100_000, r"meta.json: not JSON .nested too deeply."),
+    "meta is not UTF-8": ("meta.json", b"\xff", r"meta.json: not JSON .not UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_files_that_would_harm_their_reader_are_one_line(case, tmp_path):
+    name, content, message = HOSTILE[case]
+    folder = tmp_path / "data"
+    write(folder, train__jsonl=SENTIMENT, valid__jsonl=SENTIMENT, test__jsonl=SENTIMENT)
+    (folder / name).unlink(missing_ok=True)
+    if callable(content):
+        content(folder / name)
+    else:
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=message):
+        for split in ("train", "test"):
+            find(str(folder)).split(split)
+
+
+def test_digits_without_end_are_a_name_like_any_other(tmp_path):
+    rows = [{"text": "a", "label": DIGITS}, {"text": "b", "label": "1"}]
+    assert find(write(tmp_path / "x", **three(rows))).labels == ("1", DIGITS)
+    (tmp_path / "b").mkdir()
+    beir(tmp_path / "b")
+    (tmp_path / "b" / "qrels" / "test.tsv").write_text(f"q\td\t{DIGITS}\n")
+    with pytest.raises(InputError, match=r"test.tsv:1: found 'q.*expected query-id, corpus-id, score"):
+        find(str(tmp_path / "b")).split("test")
+
+
+def test_half_a_surrogate_pair_is_a_label_like_any_other(tmp_path):
+    folder = write(
+        tmp_path / "x", train__jsonl='{"text": "a", "label": "\\ud800"}\n{"text": "b", "label": "c"}\n', test__jsonl=SENTIMENT
+    )
+    assert set(find(folder).labels) == {"c", "\ud800"}
+
+
+@pytest.mark.parametrize("given", ["a/../b={}", "..={}", ".={}", "a\n={}", "a b={}", "\x1b[2J={}", "={}/..", "{}/."])
+def test_no_name_leads_out_of_the_results(given, tmp_path):
+    folder = tmp_path / "data"
+    write(folder, **three(SENTIMENT))
+    try:
+        name = find(given.format(folder)).name
+    except InputError:
+        return
+    assert name == "data" and "/" not in name
