@@ -1,5 +1,6 @@
 """What a grid has shown: mean and interval of every model on every data set, averages, how much the learning rate matters."""
 
+import contextlib
 import csv
 import io
 import json
@@ -16,11 +17,13 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, write_whole
+from megaenc.files import write_whole
 from megaenc.finetune.intervals import Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
 from megaenc.finetune.summary_rows import RateRow, Row, Summary, summarise
+from megaenc.markup import in_markdown
+from megaenc.output_folder import created_parent
 
 _WIDTH = 80
 
@@ -140,12 +143,13 @@ def as_text(summary: Summary, suffix: str) -> str:
         rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
         numbers = (shown(row.mean, row.half), shown(row.baseline, None), rate, row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
-        lines.append("| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |")
+        lines.append("| " + " | ".join(map(in_markdown, fields)) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
     for row in summary.rates:
         means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
-        lines.append(f"| {row.model} | {summary.place(row)} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
-    return "\n".join([*lines, "", *(f"- {line}" for line in notes(summary))]).rstrip() + "\n"
+        names = f"{in_markdown(row.model)} | {in_markdown(summary.place(row))}"
+        lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
+    return "\n".join([*lines, "", *(f"- {in_markdown(line)}" for line in notes(summary))]).rstrip() + "\n"
 
 
 def _plain(row: Row | RateRow) -> dict[str, Any]:
@@ -170,8 +174,16 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     output = Path(settings.output)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
-    found = scan(settings.results)
-    summary = summarise(found, settings.metrics, settings.interval)
+    with created_parent(output, "--output") if settings.output else contextlib.nullcontext():
+        found = scan(settings.results)
+        summary = summarise(found, settings.metrics, settings.interval)
+        if settings.output:
+            write_whole(output, as_text(summary, output.suffix))
+    _print(summary, found, settings)
+
+
+def _print(summary: Summary, found: Sequence[Result], settings: SummaryFlags) -> None:
+    """Print the tables, and a line for each thing that they leave open."""
     from rich.console import Console
 
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
@@ -186,9 +198,7 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         say("these files hold the paper's scores alone: --metrics paper shows them")
     say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
-        make_parent(output, "--output")
-        write_whole(output, as_text(summary, output.suffix))
-        say(f"written: {output}")
+        say(f"written: {settings.output}")
 
 
 def _needed(summary: Summary) -> int:
