@@ -28,7 +28,8 @@ def created_parent(path: Path, flag: str) -> Iterator[None]:
 def _missing_parents(path: Path, flag: str) -> list[Path]:
     """The folders above `path` that do not exist yet, innermost first. Raises InputError for a path that cannot be."""
     try:
-        path.is_symlink()  # a name that is too long
+        if path.is_dir():
+            raise InputError(f"{flag} {path}: is a folder; expected the name of a file")
         return [folder for folder in path.absolute().parents if not folder.exists() and not folder.is_symlink()]
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be written to: {error.strerror}; expected another name") from None
