@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.files import parse_json
+from megaenc.large_files import read_large
 
 _MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
 _MOST = 1e100  # of numbers with which can be computed
@@ -33,7 +34,7 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     Raises InputError for a file that holds no JSON object, or a key twice.
     """
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_large(path, _MOST_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -85,7 +86,7 @@ def read_examples(path: Path, metric: str | None) -> list[float]:
     A standard metric is one only if it is the mean of the examples' numbers: span F1, say, is not. Raises InputError.
     """
     try:
-        test = parse_json(read_regular(path, _MOST_BYTES))["test"]
+        test = parse_json(read_large(path, _MOST_BYTES))["test"]
         mean = test["score"] if metric is None else test["metrics"][metric]
         listed = test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
         numbers = [float(number) for number in listed or ()]

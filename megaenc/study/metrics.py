@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_json_object, read_regular
+from megaenc.files import parse_json, read_json_object
+from megaenc.large_files import read_large
 from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
 
 Row = dict[str, Any]
@@ -96,7 +97,7 @@ def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
     A last line without its end is left out: it is being written.
     """
     try:
-        content = read_regular(path, _MOST_BYTES)
+        content = read_large(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
