@@ -99,7 +99,8 @@ class Parts:
             return None
         hashes, counts = note.get("sha256"), note.get("counts")
         whole = note.get("bytes") == sizes and isinstance(hashes, list) and len(hashes) == len(bins)
-        whole = whole and all(isinstance(each, dict) and each.keys() >= {"bin", "idx"} for each in hashes)
+        whole = whole and all(isinstance(each, dict) for each in hashes)
+        whole = whole and all(isinstance(each.get(name), str) for each in hashes for name in ("bin", "idx"))
         return note if whole and isinstance(counts, dict) and all(type(one) is int for one in counts.values()) else None
 
 
