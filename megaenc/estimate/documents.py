@@ -9,7 +9,7 @@ import numpy as np
 from megaenc.data.blend import parse_data_path
 from megaenc.data.corpus import check_contents, check_index
 from megaenc.data.indexed import IndexArrays
-from megaenc.data.packs import SHORTEST_CHUNK, check_two_chunks
+from megaenc.data.packs import check_two_chunks, mean_squares_of_chunks
 from megaenc.data.sentence_packs import check_sentences
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
@@ -72,14 +72,7 @@ def vocabulary(data: DataSettings) -> int | None:
 def _random_length(length: int) -> Documents:
     """Two chunks, cut anywhere that leaves both as long as the shortest that there may be."""
     check_two_chunks(length)
-    first, last = SHORTEST_CHUNK, length - SHORTEST_CHUNK  # the places of the cut; what is left of it is as long as what is right
-    squares = _sum_of_squares(last) - _sum_of_squares(first - 1)
-    return Documents(2 * squares / (last - first + 1), 2.0, 0.0, "two chunks a pack, cut at random")
-
-
-def _sum_of_squares(count: int) -> int:
-    """Return 1 + 4 + 9 + ... of so many squares."""
-    return count * (count + 1) * (2 * count + 1) // 6
+    return Documents(mean_squares_of_chunks(length), 2.0, 0.0, "two chunks a pack, cut at random")
 
 
 def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
