@@ -200,7 +200,7 @@ def _entry(path: Path, number: int, given: Any, folder: Path) -> Entry:
     values = {str(key): value for key, value in given.items()}
     entry = flags.replace_fields(Entry(), values, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, pretrain=located_flags(entry.pretrain, folder))
+    return replace(entry, place=place, group=one_line(entry.group), pretrain=located_flags(entry.pretrain, folder))
 
 
 def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:

@@ -141,6 +141,21 @@ def test_names_are_escaped_in_markdown(tmp_path):
     assert len(rows) == 2 and all("a\\|b c&lt;d>$x^{[e]\\(f)\\`g\\`\\\\ " in row for row in rows)
 
 
+def test_names_are_escaped_in_every_form_of_a_report(tmp_path, monkeypatch):
+    """Names of models in a tree of results are anybody's: HTML, Markdown, LaTeX and formulas."""
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    hostile = "$a_{b^<script>alert(1)</script>|c\nd&\\e%~`"
+    trees.cell(tmp_path / "results", hostile.replace("/", ""), "SC/sst2", {2e-5: [0.5, 0.6], 5e-5: [0.4, 0.5]})
+    output = tmp_path / "report"
+    report_command.main(["--results", str(tmp_path / "results"), "--output", str(output)])
+    page = (output / "index.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;alert(1)&lt;script&gt;" in page
+    markdown = (output / "tables/other.md").read_text()
+    assert r"$a_{b^&lt;script>alert(1)&lt;script>\|c d&\\e%~\`" in markdown
+    latex = (output / "tables/other.tex").read_text()
+    assert r"\$a\_\{b\textasciicircum{}$<$script$>$alert(1)$<$script$>$|c d\&\textbackslash{}e\%\textasciitilde{}`" in latex
+
+
 NO_EXAMPLES = [
     *(
         (changed('"scores_i": [0, 1]', f'"scores_i": {value}'))
