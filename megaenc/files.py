@@ -46,19 +46,17 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def check_parent(path: Path, flag: str) -> None:
-    """Raise InputError if `path` cannot be written, for all that its folder says. What this creates is removed again."""
-    with contextlib.suppress(_Checked), parent_made(path, flag):
+    """Raise InputError if the folder that `path` goes into cannot be created or written to. Leaves nothing on the disk."""
+    missing = _missing_parents(path)
+    try:
+        make_parent(path, flag)
         temporary = _temporary(_place(path))
-        try:
-            os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-            temporary.unlink()
-        except OSError as error:
-            raise InputError(f"{flag} {path}: cannot write to the folder {temporary.parent}: {error.strerror}") from None
-        raise _Checked
-
-
-class _Checked(Exception):
-    """The end of `check_parent`, on which the folders that it created are removed."""
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        temporary.unlink()
+    except OSError as error:
+        raise InputError(f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}") from None
+    finally:
+        _remove_empty(missing)
 
 
 def check_output_file(path: Path, flag: str) -> None:
@@ -86,23 +84,34 @@ def make_parent(path: Path, flag: str) -> None:
 
 
 @contextlib.contextmanager
-def parent_made(path: Path, flag: str) -> Iterator[None]:
+def created_parent(path: Path, flag: str) -> Iterator[None]:
     """Create the folder that `path` goes into; if the block fails, remove what it created unless a file is in it.
 
-    Raises InputError when it cannot be created.
+    Raises InputError, naming `flag`, if it cannot be created.
     """
-    parent = _place(path).parent
-    created = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    missing = _missing_parents(path)
     try:
         make_parent(path, flag)
         yield
     except BaseException:
-        if created:
-            inside = (Path(folder) for folder, _, _ in os.walk(created[0], topdown=False))
-            for folder in chain(inside, created):
-                with contextlib.suppress(OSError):  # holds what is to stay
-                    folder.rmdir()
+        _remove_empty(missing)
         raise
+
+
+def _missing_parents(path: Path) -> list[Path]:
+    """Return the folders above `path` that do not exist yet, innermost first."""
+    try:
+        return [folder for folder in _place(path).parents if not folder.exists()]
+    except OSError:  # a name that is too long, say: `make_parent` reports it
+        return []
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Remove `folders`, innermost first, and those in them, unless a file is in one."""
+    inside = (Path(folder) for folder, _, _ in os.walk(folders[0], topdown=False)) if folders else ()
+    for folder in chain(inside, folders):
+        with contextlib.suppress(OSError):  # holds what is to stay
+            folder.rmdir()
 
 
 def _place(path: Path) -> Path:
@@ -381,9 +390,10 @@ def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
     larger file, which could exhaust the memory.
     """
     with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
-        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        status = os.fstat(stream.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = stream.read(limit + 1)
+        content = stream.read(min(limit, max(status.st_size, 1 << 20)) + 1)  # a buffer of all that is allocated at once
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the most that is read of such a file", str(path))
     return content

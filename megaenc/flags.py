@@ -143,7 +143,7 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     known = flatten(settings)
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(str(name), known, n=1)
             raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
 
     def put(node):

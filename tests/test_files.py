@@ -13,11 +13,11 @@ from megaenc.errors import InputError
 from megaenc.files import (
     check_output_file,
     check_parent,
+    created_parent,
     left_behind,
     locked,
     longest_name,
     make_parent,
-    parent_made,
     read_json_object,
     refuse_existing,
     stopped_by_sigterm,
@@ -386,15 +386,15 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
 def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):
     (tmp_path / "old").mkdir()
     for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
-        with pytest.raises(KeyError), parent_made(path, "--output"):
+        with pytest.raises(KeyError), created_parent(path, "--output"):
             (path.parent / "deep" / "er").mkdir(parents=True)
             raise KeyError
     assert [path.name for path in tmp_path.rglob("*")] == ["old"]
-    with pytest.raises(KeyError), parent_made(tmp_path / "a" / "b" / "file", "--output"):
+    with pytest.raises(KeyError), created_parent(tmp_path / "a" / "b" / "file", "--output"):
         (tmp_path / "a" / "b" / "kept").touch()
         (tmp_path / "a" / "b" / "empty").mkdir()
         raise KeyError
     assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["b", "kept"]
-    with parent_made(tmp_path / "new" / "file", "--output"):
+    with created_parent(tmp_path / "new" / "file", "--output"):
         pass
     assert (tmp_path / "new").is_dir()

@@ -84,7 +84,7 @@ def write_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write its files into `folder`, to be loaded as they are: each role is named, so that no class fills it as it likes."""
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    for name in ("is_local", "local_files_only", "auto_map"):  # how it was loaded here, and code of others
+    for name in ("is_local", "local_files_only"):  # how it was loaded here
         config.pop(name, None)
     config |= {role: None if (token := getattr(tokenizer, role)) is None else str(token) for role in ROLES}
     config["tokenizer_class"] = _AS_IT_IS

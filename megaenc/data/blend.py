@@ -1,6 +1,7 @@
 """Blends: packs of several corpora in fixed proportions, which hold for every stretch of a run and not only on average."""
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -33,6 +34,8 @@ def parse_data_path(words: Sequence[str]) -> list[tuple[Fraction | None, str]]:
 
 def weight_of(word: str) -> Fraction | None:
     """A word of --data-path as a weight; None where it is a corpus."""
+    if re.search(r"[eE][+-]?\d{4}", word):
+        return None  # not a weight: its digits would fill the memory
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):

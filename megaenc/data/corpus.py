@@ -1,7 +1,9 @@
 """A tokenised corpus on disk, PREFIX.bin and PREFIX.idx in Megatron's format, with the JSON that says how it was made."""
 
+import glob
 import hashlib
 import os
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megaenc import randomness
-from megaenc.data.indexed import HEADER, MAGIC, TOKEN_TYPES, VERSION
+from megaenc.data.indexed import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays
 from megaenc.data.shared import shared
 from megaenc.data.sidecar import Sidecar, read_sidecar, sidecar_path
 from megaenc.data.vocabulary import Vocabulary
@@ -57,25 +59,20 @@ class Corpus:
         """
         prefix = str(prefix)
         token_type = check_index(prefix)
+        index = IndexArrays.map(f"{prefix}.idx")
+        check_contents(prefix, index, token_type)
+        sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
+        if sidecar is not None:
+            counts = {"documents": len(index.documents) - 1, "sequences": len(index.lengths)}
+            tokens = int(index.lengths.sum(dtype=np.int64))
+            check_sidecar(prefix, sidecar, **counts, tokens=tokens, token_type=token_type)
         # Here and not at the top: it takes seconds and pulls in torch, and whoever wants only the split needs neither.
         from megaenc.backend.megatron import import_megatron
 
         import_megatron()
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        try:
-            dataset = IndexedDataset(prefix, mmap=True)
-        except AssertionError:
-            raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged") from None
-        _check_contents(prefix, dataset, token_type)
-        sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
-        corpus = cls(prefix, dataset, sidecar)
-        if sidecar is not None:
-            tokens = int(corpus.document_lengths.sum())
-            check_sidecar(
-                prefix, sidecar, documents=len(corpus), sequences=corpus.sequences, tokens=tokens, token_type=token_type
-            )
-        return corpus
+        return cls(prefix, IndexedDataset(prefix, mmap=True), sidecar)
 
     @property
     def fingerprint(self) -> str:
@@ -160,8 +157,15 @@ def check_index(prefix: str) -> type[np.number]:
 
     Raises InputError. Cheap: it reads the header and asks for sizes.
     """
+    try:
+        return _check_index(prefix)
+    except OSError as error:
+        raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
+
+
+def _check_index(prefix: str) -> type[np.number]:
     for extension in (".idx", ".bin"):
-        if not Path(prefix + extension).is_file():
+        if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
             raise InputError(
                 f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_nearby(prefix)}"
             )
@@ -183,11 +187,15 @@ def check_index(prefix: str) -> type[np.number]:
     return TOKEN_TYPES[code]
 
 
-def _check_contents(prefix: str, dataset: Any, token_type: type[np.number]) -> None:
+def check_contents(prefix: str, index: IndexArrays, token_type: type[np.number]) -> None:
+    """Raise InputError unless the sequences in `index`, which `check_index` passed, lie end to end and fill the .bin."""
     size = np.dtype(token_type).itemsize
-    lengths, indices, pointers = dataset.sequence_lengths, dataset.document_indices, dataset.index.sequence_pointers
-    if lengths.min() < 0 or indices[0] != 0 or np.diff(indices).min() < 0:
+    lengths, indices, pointers = index.lengths, index.documents, index.pointers
+    # Differences of numbers from 0 on cannot overflow.
+    if lengths.min() < 0 or indices[0] != 0 or indices.min() < 0 or np.diff(indices).min() < 0:
         raise InputError(f"{prefix}.idx: found sequences or documents of negative length; the file is damaged")
+    if indices[-1] != len(lengths):
+        raise InputError(f"{prefix}.idx: its document indices do not end at its last sequence; the file is damaged")
     expected_bytes = int(lengths.sum(dtype=np.int64)) * size
     check_bin_size(prefix, expected_bytes)
     if pointers[0] != 0 or int(pointers[-1]) + int(lengths[-1]) * size != expected_bytes:
@@ -242,14 +250,15 @@ def _nearby(prefix: str) -> str:
     path = Path(prefix)
     if path.suffix in (".bin", ".idx", ".json") and path.with_suffix(".idx").is_file():
         return f"; did you mean `{path.with_suffix('')}`?"
-    others = sorted(path.parent.glob(path.name + "*.idx")) if path.name and path.parent.is_dir() else []
+    others = sorted(path.parent.glob(glob.escape(path.name) + "*.idx")) if path.name and path.parent.is_dir() else []
     return f"; did you mean `{others[0].with_suffix('')}`?" if others else ""
 
 
 def parse_split(text: str) -> tuple[Fraction, Fraction, Fraction]:
     """`99,1,0` as the weights of training, validation and test documents. Raises InputError."""
     try:
-        weights = tuple(Fraction(part.strip()) for part in text.split(","))
+        # An exponent of many digits would make a number that fills the memory.
+        weights = () if re.search(r"[eE][+-]?\d{4}", text) else tuple(Fraction(part.strip()) for part in text.split(","))
     except (ValueError, ZeroDivisionError):
         weights = ()
     if len(weights) != 3 or min(weights) < 0 or sum(weights) == 0:

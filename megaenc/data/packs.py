@@ -145,6 +145,18 @@ def check_two_chunks(seq_length: int) -> None:
         )
 
 
+def mean_squares_of_chunks(seq_length: int) -> float:
+    """Return the mean, over all places of the cut, of the sum of the squared lengths of a pack's two chunks."""
+    shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
+    squares = _sum_of_squares(longest) - _sum_of_squares(shortest - 1)  # of the left chunk; the right one has the same
+    return 2 * squares / (longest - shortest + 1)
+
+
+def _sum_of_squares(count: int) -> int:
+    """Return 1 + 4 + 9 + ... + count^2."""
+    return count * (count + 1) * (2 * count + 1) // 6
+
+
 class RandomLengthPacks(ConcatPacks):
     """The study's way (arXiv 2507.00994): each pack is cut at a random place into two chunks of at least 12 tokens.
 

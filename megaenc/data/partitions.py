@@ -14,7 +14,7 @@ from typing import Any
 from megaenc.console import ProgressLine
 from megaenc.data.indexed import IndexedWriter
 from megaenc.errors import InputError
-from megaenc.files import make_parent, whole_files, write_whole
+from megaenc.files import make_parent, read_json_object, whole_files, write_whole
 
 _PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
 _OURS = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.json)|\..*\.tmp")
@@ -26,10 +26,9 @@ def noted_outputs(folder: Path) -> dict[str, str]:
     What bears such a name and has that sha256 is their work; nothing is noted before they are joined.
     """
     try:
-        noted = json.loads((folder / _MERGED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(folder / _MERGED)
+    except InputError:
         return {}
-    return noted if isinstance(noted, dict) else {}
 
 
 class Parts:
@@ -94,10 +93,15 @@ class Parts:
     def _note(self, number: int) -> dict[str, Any] | None:
         bins, indices = self._files(number)
         try:
-            note = json.loads(self._note_path(number).read_text())
-            return note if [path.stat().st_size for path in (*bins, *indices)] == note["bytes"] else None
-        except (OSError, ValueError):
+            note = read_json_object(self._note_path(number))
+            sizes = [path.stat().st_size for path in (*bins, *indices)]
+        except (OSError, InputError):
             return None
+        hashes, counts = note.get("sha256"), note.get("counts")
+        whole = note.get("bytes") == sizes and isinstance(hashes, list) and len(hashes) == len(bins)
+        whole = whole and all(isinstance(each, dict) for each in hashes)
+        whole = whole and all(isinstance(each.get(name), str) for each in hashes for name in ("bin", "idx"))
+        return note if whole and isinstance(counts, dict) and all(type(one) is int for one in counts.values()) else None
 
 
 @contextlib.contextmanager
@@ -165,10 +169,7 @@ def _lock(folder: Path) -> int:
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
     path = folder / _PLAN
     if any(folder.glob("part-*.json")):
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise InputError(f"{path}: cannot be read, expected what the parts beside it are made of; remove {folder}") from None
+        found = read_json_object(path, f"what the parts next to it are made of; remove {folder}")
         for field, value in plan.items():
             was, now = json.dumps(found.get(field)), json.dumps(value)
             if was != now:

@@ -22,7 +22,7 @@ from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
 from megaenc.data.sources import LineFile
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, parent_made, stopped_by_sigterm, whole_files
+from megaenc.files import check_parent, created_parent, stopped_by_sigterm, whole_files
 from megaenc.processes import Threads, Workers, check_process_count, usable_cores
 
 
@@ -147,7 +147,7 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
 
 def _run(job: _Job, folder: Path) -> list[Path]:
     started = time.monotonic()
-    with parent_made(job.prefixes[0], "--output-prefix"):
+    with created_parent(job.prefixes[0], "--output-prefix"):
         made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):

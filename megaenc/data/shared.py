@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megaenc.files import parse_json
 from megaenc.ranks import local_world_size
 
 Arrays = tuple[np.ndarray, ...]
@@ -90,7 +91,7 @@ def _turn(path: Path) -> Iterator[int]:
 def _of_another(note: int, name: str) -> Arrays | None:
     """What the process has that wrote the note; None where nothing is written or it has gone. PermissionError: it is not ours."""
     try:
-        written = json.loads(os.pread(note, 1 << 16, 0))
+        written = parse_json(os.pread(note, 1 << 16, 0))
         path = f"/proc/{written['process']}/fd/{written['descriptor']}"
         if not os.readlink(path).startswith(f"/memfd:{name} "):  # numbers of processes and files are given out again
             return None
@@ -168,7 +169,7 @@ def _tidy(folder: Path) -> None:
             try:
                 fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 written = os.pread(note, 1 << 16, 0)
-                if not written or not Path(f"/proc/{json.loads(written)['process']}").exists():
+                if not written or not Path(f"/proc/{parse_json(written)['process']}").exists():
                     path.unlink()
             finally:
                 os.close(note)

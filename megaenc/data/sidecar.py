@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_regular
 
 FORMAT = 1
 
@@ -70,7 +71,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
     """Read the sidecar of the corpus `prefix`. Raises InputError if missing, not JSON, of another format or incomplete."""
     path = sidecar_path(prefix)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_regular(path))
     except FileNotFoundError:
         raise InputError(
             f"{path}: no such file; expected a corpus made by `megaenc preprocess` (give the path without .bin)"
@@ -86,8 +87,17 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
     for name in ("bin", "idx"):
         if not isinstance(values["sha256"].get(name), str):
             raise InputError(f"{path}: no field `sha256.{name}`; expected what `megaenc preprocess` wrote")
+    for name, low, high in (*((count, 0, _MOST) for count in _COUNTS), ("vocab_size", 1, _MOST_IDS)):
+        if not low <= values[name] <= high:
+            raise InputError(f"{path}: field `{name}`: found {str(values[name])[:40]}, expected {low} to {high}")
+    if values["eod"] is not None and not 0 <= values["eod"] < values["vocab_size"]:
+        expected = f"0 to {values['vocab_size'] - 1} or null"
+        raise InputError(f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}")
     return Sidecar(**{**values, "tokenizer": TokenizerIdentity(**identity)})
 
+
+_COUNTS = ("documents", "sequences", "tokens", "empty_documents", "skipped_lines", "bin_bytes", "idx_bytes")
+_MOST, _MOST_IDS = (1 << 63) - 1, 1 << 31  # of a file's bytes, and of ids as they are stored
 
 # JSON type of each annotated type; a nested dataclass is an object.
 _JSON_TYPES = {
@@ -120,6 +130,8 @@ def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str,
             raise InputError(
                 f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {_name(field.type)}"
             )
+        if isinstance(value, str) and not value.isprintable():
+            raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line")
         known[field.name] = value
     return known
 

@@ -9,7 +9,7 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.inputs import InputFlags, Inputs, find_inputs, read_blocks
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, parent_made, refuse_existing, stopped_by_sigterm, whole_folder
+from megaenc.files import check_parent, created_parent, refuse_existing, stopped_by_sigterm, whole_folder
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def make_tokenizer(settings: TokenizerFlags) -> None:
 
     counts = _Counts()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(parent_made(output, "--output"))
+        stack.enter_context(created_parent(output, "--output"))
         folder = stack.enter_context(whole_folder(output))
         progress = stack.enter_context(ProgressLine("reading for the tokenizer", inputs.known_size))
         tokenizer = train_tokenizer(_texts(inputs, settings.json_key, counts, progress), settings.vocab_size)

@@ -4,6 +4,7 @@ The files are read once, in pieces, so that memory does not grow with the corpus
 """
 
 import hashlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
         found = np.array(index.documents[first : first + _ENTRIES])
         if first == 0 and found[0] != 0:
             raise InputError(f"{prefix}.idx: document 0: found first sequence {found[0]}, expected 0")
-        falls = np.diff(found, prepend=before) < 0
+        falls = (found < 0) | (np.diff(found, prepend=before) < 0)  # from 0 on differences cannot overflow
         if falls.any():
             at = int(falls.argmax())
             raise InputError(
@@ -252,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _report(prefix: str, vocabulary: Vocabulary | None) -> None:
     """Verify one corpus behind a progress bar and print that it is whole."""
     started, done = time.monotonic(), 0
-    total = sum(path.stat().st_size for path in map(Path, (f"{prefix}.bin", f"{prefix}.idx")) if path.is_file())
+    total = sum(os.path.getsize(path) for path in (f"{prefix}.bin", f"{prefix}.idx") if os.path.isfile(path))
     with ProgressLine("verifying", total, closing=False) as progress:
 
         def tick(count: int) -> None:

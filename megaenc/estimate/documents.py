@@ -1,18 +1,21 @@
 """How documents lie in packs on average: what attention costs and how many positions predict follow from it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from megaenc.data.blend import parse_data_path
-from megaenc.data.corpus import check_index
+from megaenc.data.corpus import check_contents, check_index
 from megaenc.data.indexed import IndexArrays
-from megaenc.data.packs import SHORTEST_CHUNK, check_two_chunks
+from megaenc.data.packs import check_two_chunks, mean_squares_of_chunks
 from megaenc.data.sentence_packs import check_sentences
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
 from megaenc.training.options import DataSettings
+
+_LONGEST = 1 << 40  # tokens of a document
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
 
     Packs of random length have two chunks whatever the documents are. InputError for a length or corpus that cannot be.
     """
-    if min(given, default=1) < 1:
-        raise InputError(f"--document-tokens: found {min(given)}, expected lengths of 1 token or more")
+    for length in given:
+        if not 1 <= length <= _LONGEST:
+            raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_LONGEST:,} tokens")
     if data.packing == "random-length":
         return _random_length(data.seq_length)
     if given:
@@ -44,11 +48,12 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
         text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
         return _laid_end_to_end(lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}")
     found = [(weight, prefix) for weight, prefix in parse_data_path(data.data_path)] if data.data_path else []
-    if not found or not all(Path(f"{prefix}.idx").is_file() for _, prefix in found):
+    if not found or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in found):
         return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
     each = [_of_corpus(prefix, data) for _, prefix in found]
+    total = sum(weight or 0 for weight, _ in found)
     weights = np.array(
-        [tokens if weight is None else float(weight) for (weight, _), (tokens, _) in zip(found, each, strict=True)]
+        [tokens if weight is None else float(weight / total) for (weight, _), (tokens, _) in zip(found, each, strict=True)]
     )
     parts = [part for _, part in each]
     mean = [
@@ -60,24 +65,24 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
 def vocabulary(data: DataSettings) -> int | None:
     """Ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
-    sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if sidecar_path(prefix).is_file()]
+    sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if os.path.isfile(sidecar_path(prefix))]
     return max(sizes, default=None)
 
 
 def _random_length(length: int) -> Documents:
     """Two chunks, cut anywhere that leaves both as long as the shortest that there may be."""
     check_two_chunks(length)
-    cuts = np.arange(SHORTEST_CHUNK, length - SHORTEST_CHUNK + 1, dtype=np.float64)
-    return Documents(float((cuts**2 + (length - cuts) ** 2).mean()), 2.0, 0.0, "two chunks a pack, cut at random")
+    return Documents(mean_squares_of_chunks(length), 2.0, 0.0, "two chunks a pack, cut at random")
 
 
 def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
     """Tokens of a corpus, and how its documents lie in packs."""
-    check_index(prefix)
+    token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
+    check_contents(prefix, index, token_type)
     ends = np.concatenate([[0], np.cumsum(index.lengths[:], dtype=np.int64)])
     lengths = np.diff(ends[index.documents[:]])
-    sidecar = read_sidecar(prefix) if sidecar_path(prefix).is_file() else None
+    sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
     if data.packing == "sentences":
         check_sentences(prefix, sidecar, sequences=len(index.lengths), documents=len(lengths))
     lengths = lengths[lengths > 0]

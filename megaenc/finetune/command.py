@@ -8,7 +8,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import parent_made, stopped_by_sigterm
+from megaenc.files import created_parent, stopped_by_sigterm
 from megaenc.finetune import results
 from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
@@ -71,7 +71,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     )
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
-        with stopped_by_sigterm(), parent_made(Path(settings.output, "model"), "--output"), lock(todo) as mine:
+        with stopped_by_sigterm(), created_parent(Path(settings.output, "model"), "--output"), lock(todo) as mine:
             if not mine:
                 raise InputError(f"{results.folder(job, job.evaluate_on[0].name)}: another process is at this run; wait for it")
             _run(todo)

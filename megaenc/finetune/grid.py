@@ -10,7 +10,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import clock, overheard, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, parent_made, stopped_by_sigterm
+from megaenc.files import check_parent, created_parent, stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.execution import Failed, Local, execute
 from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
@@ -160,7 +160,7 @@ def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return
-    with parent_made(Path(settings.output, "model"), "--output"):
+    with created_parent(Path(settings.output, "model"), "--output"):
         with stopped_by_sigterm():
             try:
                 failed = execute(planned.todo, run, settings.local, heard)

@@ -4,9 +4,9 @@ Retrieval names the set that was trained on too: MODEL/IR/EVALSET/TRAINSET_lr2e-
 makes the loss NaN, leaves `failed.json` there instead. Neither holds a time: the same run gives the same bytes.
 """
 
-import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,32 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaenc.errors import InputError
-from megaenc.files import left_behind, parse_json, read_regular, remove, write_whole
+from megaenc.files import left_behind, remove, write_whole
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, rate_name
 from megaenc.finetune.options import Protocol
+from megaenc.finetune.result_file import Split, read_fields, read_head, read_reason, read_split
 
 if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
-_MOST = 1 << 32
-"""The most bytes that are read of a run's results; some have a score for each of millions of examples."""
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
 State = Literal["finished", "failed", "missing"]
 
 _FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
 # Choices that stand for "what fits the model and the machine": whatever a run found to fit is what was asked for.
 _WHATEVER_FITS = {"max_length": 0, "precision": ""}
-
-
-@dataclass(frozen=True)
-class Split:
-    """The scores of a run on one split, without those of single examples. All are fractions."""
-
-    score: float
-    metrics: Mapping[str, float]
-    baseline: Mapping[str, float]
-    collapsed: str | None
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -
 
     None where all are as asked, or the file does not say.
     """
-    there = _head(file)
+    there = read_head(file)
     for section, wanted, length in (("protocol", dataclasses.asdict(asked), None), ("fingerprints", fingerprints, 12)):
         if isinstance(there.get(section), dict):
             for field, was, value in _different(there[section], wanted):
@@ -124,7 +113,7 @@ def state(job: Job, dataset: str) -> State:
     """
     for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
         path = folder(job, dataset) / name
-        if (values := _read(path)) is not None:
+        if (values := read_fields(path)) is not None:
             _check_same(path, values, _identity(job, dataset, job.protocol))
             return found
     return "missing"
@@ -144,10 +133,16 @@ def scan(root: str | Path) -> list[Result]:
     Raises InputError for a file that no run wrote. Examples' own scores are skipped, not parsed: the tree of the study is
     several gigabytes of them.
     """
-    found = [result for path in _run_folders(Path(root)) if (result := read(path)) is not None]
+    found: dict[tuple, Result] = {}
+    for path in _run_folders(Path(root)):
+        if (result := read(path)) is not None:
+            one = (result.model, result.family, result.dataset, result.train_on, result.learning_rate, result.seed)
+            if one in found:
+                raise InputError(f"{path}: the same run as {found[one].path.name}; expected one of them, remove the other")
+            found[one] = result
     if not found:
         raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
-    return found
+    return list(found.values())
 
 
 def _run_folders(root: Path) -> Iterator[Path]:
@@ -157,6 +152,8 @@ def _run_folders(root: Path) -> Iterator[Path]:
                 names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
         except OSError as error:
             raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
+        if foreign := [name for name in names if not _is_utf8(name)]:
+            raise InputError(f"{path}: holds the folder {os.fsencode(foreign[0])!r}; expected a name in UTF-8")
         return [path / name for name in names]
 
     for model in inside(root):
@@ -166,52 +163,33 @@ def _run_folders(root: Path) -> Iterator[Path]:
                     yield from inside(dataset)
 
 
+def _is_utf8(name: str) -> bool:
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def read(path: Path) -> Result | None:
     """The run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
     name = _FOLDER.fullmatch(path.name)
-    if name is None:
+    rate = _rate(name["rate"]) if name else None
+    if name is None or rate is None:
         return None
     *_, model, family, dataset, _ = path.parts
-    train_on = name["train_on"] or dataset
-    run = (model, family, dataset, train_on, float(name["rate"]), int(name["seed"]))
-    if (values := _read(path / RESULTS)) is not None:
-        return Result(*run, path, _split(path, dataset, values, "validation"), _split(path, dataset, values, "test"))
-    if (values := _read(path / FAILED)) is not None:
-        return Result(*run, path, None, None, failure=f"{values.get('reason', 'no reason given')}")
+    run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
+    if (values := read_fields(path / RESULTS)) is not None:
+        splits = [read_split(path / RESULTS, dataset, values, split) for split in ("validation", "test")]
+        return Result(*run, path, *splits)
+    if (values := read_fields(path / FAILED)) is not None:
+        return Result(*run, path, None, None, failure=read_reason(path / FAILED, values))
     return None
 
 
-def _split(path: Path, dataset: str, values: dict[str, Any], name: str) -> Split:
+def _rate(text: str) -> float | None:
+    """Return the learning rate that a folder's name holds; None for text that is none."""
     try:
-        split = values[name]
-        score = float(split["score"])
-    except (KeyError, TypeError, ValueError):
-        raise InputError(f"{path / RESULTS}: field `{name}.score`: found none, expected a number") from None
-    metrics, baseline = split.get("metrics") or {}, split.get("baseline") or {}
-    for field, numbers in (("metrics", metrics), ("baseline", baseline)):
-        if not isinstance(numbers, dict) or not all(type(value) in (int, float) for value in numbers.values()):
-            raise InputError(f"{path / RESULTS}: field `{name}.{field}`: expected an object of numbers")
-    collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
-    return Split(score, metrics, baseline, None if collapsed is None else str(collapsed))
-
-
-# What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
-# do not tell.
-_CONSTANT = {
-    "sst2": {"constant prediction": (428 / 872, 444 / 872)},
-    "qqp": {"constant prediction": (25545 / 40430, 14885 / 40430)},
-    "mnli_m": {"constant prediction": (3479 / 9815, 3123 / 9815, 3213 / 9815)},
-    "squad_v2": {"never answers": (5945 / 11873,)},
-}
-
-
-def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
-    if split.get("scores_i") == "equal" and score < 1:
-        return "every example scores the same"
-    for why, scores in _CONSTANT.get(dataset, {}).items():
-        if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores):
-            return why
-    return None
+        rate = float(text)
+    except ValueError:
+        return None
+    return rate if 0 < rate < math.inf else None
 
 
 def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
@@ -266,62 +244,3 @@ def _text(value: Any) -> str:
         lines = [f"{json.dumps(key)}: {json.dumps(part, allow_nan=False)}" for key, part in value.items()]
         return "{\n    " + ",\n    ".join(lines) + "\n  }"
     return json.dumps(value, allow_nan=False)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The fields of a file without the examples' own scores; None where there is no file."""
-    try:
-        content = read_regular(path, _MOST)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
-    try:
-        values = parse_json(_without_lists(content))
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: found a {type(values).__name__}, expected an object; remove it")
-    return values
-
-
-def _head(path: Path) -> dict[str, Any]:
-    """Of a run's file the fields before the scores, which are a line each, without reading those; nothing of another file."""
-    found: dict[str, Any] = {}
-    with contextlib.suppress(OSError), open(path, "rb") as stream:
-        for line in stream.read(_HEAD).split(b"\n")[:-1]:
-            with contextlib.suppress(ValueError):
-                found |= json.loads(b"{" + line.strip().removesuffix(b",") + b"}")
-    return found
-
-
-_HEAD = 8192  # bytes; they are some 1,200
-_LONG = re.compile(rb'"(scores_i|metrics_i)":\s*')  # inside of a string the quotes would be escaped
-
-
-def _without_lists(content: bytes) -> bytes:
-    """`content` with "equal" or null in the place of each list of scores, and null in that of each object of them.
-
-    Searching for a bracket is a hundred times faster than parsing the numbers before it.
-    """
-    pieces, at = [], 0
-    while (key := _LONG.search(content, at)) is not None:
-        pieces.append(content[at : key.end()])
-        if key[1] == b"scores_i":
-            at = content.index(b"]", key.end()) + 1
-            pieces.append(b'"equal"' if _all_equal(content[key.end() : at]) else b"null")
-        else:
-            at = key.end()
-            while -1 < (opens := content.find(b"[", at)) < content.index(b"}", at):
-                at = content.index(b"]", opens) + 1
-            at = content.index(b"}", at) + 1
-            pieces.append(b"null")
-    return b"".join((*pieces, content[at:]))
-
-
-def _all_equal(text: bytes) -> bool:
-    """Whether the numbers of a list of at least two are one and the same."""
-    first, *few = text[:400].strip(b"[] \n").split(b",")
-    if any(float(number) != float(first) for number in few[:-1]):  # the last may be cut
-        return False
-    return bool(few) and len({float(number) for number in text.strip(b"[] \n").split(b",")}) == 1

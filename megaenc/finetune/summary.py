@@ -1,5 +1,6 @@
 """What a grid has shown: mean and interval of every model on every data set, averages, how much the learning rate matters."""
 
+import contextlib
 import csv
 import io
 import json
@@ -16,7 +17,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags, markdown
 from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, make_parent, write_whole
+from megaenc.files import check_output_file, created_parent, write_whole
 from megaenc.finetune.intervals import Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
@@ -173,8 +174,16 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
     if settings.output:
         check_output_file(output, "--output")
-    found = scan(settings.results)
-    summary = summarise(found, settings.metrics, settings.interval)
+    with created_parent(output, "--output") if settings.output else contextlib.nullcontext():
+        found = scan(settings.results)
+        summary = summarise(found, settings.metrics, settings.interval)
+        if settings.output:
+            write_whole(output, as_text(summary, output.suffix))
+    _print(summary, found, settings)
+
+
+def _print(summary: Summary, found: Sequence[Result], settings: SummaryFlags) -> None:
+    """Print the tables, and a line for each thing that they leave open."""
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
     console = rich_console(**plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
     for table in tables(summary):
@@ -187,9 +196,7 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         say("these files hold the paper's scores alone: --metrics paper shows them")
     say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
-        make_parent(output, "--output")
-        write_whole(output, as_text(summary, output.suffix))
-        say(f"written: {output}")
+        say(f"written: {settings.output}")
 
 
 def _needed(summary: Summary) -> int:

@@ -68,9 +68,12 @@ def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
 
 def inspect(settings: InspectFlags) -> list[Any]:
     """What rich prints about a corpus. Raises InputError for flags, corpus or tokenizer that cannot be used."""
-    for name, least in (("pack", 0), ("seq_length", 1), ("seed", 0)):
-        if getattr(settings, name) < least:
-            raise InputError(f"--{name.replace('_', '-')}: found {getattr(settings, name)}, expected {least} or more")
+    for name, least, most in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
+        flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
+        if value < least:
+            raise InputError(f"{flag}: found {value}, expected {least} or more")
+        if value >= most:
+            raise InputError(f"{flag}: found {str(value)[:40]}, expected less than {most:,}")
     corpus = Corpus.open(settings.prefix)
     packs, lengths = make_packs(corpus, settings), lengths_of(corpus.document_lengths)
     decoded = _decoded(corpus, packs, settings) if settings.tokenizer else [_HOW_TO_DECODE]

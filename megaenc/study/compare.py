@@ -1,5 +1,6 @@
 """Runs laid over each other: the held-out loss of each, under every objective that all of them were validated under."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def named(runs: Sequence[str | Path]) -> dict[str, Path]:
     count, names = 0, []
     while len(set(names)) < len(paths):
         count += 1
-        names = ["/".join(path.parts[-count:]) for path in paths]
+        names = [os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace") for path in paths]
     return dict(zip(names, map(Path, runs), strict=True))
 
 

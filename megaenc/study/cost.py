@@ -7,6 +7,7 @@ predictions. Hours follow from the tokens a second that the manifest states, byt
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
 from megaenc.study.graph import Graph, Pretraining
@@ -14,7 +15,6 @@ from megaenc.training.settings import PretrainSettings
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
-_SHORTEST_CHUNK = 12  # of a pack that is cut at a random point into two (the study's, and --packing random-length)
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,8 @@ def pack_flops(flags: PretrainSettings, vocab_size: int, part: Part) -> float:
     """
     length = flags.data.seq_length
     squares = float(length * length)
-    if flags.data.packing == "random-length" and length > 2 * _SHORTEST_CHUNK:
-        cuts = range(_SHORTEST_CHUNK, length - _SHORTEST_CHUNK + 1)
-        squares = sum(cut * cut + (length - cut) * (length - cut) for cut in cuts) / len(cuts)
+    if flags.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK:
+        squares = mean_squares_of_chunks(length)
     shape = flags.shape
     attention = shape.attention_flops(1, prefix=0) * squares * (1 + part.seen)
     head = 6 * shape.hidden_size * vocab_size * part.predicted * length

@@ -40,16 +40,15 @@ def rows_of(graph: Graph) -> list[Row]:
     for run in graph.runs.values():
         children.setdefault(run.parent, []).append(run)
     rows: list[Row] = []
-
-    def place(run: Pretraining, depth: int, offset: int, parent: int | None) -> None:
-        rows.append(Row(run, depth, offset, parent))
-        here = len(rows) - 1
-        begins = {child.name: _offset(child, offset, run) for child in children.get(run.name, [])}
-        for child in sorted(children.get(run.name, []), key=lambda child: -begins[child.name] - child.at):
-            place(child, depth + 1, begins[child.name], here)
-
-    for trunk in children.get("", []):
-        place(trunk, 0, 0, None)
+    left = [Row(trunk, 0, 0, None) for trunk in reversed(children.get("", []))]
+    while left:  # no recursion: a chain of branches may be long
+        row = left.pop()
+        rows.append(row)
+        parent = len(rows) - 1
+        below = [
+            Row(child, row.depth + 1, _offset(child, row.offset, row.run), parent) for child in children.get(row.run.name, [])
+        ]
+        left += reversed(sorted(below, key=lambda one: -one.start))
     return rows
 
 

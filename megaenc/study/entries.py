@@ -11,14 +11,14 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.objectives import Attention, Objective, Phase, Schedule
-from megaenc.study.entry import Entry, check_entry, check_name
-from megaenc.study.pretrain_flags import rate_steps, run_flags
+from megaenc.study.entry import Entry, check_entry, check_name, count_models
+from megaenc.study.pretrain_flags import check_plan_flags, rate_steps, run_flags
 from megaenc.study.setting import Setting, name_of
 from megaenc.training.settings import PretrainSettings
 
 # Schedules are read before there is a tokenizer: any with a mask token will do.
 _ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
-_MOST_MODELS = 10_000
+_MOST_MODELS, _MOST_CHECKPOINTS = 1_000, 10_000
 
 
 class Part(NamedTuple):
@@ -104,8 +104,14 @@ def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pre
         check_name(f"{file}: field `sizes`", size)
     models: dict[str, Model] = {}
     place_of: dict[str, str] = {}
+    count = checkpoints = 0
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
         check_entry(entry)
+        count += count_models(entry)
+        checkpoints += count_models(entry) * len(entry.checkpoints)
+        for number, most, what in ((count, _MOST_MODELS, "models"), (checkpoints, _MOST_CHECKPOINTS, "checkpoints")):
+            if number > most:
+                raise InputError(f"{entry.place}: makes more than {most:,} {what} with those before it, expected fewer")
         made = _continued(entry, models, pretrain, sizes) if entry.after else _from_scratch(entry, sizes, pretrain)
         if entry.name and len(made) > 1:
             raise InputError(f"{entry.place}: field `name`: found {entry.name} for {len(made)} models, expected an entry of one")
@@ -115,8 +121,6 @@ def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pre
                     raise InputError(f"{entry.place}: model {name} is there already ({place_of[name]}), expected each name once")
                 place_of[name] = entry.place
             models[model.name] = model
-        if len(models) > _MOST_MODELS:
-            raise InputError(f"{entry.place}: makes more than {_MOST_MODELS:,} models with those before it, expected fewer")
     return tuple(models.values())
 
 
@@ -127,12 +131,15 @@ def schedule_of(model: Model) -> Schedule:
 
 def _from_scratch(entry: Entry, sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> list[Model]:
     made = []
+    runs: dict[tuple, PretrainSettings] = {}  # reading flags takes most of a model's time
     for size, steps, rate, seed in itertools.product(entry.size, entry.steps, entry.peak_rate or (None,), entry.seed):
         if size not in sizes:
             raise InputError(f"{entry.place}: field `size`: found {size}{_nearest(size, sizes)}")
         given = {**pretrain, **sizes[size], **entry.pretrain, **({} if rate is None else {"lr": rate})}
-        base = Setting(size, seed=seed)
-        made += [_model(entry, base, schedule, steps, given, rate) for schedule in _schedules(entry, steps)]
+        if (size, rate) not in runs:
+            runs[size, rate] = _run_of(entry, given)
+        base, run = Setting(size, seed=seed), runs[size, rate]
+        made += [_model(entry, base, schedule, steps, given, run, rate) for schedule in _schedules(entry, steps)]
     return made
 
 
@@ -141,6 +148,7 @@ def _continued(entry: Entry, models: Mapping[str, Model], pretrain: Mapping[str,
     schedules = [entry.schedule] if entry.schedule else [f"mlm(mask={mask:g})" for mask in entry.mask]
     if not schedules:
         raise InputError(f"{entry.place}: field `mask`: missing, expected the share that MLM hides, or a `schedule`")
+    runs: dict[tuple, PretrainSettings] = {}
     for name, steps, rate in itertools.product(entry.after, entry.steps, entry.peak_rate or (None,)):
         parent = models.get(name)
         if parent is None:
@@ -149,7 +157,10 @@ def _continued(entry: Entry, models: Mapping[str, Model], pretrain: Mapping[str,
             raise InputError(f"{entry.place}: field `after`: found {name}, which is continued itself; give one longer `schedule`")
         own = {"lr_warmup_iters": 0, "lr_warmup_fraction": None, **entry.pretrain}
         given = {**pretrain, **sizes[parent.setting.size], **own, **({} if rate is None else {"lr": rate})}
-        made += [_model(entry, parent.setting, schedule, steps, given, rate, parent) for schedule in schedules]
+        if (parent.setting.size, rate) not in runs:
+            runs[parent.setting.size, rate] = _run_of(entry, given)
+        run = runs[parent.setting.size, rate]
+        made += [_model(entry, parent.setting, schedule, steps, given, run, rate, parent) for schedule in schedules]
     return made
 
 
@@ -170,12 +181,28 @@ def _schedules(entry: Entry, steps: int) -> list[str]:
     return list(dict.fromkeys(found))  # CLM alone is the same for every mask ratio
 
 
+def _run_of(entry: Entry, given: Mapping[str, Any]) -> PretrainSettings:
+    """Return the settings of a run by its flags. Raises InputError, with the entry's place."""
+    try:
+        run = run_flags(given)
+        check_plan_flags(run)
+    except InputError as error:
+        raise InputError(f"{entry.place}: {error}") from None
+    return run
+
+
 def _model(
-    entry: Entry, base: Setting, text: str, steps: int, given: dict[str, Any], rate: float | None, parent: Model | None = None
+    entry: Entry,
+    base: Setting,
+    text: str,
+    steps: int,
+    given: dict[str, Any],
+    run: PretrainSettings,
+    rate: float | None,
+    parent: Model | None = None,
 ) -> Model:
     """The model that trains `text` for `steps` steps from `parent`, or from new weights; `base`: what it is before."""
     try:
-        run = run_flags(given)
         warmup, decay = rate_steps(run.optimizer, steps)
         schedule = Schedule.build(text, steps, _ANY_VOCABULARY, base.seed)
     except InputError as error:
@@ -195,8 +222,6 @@ def _model(
             raise InputError(
                 f"{entry.place}: field `checkpoints`: found {step}, expected 1 to {steps - decay}: then {name} decays"
             )
-    if any(entry.checkpoints.count(step) > 1 for step in entry.checkpoints):
-        raise InputError(f"{entry.place}: field `checkpoints`: found a step twice, expected each once")
     flags = {key: value for key, value in given.items() if not key.startswith(("lr_warmup", "lr_wsd_decay"))}
     return Model(
         name=name,

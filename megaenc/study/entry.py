@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 
 from megaenc.errors import InputError
 
+_LONGEST_NAME = 180  # bytes, of the 255 that a file's name may have
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a folder, and of a part of the names of stages and results
 
 
@@ -52,16 +54,18 @@ def check_entry(entry: Entry) -> None:
     where = entry.place
     for name, values, right, expected in (
         ("steps", entry.steps, lambda value: value >= 1, "1 or more"),
+        ("checkpoints", entry.checkpoints, lambda value: value >= 1, "1 or more"),
         ("clm_share", entry.clm_share, lambda value: 0 <= value <= 1, "a share from 0 to 1"),
         ("clm_steps", entry.clm_steps, lambda value: value >= 0, "0 or more"),
         ("mask", entry.mask, lambda value: 0 < value <= 1, "a share above 0, at most 1"),
         ("peak_rate", entry.peak_rate, lambda value: 0 < value < math.inf, "a rate above 0"),
         ("seed", entry.seed, lambda value: value >= 0, "0 or more"),
     ):
+        counts = Counter(values)
         for value in values:
             if not right(value):
                 raise InputError(f"{where}: field `{name}`: found {value:g}, expected {expected}")
-            if values.count(value) > 1:
+            if counts[value] > 1:
                 raise InputError(f"{where}: field `{name}`: found {value:g} twice, expected each once")
     if not entry.steps:
         raise InputError(f"{where}: field `steps`: missing, expected the optimizer steps of the run")
@@ -85,5 +89,16 @@ def check_entry(entry: Entry) -> None:
 
 
 def check_name(place: str, name: str) -> None:
+    """Raise InputError for a name that cannot be one of folders in a study, and part of the names of files."""
     if not _NAME.fullmatch(name):
-        raise InputError(f"{place}: found {name!r}, expected letters, digits and . _ - (it is the name of folders)")
+        raise InputError(f"{place}: found {repr(name)[:60]}, expected letters, digits and . _ - (it is the name of folders)")
+    if len(name.encode()) > _LONGEST_NAME:
+        raise InputError(
+            f"{place}: found {name[:40]}... of {len(name)} letters, expected at most {_LONGEST_NAME} bytes; give it a `name`"
+        )
+
+
+def count_models(entry: Entry) -> int:
+    """Return how many models an entry makes at most: every combination of its lists."""
+    lists = (entry.size, entry.steps, entry.clm_share or entry.clm_steps, entry.mask, entry.peak_rate, entry.seed, entry.after)
+    return math.prod(max(1, len(values)) for values in lists)

@@ -5,7 +5,6 @@ rules (megaenc.finetune.intervals): rate chosen on validation, mean and interval
 """
 
 import functools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from megaenc.finetune.intervals import (
     scores,
     trained_apart,
 )
+from megaenc.finetune.result_file import read_examples
 from megaenc.finetune.results import RESULTS, Result, scan
 from megaenc.study.scope import NOTHING, Scope
 from megaenc.study.score import Grid, Score, mean_by_rate, trainings
@@ -230,19 +230,11 @@ def _summary(by_seed: dict[int, float], kind: Kind) -> tuple[float, float | None
 
 
 def _examples(paths: Mapping[int, Path], metric: str) -> dict[int, np.ndarray]:
-    """float32[examples] by seed; empty where some file has none of this metric.
-
-    A standard metric is one only where it is the mean of what its examples score: span F1, say, is not.
-    """
+    """Return float32[examples] by seed; nothing if some file has none of this metric."""
     found = {}
     for seed, folder in paths.items():
-        try:
-            test = json.loads((folder / RESULTS).read_bytes())["test"]
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"{folder / RESULTS}: {error!r}; expected what a run wrote there") from None
-        mean = test["score"] if metric == PAPER else test["metrics"][metric]
-        of_each = test.get("scores_i") if metric == PAPER else (test.get("metrics_i") or {}).get(metric)
-        if not of_each or abs(math.fsum(of_each) / len(of_each) - mean) > 1e-6:
+        of_each = read_examples(folder / RESULTS, None if metric == PAPER else metric)
+        if not of_each:
             return {}
         found[seed] = np.array(of_each, dtype=np.float32)
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 from megaenc import files
 from megaenc.errors import InputError
 
+_MOST_BYTES = 1 << 30  # of a log
 FINISHED, STOPPED = "finished", "stopped"
 
 _BEGIN, _END = re.compile(r"==> (\S+) \$ (.*)"), re.compile(r"<== (\S+) (.+)")
@@ -77,7 +78,7 @@ def end(log: Path, how: str) -> None:
 def tries(log: Path) -> list[Try]:
     """Every try of a stage, in their order; none where there is no log."""
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = files.read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found: list[Try] = []

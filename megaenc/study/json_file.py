@@ -1,15 +1,16 @@
-"""What a file of a study says, where there is one."""
+"""Files of a study that may be missing or damaged."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megaenc.errors import InputError
+from megaenc.files import read_json_object
+
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """What is in a file; nothing where there is none, or no object."""
+    """Return the object that a file holds; nothing if it is missing, unreadable or no object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_object(path)
+    except InputError:
         return {}
-    return values if isinstance(values, dict) else {}

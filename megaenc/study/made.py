@@ -1,6 +1,5 @@
 """How a study was made, from what its results and runs say: counts, seeds, rates, hours, software. No paths, no clock."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from megaenc.finetune.results import TIMING, Result
 from megaenc.study import record
 from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence
+from megaenc.study.json_file import read_json
+from megaenc.study.metrics import is_number
 from megaenc.study.published import SOURCE, published
 from megaenc.study.run_tree import TrainedRun
 
@@ -64,16 +65,14 @@ def _listed(values: Sequence[int]) -> str:
 
 
 def _seconds(results: Sequence[Result]) -> float:
-    """Of all runs that say, a training for several retrieval sets once; a file that cannot be read says nothing."""
+    """Return the seconds of all runs that tell, a training for several retrieval sets once; a damaged file tells nothing."""
     trained: dict[tuple, float] = {}
     total = 0.0
     for one in results:
-        try:
-            times = json.loads((one.path / TIMING).read_bytes())
+        times = dict(read_json(one.path / TIMING))
+        if all(is_number(value) and value >= 0 for value in times.values()):
             total += times.pop("evaluation", 0.0)
             trained[one.model, one.family, one.train_on, one.learning_rate, one.seed] = sum(times.values())
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
     return total + sum(trained.values())
 
 
@@ -86,20 +85,16 @@ def of_runs(runs: Mapping[str, TrainedRun]) -> list[Fact]:
     facts = [
         ("Pretraining", f"{len(every)} runs, {steps:,} steps, {number(sum(run.tokens for run in every))} tokens"),
         ("Time in pretraining", f"{sum(run.seconds for run in every) / 3600:,.2f} hours in updates"),
-        ("Parameters", _several(number(run.facts["parameters"]) for run in every if _is_number(run.facts.get("parameters")))),
+        ("Parameters", _several(number(run.facts["parameters"]) for run in every if is_number(run.facts.get("parameters")))),
     ]
     for label, name in (
         ("Tokens a sequence", "seq_length"),
         ("Sequences a step", "global_batch_size"),
         ("Peak learning rate", "lr"),
     ):
-        facts.append((label, _several(f"{run.identity[name]:g}" for run in every if _is_number(run.identity.get(name)))))
+        facts.append((label, _several(f"{run.identity[name]:g}" for run in every if is_number(run.identity.get(name)))))
     facts.append(("Software", _several(f"megaenc {run.facts['megaenc']}" for run in every if "megaenc" in run.facts)))
     return [(name, text) for name, text in facts if text]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _several(texts) -> str:

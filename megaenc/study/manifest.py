@@ -27,6 +27,7 @@ from megaenc.finetune.grid import GridSettings
 from megaenc.study.apart import set_apart
 from megaenc.study.entries import Model, models_of
 from megaenc.study.entry import Entry
+from megaenc.study.manifest_values import check_values, one_line
 from megaenc.study.pretrain_flags import check_pretrain_flags, located_flags
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training, located, trainings
@@ -138,7 +139,9 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     Raises InputError in one line: file, field, found, expected, and the nearest key where one is not known.
     """
     path = Path(path)
-    top = flags.replace_fields(_Top(), _load(path), source=str(path))
+    values = _load(path)
+    check_values(path, values)
+    top = flags.replace_fields(_Top(), values, source=str(path))
     if not top.models:
         raise InputError(f"{path}: field `models`: found none, expected a list of at least one entry")
     if not top.sizes:
@@ -155,12 +158,14 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     corpus = flags.replace_fields(Corpus(), top.corpus, source=f"{path}: corpus")
     _check_corpus(path, corpus, top.pretrain, models)
     hardware = flags.replace_fields(Hardware(), top.hardware, source=f"{path}: hardware")
+    hardware = replace(hardware, device=one_line(hardware.device), source=one_line(hardware.source))
     reported = flags.replace_fields(Reported(), top.reported, source=f"{path}: reported")
+    reported = replace(reported, source=one_line(reported.source))
     _check_numbers(path, hardware, reported, top.sizes, {model.group for model in models})
     grid = _finetune(path, top.finetune)
     found = _trainings(path, grid, folder)
     given = _grid_flags(grid, top.finetune, folder)
-    return Manifest(path, top.title, models, corpus, folder, grid, given, found, hardware, reported)
+    return Manifest(path, one_line(top.title), models, corpus, folder, grid, given, found, hardware, reported)
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -188,7 +193,7 @@ def _entry(path: Path, number: int, given: Any, folder: Path) -> Entry:
     values = {str(key): value for key, value in given.items()}
     entry = flags.replace_fields(Entry(), values, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, pretrain=located_flags(entry.pretrain, folder))
+    return replace(entry, place=place, group=one_line(entry.group), pretrain=located_flags(entry.pretrain, folder))
 
 
 def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
@@ -222,6 +227,7 @@ def _check_numbers(path: Path, hardware: Hardware, reported: Reported, sizes: Ma
                 raise InputError(f"{path}: {place}: field `{key}`: found {value!r}, expected a number of 0 or more")
 
 
+_MOST_SEEDS = 10_000
 _NOT_HERE = {"config", "model", "output"} | {
     name for group in (GridSettings().local, GridSettings().slurm) for name in (field.name for field in fields(group))
 }
@@ -242,6 +248,8 @@ def _finetune(path: Path, given: Mapping[str, Any]) -> GridSettings | None:
                 raise InputError(f"{path}: finetune: field `{name}`: found {value} twice, expected each once")
     if settings.seeds < 1 or not settings.learning_rates or min(settings.learning_rates) <= 0:
         raise InputError(f"{path}: finetune: expected at least one seed and learning rates above 0")
+    if settings.seeds > _MOST_SEEDS:
+        raise InputError(f"{path}: finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MOST_SEEDS:,}")
     try:
         settings.protocol.check()
         settings.data.check()

@@ -1,70 +1,88 @@
-"""What a run folder says in numbers, read back: steps, validations, facts."""
+"""Reader of a run directory's numbers: logged steps, validations and run.json, every field checked."""
 
-import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
+from megaenc.files import parse_json, read_json_object, read_regular
 from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
 
 Row = dict[str, Any]
 
+_MOST_BYTES = 4 << 30  # of a file of rows: ten million steps
+_LONGEST_ROW = 1 << 20
+_LARGEST = 1e100  # sums and squares of such numbers stay finite
+_EXPECTED = "what a run wrote there"
+
 
 def read_steps(run: str | Path, *more: str) -> list[Row]:
-    """The rows of metrics.jsonl, one a logged step; at least one, each with the fields `more` too.
+    """Return the rows of metrics.jsonl, one a logged step; at least one, each with the fields `more` too.
 
-    Raises InputError for what no run wrote.
+    Raises InputError for a file that no run wrote.
     """
     path = Path(run) / METRICS
-    if not path.is_file():
-        raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
     rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
+    if rows is None:
+        raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
     if not rows:
         raise InputError(f"{path}: holds no step yet, expected at least one")
     return rows
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """The rows of validation.jsonl, each with the fields `more` too, none where the run made none.
+    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none.
 
-    Raises InputError for what no run wrote.
+    Raises InputError for a file that no run wrote.
     """
-    path = Path(run) / VALIDATION
-    return _rows(path, ("objectives", *more)) if path.is_file() else []
+    return _rows(Path(run) / VALIDATION, ("objectives", *more)) or []
 
 
 def read_held_out(run: str | Path, *more: str) -> list[Row]:
-    """The validations under at least one objective. Raises InputError where there is none."""
+    """Return the validations under at least one objective. Raises InputError if there is none."""
     validated = [row for row in read_validations(run, *more) if row["objectives"]]
     if not validated:
         raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
     return validated
 
 
-def read_facts(run: str | Path) -> dict[str, Any]:
-    """`parameters` and `train_iters` out of run.json. Raises InputError where there is none that a run wrote."""
+def read_run_json(run: str | Path) -> dict[str, Any]:
+    """Return the content of run.json, whose `start` and `identity` are objects. Raises InputError for another file."""
     path = Path(run) / FACTS
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        return {"parameters": int(facts["parameters"]), "train_iters": int(facts["identity"]["train_iters"])}
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; expected the folder that a run got as --save") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: {error!r}; expected what a run wrote there") from None
+    facts = read_json_object(path, _EXPECTED)
+    for name in ("start", "identity"):
+        if not isinstance(facts.setdefault(name, {}), dict):
+            raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
+    if not isinstance(facts["start"].get("run", ""), str):
+        raise InputError(f"{path}: field `start.run`: found {_short(facts['start']['run'])}; expected a folder's path")
+    return facts
+
+
+def read_facts(run: str | Path) -> dict[str, Any]:
+    """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
+    path, facts = Path(run) / FACTS, read_run_json(run)
+    return {
+        "parameters": _field(path, facts, "parameters", _count),
+        "train_iters": _field(path, facts["identity"], "train_iters", _count),
+    }
 
 
 def read_beginning(run: str | Path) -> Row:
-    """How far the run had come before its first step: a branch counts on from its parent, every other run from 0."""
-    begun: Row = {"step": 0, "tokens": 0, "predicted_tokens": 0, "flops": 0.0}
-    try:
-        start = json.loads((Path(run) / FACTS).read_text(encoding="utf-8"))["start"]
-        return {"step": start["at"], **{name: start[name] for name in list(begun)[1:]}} if start["kind"] == "branch" else begun
-    except (OSError, ValueError, KeyError, TypeError):  # rows without their run.json, as a picture may be made of
-        return begun
+    """Return the progress before a run's first step: a branch counts on from its parent, every other run from 0.
+
+    A run without a run.json counts from 0 too. Raises InputError for a run.json that no run wrote.
+    """
+    path = Path(run) / FACTS
+    start = read_run_json(run)["start"] if path.exists() else {}
+    if start.get("kind") != "branch":
+        return {"step": 0, "tokens": 0, "predicted_tokens": 0, "flops": 0.0}
+    step = _field(path, start, "at", _count)
+    return {"step": step, **{name: _field(path, start, name, _KINDS[name]) for name in ("tokens", "predicted_tokens", "flops")}}
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
-    """Time in updates after step `before`, validations and checkpoints not counted; a step without a row counts like the next."""
+    """Return the seconds in updates after step `before`, without validations; a step without a row counts like the next."""
     seconds = 0.0
     for row in steps:
         seconds += row["step_seconds"] * (row["step"] - before)
@@ -72,22 +90,124 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
     return seconds
 
 
-def _rows(path: Path, needed: tuple[str, ...]) -> list[Row]:
-    """One object a line with a step and the fields `needed`; a last line without its end is left out, as it is being written."""
+def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
+    """Return the objects of a file, one a line, each with a step and the fields `needed`; None for no file.
+
+    A last line without its end is left out: it is being written.
+    """
     try:
-        text = path.read_text(encoding="utf-8")
+        content = read_regular(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; expected what a run wrote there") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8; expected what a run wrote there") from None
-    rows = []
-    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number}: not JSON ({error}); expected what a run wrote there") from None
-        missing = [name for name in ("step", *needed) if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise InputError(f"{path}:{number}: no field `{missing[0]}`; expected what a run wrote there")
-        rows.append(row)
+        raise InputError(f"{path}: {error.strerror or error}; expected {_EXPECTED}") from None
+    rows: list[Row] = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        place = f"{path}:{number}"
+        rows.append(_row(place, line, ("step", *needed)))
+        if len(rows) > 1 and rows[-1]["step"] < rows[-2]["step"]:
+            found = f"found {rows[-1]['step']} after {rows[-2]['step']}"
+            raise InputError(f"{place}: field `step`: {found}; expected steps that do not fall")
     return rows
+
+
+def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
+    """Return a line's object with its known fields checked. Raises InputError that begins with `place`."""
+    if len(line) > _LONGEST_ROW:
+        raise InputError(f"{place}: a line of {len(line):,} bytes; expected {_EXPECTED}, of at most {_LONGEST_ROW:,}")
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
+    missing = [name for name in needed if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise InputError(f"{place}: no field `{missing[0]}`; expected {_EXPECTED}")
+    return row | {name: _field(place, row, name, kind) for name, kind in _KINDS.items() if name in row}
+
+
+def _field(place: str | Path, values: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
+    """Return a field as `kind` reads it. Raises InputError, naming the field, if it is missing or of another kind."""
+    if name not in values:
+        raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
+    try:
+        return kind(values[name])
+    except ValueError as error:
+        raise InputError(f"{place}: field `{name}`: found {_short(values[name])}; expected {error}") from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("a whole number of 0 or more")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 1 << 63:
+        raise ValueError("a whole number")
+    return value
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number with which can be computed: finite, and not beyond 1e100."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _amount(value: Any) -> float:
+    if not is_number(value) or value < 0:
+        raise ValueError("a number of 0 or more")
+    return value
+
+
+def _loss(value: Any) -> float | None:
+    """Return a number, or None for null and for NaN and infinity, which a diverged run may have."""
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    if not is_number(value):
+        raise ValueError("a number or null")
+    return value
+
+
+def _share(value: Any) -> float | None:
+    if (number := _loss(value)) is not None and not 0 <= number <= 1:
+        raise ValueError("a share from 0 to 1, or null")
+    return number
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError("text in one line")
+    return value
+
+
+def _objectives(value: Any) -> dict[str, dict[str, float | None]]:
+    """Return loss, accuracy and most_frequent by objective."""
+    kinds = {"loss": _loss, "accuracy": _share, "most_frequent": _share}
+    if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
+        raise ValueError("an object of objects")
+    try:
+        return {_text(name): {key: kind(result[key]) for key, kind in kinds.items()} for name, result in value.items()}
+    except KeyError as error:
+        raise ValueError(f"`{error.args[0]}` for each objective") from None
+    except ValueError as error:
+        raise ValueError(f"of each objective's name and numbers {error}") from None
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "step": _count,
+    "objective": _text,
+    "phase": _whole,
+    "loss": _loss,
+    "learning_rate": _amount,
+    "tokens": _count,
+    "predicted_tokens": _count,
+    "flops": _amount,
+    "step_seconds": _amount,
+    "objectives": _objectives,
+    "held_out": _text,
+}
+"""The fields of rows that are read anywhere, and how."""

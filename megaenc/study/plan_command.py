@@ -4,6 +4,7 @@ megaenc study plan configs/study/mini.yaml
 megaenc study plan configs/study/paper.yaml --picture plan.png
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, make_parent, whole_files
+from megaenc.files import check_output_file, created_parent, whole_files
 from megaenc.finetune.grid import count
 from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
 from megaenc.study.drawing import picture, tree
@@ -162,8 +163,7 @@ def _short(count: float) -> str:
 
 
 def draw(graph: Graph, cost: Cost, output: Path) -> None:
-    """Write the picture. InputError for an ending or a place that cannot be."""
-    make_parent(output, "--picture")
+    """Write the picture. Raises InputError for a place that cannot be written and for a study too large to draw."""
     title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(cost)}: {cost.shared.steps:,} steps"
     if cost.alone.steps != cost.shared.steps:
         title += f", {cost.alone.steps:,} without sharing"
@@ -182,10 +182,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
     if settings.picture:
         check_output_file(output, "--picture")
-    graph = build_graph(read_manifest(settings.manifest, settings.data or None))
-    cost = cost_of(graph)
+    with created_parent(output, "--picture") if settings.picture else contextlib.nullcontext():
+        graph = build_graph(read_manifest(settings.manifest, settings.data or None))
+        cost = cost_of(graph)
+        if settings.picture:
+            draw(graph, cost, output)
     for line in lines(graph, cost):
         say(line)
     if settings.picture:
-        draw(graph, cost, output)
         say(f"{output}: the runs over their steps")

@@ -2,6 +2,7 @@
 held-out losses over each other.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, make_parent, whole_files
+from megaenc.files import check_output_file, created_parent, whole_files
 from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
@@ -118,7 +119,9 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
             panel.axvspan(phase.start, phase.end, bottom, top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
-        if (phase.end - phase.start) / (last - first) >= _LETTER * len(phase.objective):  # else it would cover its neighbours'
+        if (phase.end - phase.start) / ((last - first) or 1) >= _LETTER * len(
+            phase.objective
+        ):  # else it would cover its neighbours'
             labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
             loss.text((phase.start + phase.end) / 2, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
@@ -145,21 +148,22 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
             handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
     loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     loss.set_ylabel("loss (nats a predicted token)")
-    loss.set_xlim(first, last)
+    loss.set_xlim(first, last if last > first else first + 1)
     loss.margins(y=0.12)
 
     rate.plot([row[against] for row in made], [row["learning_rate"] for row in made], color=GREY, linewidth=1.4)
     peak = max(row["learning_rate"] for row in made)
-    rate.set_yticks([0, peak], ["0", f"{peak:g}"])
-    rate.set_ylim(0, 1.15 * peak)
+    if peak:
+        rate.set_yticks([0, peak], ["0", f"{peak:g}"])
+        rate.set_ylim(0, 1.15 * peak)
     rate.set_ylabel("learning\nrate")
     rate.set_xlabel(AXIS_LABELS[against])
-    if against == "step":
+    if against == "step" and made[-1]["tokens"] and last:
         tokens_a_step = made[-1]["tokens"] / last
         above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
         plain_counts(above.xaxis)
         above.set_xlabel("tokens")
-    else:
+    elif against != "step":
         plain_counts(rate.xaxis)
     loss.set_title(title, loc="left", fontsize=11, pad=8)
     clean(loss, rate)
@@ -178,19 +182,25 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
     check_output_file(output, "--output")
     if not runs:
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
+    with created_parent(output, "--output"):
+        picture, shown = _drawn(runs, against)
+        with whole_files(output) as [temporary]:
+            picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+    return shown
+
+
+def _drawn(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
+    """Return the figure of one run or of several, and one line about it."""
     if len(runs) == 1:
         run = runs[0]
-        picture = figure(read_steps(run, against), read_validations(run, against), str(run), against, read_beginning(run))
-        shown = f"the loss of {run}"
-    else:
-        held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
-        picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)
-        if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
-            shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
-    make_parent(output, "--output")
-    with whole_files(output) as [temporary]:
-        picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
-    return shown
+        title = os.fsencode(run).decode("utf-8", "replace")
+        picture = figure(read_steps(run, against), read_validations(run, against), title, against, read_beginning(run))
+        return picture, f"the loss of {title}"
+    held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
+    picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)
+    if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
+        shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
+    return picture, shown
 
 
 def _bands(phases: list[Phase]) -> list[tuple[float, float]]:

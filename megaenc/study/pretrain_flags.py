@@ -6,6 +6,7 @@ from typing import Any
 
 from megaenc import flags
 from megaenc.data.blend import weight_of
+from megaenc.data.packs import check_two_chunks
 from megaenc.errors import InputError
 from megaenc.training.learning_rate import steps_of
 from megaenc.training.options import OptimizerSettings
@@ -40,6 +41,22 @@ def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSet
     except InputError as error:
         raise InputError(f"{source}: {error}") from None
     return flags.replace_fields(default, values, source=source)
+
+
+def check_plan_flags(run: PretrainSettings) -> None:
+    """Raise InputError, naming the flag, for a shape or a size of a step that cannot be: the plan computes with them."""
+    run.shape.check()
+    sizes = {
+        "seq-length": run.data.seq_length,
+        "global-batch-size": run.global_batch_size,
+        "micro-batch-size": run.micro_batch_size,
+        "vocab-size": run.shape.vocab_size,
+    }
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise InputError(f"--{name}: found {value}, expected 1 or more")
+    if run.data.packing == "random-length":
+        check_two_chunks(run.data.seq_length)
 
 
 def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:

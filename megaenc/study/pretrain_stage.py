@@ -1,6 +1,5 @@
 """A pretraining run as a stage of a study."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,8 @@ from megaenc import flags
 from megaenc.data.blend import parse_data_path
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
+from megaenc.files import parse_json
+from megaenc.study.begun import read_start
 from megaenc.study.entries import schedule_of
 from megaenc.study.graph import Pretraining, arguments
 from megaenc.study.json_file import read_json
@@ -66,13 +67,14 @@ class PretrainNode(OfStage):
 
     def check(self) -> None:
         """Its flags against those in run.json, and what it began with and reads against what is there."""
-        facts, identity = read_json(self.folder / FACTS), identity_of(self.folder)
-        if identity is None:
+        start = read_start(self.folder)
+        if start is None:
             return
+        identity = identity_of(self.folder) or {}
         wanted = {name: value for name, value in self._identity().items() if name in identity}
         if other := difference({name: identity[name] for name in wanted}, wanted):
             raise changed(self.folder, other)
-        self._check_start(Start.read(dict(facts)))
+        self._check_start(start)
         for name, here in self._text().items():
             if here != identity.get(name, here):
                 raise Changed(self.folder, f"trained on another {name} than {' '.join(self._flags['data_path'])} is of now")
@@ -80,7 +82,7 @@ class PretrainNode(OfStage):
     def _check_start(self, there: Start) -> None:
         """How it began, as far as that can be told while the parent is not there."""
         stage, parent = self.stage, identity_of(self.study / "runs" / self.stage.parent) if self.stage.parent else None
-        at = stage.at if parent is None or stage.start == "branch" else parent["train_iters"]
+        at = stage.at if parent is None or stage.start == "branch" else parent.get("train_iters")
         here = Start(stage.start, stage.parent, at)
         if (there.kind, there.step, Path(there.run).name) != (here.kind, here.step, here.run):
             raise changed(self.folder, f"it began {there.describe()}, now it would begin {here.describe()}")
@@ -145,13 +147,16 @@ def check_kept(run: Path, step: int, what: str) -> None:
 
 def _last_step(metrics: Path) -> int:
     """Of the last whole row; 0 where there is none."""
+    if not metrics.is_file():
+        return 0
     try:
         with open(metrics, "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LAST_ROW))
-            rows = stream.read().split(b"\n")[:-1]
-        return int(json.loads(rows[-1])["step"])
+            rows = stream.read(_LAST_ROW).split(b"\n")[:-1]
+        step = parse_json(rows[-1])["step"]
     except (OSError, IndexError, ValueError, KeyError, TypeError):
         return 0
+    return step if type(step) is int else 0
 
 
 def _as_json(value: Any) -> Any:

@@ -16,7 +16,7 @@ import psutil
 
 import megaenc
 from megaenc.errors import InputError
-from megaenc.files import locked, write_whole
+from megaenc.files import locked, read_json_object, write_whole
 from megaenc.processes import python_command, python_environment, usable_cores
 from megaenc.study.json_file import read_json
 
@@ -62,12 +62,7 @@ def noted(file: Path) -> dict[str, str]:
     """What stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
     if not file.is_file():
         return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: {error}; expected an object of texts") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{file}: found a {type(values).__name__}, expected an object of texts")
+    values = read_json_object(file, "an object of texts")
     texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
     return {name: ", then ".join(map(str, several)) for name, several in texts.items() if several}
 

@@ -59,15 +59,21 @@ class Remaining:
 
     def after(self, node: Node) -> float:
         """From the beginning of a stage to the end of the longest chain of stages that need it; 0 for what is not known."""
+        return self._chains(node.id)[node.id]
+
+    def _chains(self, first: str) -> dict[str, float]:
+        """Return the seconds of the longest chain from each stage on that needs `first`, and from that itself."""
         longest: dict[str, float] = {}
-
-        def chain(id: str) -> float:
-            if id not in longest:
-                left = (self.of(self._nodes[id]) or 0.0) * (1 - self._share[id])
-                longest[id] = left + max(map(chain, self._needed_by[id]), default=0.0)
-            return longest[id]
-
-        return chain(node.id)
+        left = [first]
+        while left:  # no recursion: a chain of branches may be long
+            id = left[-1]
+            after = self._needed_by[id]
+            if unknown := [other for other in after if other not in longest]:
+                left += unknown
+                continue
+            own = (self.of(self._nodes[id]) or 0.0) * (1 - self._share[id])
+            longest[left.pop()] = own + max((longest[other] for other in after), default=0.0)
+        return longest
 
 
 def spent(tries: Iterable[journal.Try]) -> float:

@@ -4,8 +4,7 @@ From a folder of results, with the manifest that they were made by where there i
 --published, from its printed tables alone. Published values stand beside and behind those of the same models.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,18 +14,19 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import left_behind, remove, whole_files, write_whole
+from megaenc.files import created_parent, whole_files, write_whole
 from megaenc.finetune.intervals import Asked, Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
-from megaenc.study import made
+from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
 from megaenc.study.lacking import without_score
-from megaenc.study.page import MARK, Report, page
+from megaenc.study.page import Report, page
 from megaenc.study.published import published
+from megaenc.study.report_folder import FIGURES, PAGE, TABLES
 from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
 from megaenc.study.scope import Scope, scope_of
 from megaenc.study.setting import Setting
@@ -35,9 +35,7 @@ from megaenc.study.spread_tables import spread_tables
 from megaenc.study.table import WRITERS, Table
 from megaenc.study.tables import score_tables, standard_tables, tidy
 
-TABLES, FIGURES, PAGE, SCORES = "tables", "figures", "index.html", "scores.csv"
-FILES = "files.txt"
-"""Lists, a line each, what a report has written beside its page: nothing else is ever removed."""
+SCORES = "scores.csv"
 
 
 @dataclass(frozen=True)
@@ -164,75 +162,21 @@ def _assemble(
 
 
 def write(report: Report, output: Path) -> None:
-    """Write tables and figures, then the page, each file whole; what only an earlier report has written is removed.
+    """Write tables and figures, then the page, each file whole; remove files that only an earlier report has written.
 
-    FILES lists what is about to be there before anything is, so that an attempt that was killed leaves nothing that nobody knows.
-    Raises InputError for a folder that cannot be written, or that holds something that is no report.
+    FILES lists the files of a report before they are written, so that an attempt that is killed leaves none unlisted.
+    Raises InputError for a folder that cannot be written or that holds something that is no report.
     """
-    earlier = _check_output(output)
-    folders = [output / TABLES, output / FIGURES]
-    try:
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {output}: cannot be made: {error.strerror}") from None
+    earlier = report_folder.check(output)
     drawn = [(name, picture) for one in report.figures for name, picture in _pictures(one)]
     names = [f"{TABLES}/{table.key}.{suffix}" for table in report.tables for suffix in WRITERS] + [f"{TABLES}/{SCORES}"]
     names += [f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg")]
-    for name in names:
-        if name not in earlier and (output / name).exists():
-            raise InputError(
-                f"--output {output}: holds {name}, which no report wrote; expected another folder, or that file moved"
-            )
-    _list(output, {*earlier, *names})
-    _tables(report.tables, folders[0])
-    _figures(drawn, folders[1])
-    write_whole(folders[0] / SCORES, report.scores)
+    report_folder.begin(output, earlier, names)
+    _tables(report.tables, output / TABLES)
+    _figures(drawn, output / FIGURES)
+    write_whole(output / TABLES / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
-    ours = [output / name for name in (*earlier, *names, PAGE, FILES)]
-    for folder in (output, *folders):  # of an attempt that was killed
-        for path in left_behind(*(path for path in ours if path.parent == folder)):
-            remove(path)
-    for name in earlier - {*names}:
-        remove(output / name)
-    _list(output, names)
-
-
-def _list(output: Path, names: Iterable[str]) -> None:
-    write_whole(output / FILES, "".join(f"{line}\n" for line in (_LISTED, *sorted(names))))
-
-
-def _check_output(output: Path) -> set[str]:
-    """What an earlier report wrote there, as names below `output`; nothing for a new or an empty folder.
-
-    Raises InputError for a folder of other things: a page, tables or figures that no report is known to have written.
-    """
-    if not output.is_dir():
-        if output.exists():
-            raise InputError(f"--output {output}: is a file, expected a folder")
-        return set()
-    ours = MARK in _text(output / PAGE)
-    mark, *names = _text(output / FILES).splitlines() or [""]
-    if mark == _LISTED:
-        own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
-    else:  # nothing, but for what an attempt left that was killed at once
-        own, names = {name for name in (TABLES, FIGURES) if _empty(output / name)}, []
-    others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
-    if others and not (ours and mark == _LISTED):
-        raise InputError(f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report")
-    return {name for name in names if _WRITTEN.fullmatch(name) and (output / name).is_file()}
-
-
-def _text(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-
-
-_LISTED = "# written by megaenc study report"
-_WRITTEN = re.compile(rf"({TABLES}|{FIGURES})/[\w-]+\.(csv|md|tex|png|svg)")  # whatever else a list may say is not removed
-
-
-def _empty(folder: Path) -> bool:
-    return folder.is_dir() and all(path.suffix == ".tmp" for path in folder.iterdir())
+    report_folder.finish(output, earlier, names)
 
 
 def _pictures(one: Shown) -> list[tuple[str, Picture]]:
@@ -266,9 +210,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(ReportFlags, argv, prog="megaenc study report", description=__doc__)
     output = Path(settings.output)
-    _check_output(output)
-    report = report_of(settings)
-    write(report, output)
+    report_folder.check(output)
+    with created_parent(output / PAGE, "--output"):
+        report = report_of(settings)
+        write(report, output)
     for one in report.verdicts:
         say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.lacking:

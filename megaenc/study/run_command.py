@@ -22,7 +22,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import locked, make_parent, stopped_by_sigterm
+from megaenc.files import created_parent, locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.processes import check_process_count, python_command, usable_cores
 from megaenc.study.begun import Begun
@@ -88,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             for line in _what_would_be_done(node, done):
                 say(line)
         return
-    make_parent(study / "study", "--output")
-    with stopped_by_sigterm(), locked(study / ".locks" / "study") as mine:
+    lock = study / ".locks" / "study"
+    with stopped_by_sigterm(), created_parent(lock, "--output"), locked(lock) as mine:
         if not mine:
             raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
         if on_cluster:
@@ -169,10 +169,17 @@ def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seco
 
 
 def study_folder(output: str, command: str) -> Path:
-    """Where the study is, as an absolute path: jobs elsewhere go by it."""
+    """Return the study's folder as an absolute path, which jobs elsewhere need. Raises InputError for a file or no path."""
     if not output:
         raise InputError(f"--output: missing, expected the folder of the study; see megaenc study {command} --help")
-    return Path(output).absolute()
+    study = Path(output).absolute()
+    try:
+        nearest = next(folder for folder in (study, *study.parents) if folder.exists())
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; expected the folder of the study") from None
+    if not nearest.is_dir():
+        raise InputError(f"--output {output}: {nearest} is a file; expected the folder of the study")
+    return study
 
 
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:

@@ -1,6 +1,5 @@
 """A study's pretraining runs, read back from their folders: curves, what they cost, what they were made with."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
-from megaenc.study.metrics import Row, read_beginning, read_steps, read_validations, training_seconds
+from megaenc.study.metrics import Row, read_beginning, read_run_json, read_steps, read_validations, training_seconds
 from megaenc.study.setting import Setting, setting_of
 from megaenc.training.run_folder import FACTS, METRICS
 
@@ -74,23 +73,11 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
     found = {}
     for path in places:
         if (path / METRICS).is_file() and "\n" in (path / METRICS).read_text(encoding="utf-8", errors="replace"):
-            try:
-                facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
-            except (OSError, ValueError) as error:
-                raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
-            _check_facts(path / FACTS, facts)
+            facts = read_run_json(path)
             found[path.name] = TrainedRun(path.name, read_steps(path), read_validations(path), facts, read_beginning(path))
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found
-
-
-def _check_facts(file: Path, facts: Any) -> None:
-    """That they are objects in an object, as far as anything here looks into them."""
-    for name, value in (("", facts), *((name, facts.get(name, {})) for name in ("start", "identity") if isinstance(facts, dict))):
-        if not isinstance(value, dict):
-            where = f"field `{name}`: " if name else ""
-            raise InputError(f"{file}: {where}found a {type(value).__name__}, expected an object, as a run wrote it there")
 
 
 def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:

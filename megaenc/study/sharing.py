@@ -64,13 +64,18 @@ def _kept_starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, St
     by_name = {model.name: model for model in models}
     said = {name: start for name in by_name if begun and (start := begun.start(name))}
 
-    def fits(name: str, children: tuple[str, ...] = ()) -> bool:
-        model, (kind, parent, at) = by_name[name], said[name]
-        if kind != "branch":
-            return (kind, parent) == (("weights", model.after) if model.after else ("new", ""))
-        if parent not in said or parent in children or _family(model) != _family(by_name[parent]):
-            return False
-        return 0 < at <= shared_steps(model, by_name[parent]) and fits(parent, (*children, name))
+    def fits(name: str) -> bool:
+        children: set[str] = set()
+        while said[name][0] == "branch":
+            model, (_, parent, at) = by_name[name], said[name]
+            if parent not in said or parent in children or _family(model) != _family(by_name[parent]):
+                return False
+            if not 0 < at <= shared_steps(model, by_name[parent]):
+                return False
+            children.add(name)
+            name = parent
+        model = by_name[name]
+        return said[name][:2] == (("weights", model.after) if model.after else ("new", ""))
 
     return {name: said[name] for name in said if fits(name)}
 

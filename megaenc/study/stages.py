@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaenc.files import write_whole
+from megaenc.errors import InputError
+from megaenc.files import read_json_object, write_whole
 from megaenc.study.cost import amount
 from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
 from megaenc.study.grid_stage import GridNode, LabelledData
-from megaenc.study.json_file import read_json
 from megaenc.study.node import Changed, Node, OfStage, changed, megaenc
 from megaenc.study.pretrain_stage import PretrainNode, check_kept, identity_of
 from megaenc.training.run_folder import difference
@@ -107,9 +107,12 @@ class CorpusNode(OfStage):
 
     def check(self) -> None:
         """What it was made of, as the folder remembers it."""
-        here, there = self._asked(), read_json(self.folder / ASKED)
+        file = self.folder / ASKED
+        here, there = self._asked(), read_json_object(file, "what the corpus was to be made of") if file.exists() else {}
         if not there:
             self._check_made()
+        elif not _is_text(there.get("text")):
+            raise InputError(f"{file}: field `text`: missing or of another kind; expected a list of [name, bytes]")
         elif other := difference({**there, "text": _names(there["text"])}, {**here, "text": _names(here["text"])}):
             raise changed(self.folder, f"corpus: {other}")
         else:
@@ -119,12 +122,18 @@ class CorpusNode(OfStage):
 
     def _check_made(self) -> None:
         """What the text itself remembers, of a study from before there was more: the names, and how many ids there are."""
-        found = read_json(self.folder / "corpus_text_document.json")
-        if not self.done() or not found:
+        file = self.folder / "corpus_text_document.json"
+        if not self.done() or not file.exists():
             return
+        found = read_json_object(file, "what `megaenc preprocess` wrote")
+        sources = found.get("sources", [])
+        if type(found.get("vocab_size", 0)) is not int or not isinstance(sources, list):
+            raise InputError(
+                f"{file}: field `vocab_size` or `sources`: of another kind; expected what `megaenc preprocess` wrote"
+            )
         if found.get("vocab_size", 0) > self.stage.vocab_size:
             raise changed(self.folder, f"corpus: vocab_size is {found['vocab_size']} there, {self.stage.vocab_size} here")
-        there = [source.get("path") for source in found.get("sources", ())]
+        there = [source.get("path") if isinstance(source, dict) else source for source in sources]
         here = [path.name for path in self.stage.text] or ["corpus.jsonl"]
         if other := difference({"text": _names(there)}, {"text": _names(here)}):
             raise changed(self.folder, f"corpus: {other}")
@@ -132,6 +141,12 @@ class CorpusNode(OfStage):
 
 def _names(text: Any) -> str:
     return " ".join(str(each[0] if isinstance(each, list) else each) for each in text)
+
+
+def _is_text(value: Any) -> bool:
+    """Return whether a value of JSON is a list of names with their sizes, null for an unknown one."""
+    pairs = value if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value) else None
+    return pairs is not None and all(isinstance(name, str) and type(size) in (int, type(None)) for name, size in pairs)
 
 
 def _bytes(path: Path) -> int | None:
@@ -180,7 +195,7 @@ class ExportNode(OfStage):
         if not self.done():
             check_kept(run, self.stage.step, f"{self.id} is")
             return
-        made_of, identity = read_json(self._certificate), identity_of(run)
+        made_of, identity = read_json_object(self._certificate, "the certificate of an export"), identity_of(run)
         if (found := made_of.get("step", self.stage.step)) != self.stage.step:
             raise changed(self.folder, f"step is {found} there, {self.stage.step} here")
         if identity is None and "identity" not in made_of:

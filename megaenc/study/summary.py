@@ -1,5 +1,6 @@
 """What a run has learnt: held-out loss and accuracy before and after, beside a guess that needs no learning."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,8 +35,8 @@ class Learnt:
 
     @property
     def times_most_frequent(self) -> float:
-        """The last accuracy, as a multiple of that guess's."""
-        return self.accuracy[1] / self.most_frequent
+        """The last accuracy, as a multiple of that guess's; infinite for a guess that is never right."""
+        return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     summary = summarise(settings.run)
     from rich.console import Console
 
-    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120).print(table(summary))
-    speed = (summary.tokens - summary.tokens_before) / summary.seconds
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
+    speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
     say(

@@ -5,6 +5,8 @@ import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megaenc import markdown
+
 Value = str | int | None
 """A cell: text as it is shown, a count, or nothing, which stays empty."""
 
@@ -81,8 +83,8 @@ def as_csv(table: Table) -> str:
 
 def as_markdown(table: Table) -> str:
     """Title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
-    names = [_in_markdown(f"{column.group} {column.name}".strip()) for column in table.columns]
-    rows = [[_in_markdown(shown(cell)) for cell in row.cells] for row in table.rows]
+    names = [markdown.text(f"{column.group} {column.name}".strip()) for column in table.columns]
+    rows = [[markdown.text(shown(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
     fitted = list(zip(table.columns, widths, strict=True))
     rule = ["-" * (width - 1) + ":" if column.number else "-" * width for column, width in fitted]
@@ -92,12 +94,8 @@ def as_markdown(table: Table) -> str:
         padded = (cell.rjust(width) if column.number else cell.ljust(width) for cell, (column, width) in pairs)
         return "| " + " | ".join(padded) + " |"
 
-    lines = [f"### {_in_markdown(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
+    lines = [f"### {markdown.text(table.title)}", "", table.note, "", line(names), line(rule), *map(line, rows)]
     return "\n".join(lines) + "\n"
-
-
-def _in_markdown(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 _WIDE = 9
@@ -147,7 +145,7 @@ _LATEX = {
 
 
 def _in_latex(text: str) -> str:
-    return "".join(_LATEX.get(letter, letter) for letter in text.replace("\n", " ").replace(" %", "\u202f%"))
+    return "".join(_LATEX.get(letter, letter) for letter in " ".join(text.splitlines()).replace(" %", "\u202f%"))
 
 
 WRITERS = {"csv": as_csv, "md": as_markdown, "tex": as_latex}

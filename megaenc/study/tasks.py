@@ -1,6 +1,7 @@
 """What a fine-tuning grid trains, known without opening a data set: kinds of tasks, and which sets share a training."""
 
 import difflib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str
         family = name.removeprefix("demo_").upper()
     else:
         _check_place(dataset, path)
-        family = settings.data.task or ("IR" if path.is_dir() and beir.is_beir(path) else "")
+        family = settings.data.task or ("IR" if os.path.isdir(path) and beir.is_beir(path) else "")
     if family != Family.IR:
         return name, family, name
     if settings.data.train_on:
@@ -66,6 +67,6 @@ def _check_place(dataset: str, path: Path) -> None:
         return
     names = [*hub.HUB_SETS, *demo.NAMES]
     near = difflib.get_close_matches(dataset.lower(), names, n=1)
-    if near or not path.exists():
+    if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
         hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
         raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")

@@ -10,7 +10,6 @@ from tokenizers import Tokenizer
 
 from megaenc.convert import to_hf
 from megaenc.convert.command import main
-from megaenc.convert.tokenizer_files import write_tokenizer
 from megaenc.data.tokenizer import encode_documents, load_tokenizer, vocabulary_of
 from megaenc.training.run_folder import TOKENIZER
 
@@ -185,14 +184,3 @@ def test_what_is_wrong_with_a_tokenizer_is_one_line(tmp_path, refusal):
         (folder / name).write_text(content)
         line = refusal(main, ["from-hf", "--input", folder, "--output", tmp_path / "core"])
         assert words in line and "/tmp/tmp" not in line, line
-
-
-def test_what_is_written_names_no_code_of_others(tmp_path):
-    """A tokenizer_config.json may name code that its next user would be asked to run."""
-    folder = hf_tokenizers.save(hf_tokenizers.llama3(), tmp_path / "given")
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    code = {"AutoTokenizer": ["org/repository--code.Slow", "org/repository--code.Fast"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"auto_map": code, "tokenizer_class": "TokenizersBackend"}))
-    (tmp_path / "written").mkdir()
-    write_tokenizer(load_tokenizer(folder), tmp_path / "written")
-    assert "org/repository" not in "".join(file.read_text() for file in (tmp_path / "written").iterdir())

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
@@ -233,6 +234,35 @@ def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, whole, monke
     (prefix,) = preprocess(settings)
     assert len(seen) == 3
     assert contents(prefix) == whole
+
+
+NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcff", '{"sha256": 3}', None]
+"""What may stand in the place of a part's note; None: a FIFO."""
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
+def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
+    parts = Parts(tmp_path, ["text"], "uint16", 1)
+    tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
+    parts.write(0, lambda writers: writers[0].add(tokens, 2 * ones, ones) or {"documents": 1})
+    assert parts.missing() == []
+    path = tmp_path / "part-00001.json"
+    whole = json.loads(path.read_text())
+    values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
+    for damaged in (note, *(json.dumps(whole | {name: value}) for name in whole for value in values)):
+        path.unlink()
+        os.mkfifo(path) if damaged is None else path.write_text(damaged, errors="surrogateescape")
+        assert parts.missing() == [0], damaged
+
+
+@pytest.mark.parametrize("plan", NOTES, ids=lambda plan: repr(plan)[:40])
+def test_a_damaged_plan_is_one_line(tmp_path, plan):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "part-00001.json").touch()
+    os.mkfifo(folder / "plan.json") if plan is None else (folder / "plan.json").write_text(plan, errors="surrogateescape")
+    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"), work_folder(folder, {"keys": ["text"]}):
+        pass
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])

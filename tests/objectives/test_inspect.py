@@ -143,6 +143,9 @@ def test_objectives_are_spelled_as_in_a_schedule(corpus, capsys, objective):
         (["--objective", "mlm:0.5"], "found phases or a share"),
         (["--pack", "-1"], "--pack: found -1, expected 0 or more"),
         (["--seq-length", "0"], "--seq-length: found 0, expected 1 or more"),
+        (["--pack", str(1 << 70)], "--pack: found 1180591620717411303424, expected less than"),
+        (["--seed", str(1 << 70)], "--seed: found 1180591620717411303424, expected less than"),
+        (["--seq-length", str(1 << 40)], "--seq-length: found 1099511627776, expected less than"),
         (["--split", "0,1,0"], "found no tokens in 0 documents"),
     ],
 )

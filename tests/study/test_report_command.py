@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import re
 import shutil
 
@@ -11,7 +12,7 @@ import pytest
 from study_folders import settings, write_results, write_runs
 
 from megaenc.finetune.examples import Family
-from megaenc.study import report_command
+from megaenc.study import report_command, report_folder
 from megaenc.study.evidence import AVERAGE
 from megaenc.study.figures.panels import Missing, Picture
 from megaenc.study.page import MARK
@@ -162,6 +163,109 @@ def test_a_folder_that_no_report_wrote_is_left_alone(tmp_path, refusal):
     assert "holds files.txt and no report" in refused("index.html", "files.txt")
     (site / "files.txt").write_text("# written by megaenc study report\ntables/raw.csv\n")
     assert "holds tables/base.csv, which no report wrote" in refused("index.html", "files.txt", "tables/base.csv")
+
+
+LINKS = {
+    "the folder itself": lambda report, outside: (shutil.rmtree(report), report.symlink_to(outside)),
+    "the folder itself, leading nowhere": lambda report, outside: (shutil.rmtree(report), report.symlink_to(outside / "none")),
+    "tables": lambda report, outside: (shutil.rmtree(report / "tables"), (report / "tables").symlink_to(outside)),
+    "figures": lambda report, outside: (shutil.rmtree(report / "figures"), (report / "figures").symlink_to(outside)),
+    "the page": lambda report, outside: (
+        (report / "index.html").unlink(),
+        (report / "index.html").symlink_to(outside / "base.csv"),
+    ),
+    "the list": lambda report, outside: (
+        (report / "files.txt").rename(outside / "list.txt"),
+        (report / "files.txt").symlink_to(outside / "list.txt"),
+    ),
+    "a file that is replaced, by a folder": lambda report, outside: (
+        (report / "tables/base.csv").unlink(),
+        (report / "tables/base.csv").mkdir(),
+    ),
+    "a file that is replaced, by a link": lambda report, outside: (
+        (report / "tables/base.csv").unlink(),
+        (report / "tables/base.csv").symlink_to(outside / "base.csv"),
+    ),
+    "the page, by a FIFO": lambda report, outside: ((report / "index.html").unlink(), os.mkfifo(report / "index.html")),
+    "the list, by a FIFO": lambda report, outside: ((report / "files.txt").unlink(), os.mkfifo(report / "files.txt")),
+}
+"""Things that stand in the place of an old report's folders and files; `outside` holds files of the same names."""
+
+
+@pytest.fixture(scope="module")
+def old_report(tmp_path_factory):
+    """A report of the published tables, without figures, with a list that names more than it wrote."""
+    folder = tmp_path_factory.mktemp("old") / "report"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report_command, "figures_of", lambda *given: [])
+        report_command.main(["--published", "--output", str(folder)])
+    (folder / "tables/stale.csv").write_text("stale")
+    hostile = (
+        "../outside/victim.csv",
+        "tables/../../outside/victim.csv",
+        "/etc/hostname",
+        "tables/stale.csv",
+        "tables",
+        "figures",
+    )
+    with open(folder / "files.txt", "a") as stream:
+        stream.write("".join(f"{name}\n" for name in hostile))
+    return folder
+
+
+@pytest.mark.parametrize("changed", LINKS)
+def test_nothing_outside_of_the_report_is_changed(changed, old_report, tmp_path, monkeypatch, refusal):
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    report, outside = tmp_path / "report", tmp_path / "outside"
+    shutil.copytree(old_report, report)
+    shutil.copytree(old_report / "tables", outside)
+    (outside / "victim.csv").touch()
+    LINKS[changed](report, outside)
+    before = {path: path.read_bytes() for path in outside.iterdir()}
+    assert "--output" in refusal(report_command.main, ["--published", "--output", report])
+    assert {path: path.read_bytes() for path in outside.iterdir()} == before
+
+
+def test_a_list_that_names_other_files_removes_none_of_them(old_report, tmp_path, monkeypatch):
+    monkeypatch.setattr(report_command, "figures_of", lambda *given: [])
+    report, outside = tmp_path / "report", tmp_path / "outside"
+    shutil.copytree(old_report, report)
+    outside.mkdir()
+    (outside / "victim.csv").touch()
+    report_command.main(["--published", "--output", str(report)])
+    assert (outside / "victim.csv").exists() and not (report / "tables/stale.csv").exists()
+
+
+def test_a_subfolder_that_becomes_a_link_meanwhile_is_left_alone(old_report, tmp_path):
+    """Removal does not follow a link that was put there after the check."""
+    outside = tmp_path / "outside"
+    shutil.copytree(old_report / "tables", outside)
+    (tmp_path / "tables").symlink_to(outside)
+    report_folder._remove(tmp_path / "tables", [tmp_path / "tables/stale.csv"])
+    assert (outside / "stale.csv").exists()
+
+
+PLACES = {
+    "a name of 300 letters": lambda folder: folder / ("x" * 300),
+    "below /proc": lambda folder: "/proc/x/report",
+    "below a file": lambda folder: folder / "file/report",
+    "a file": lambda folder: folder / "file",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path, monkeypatch, refusal):
+    monkeypatch.setattr(report_command, "report_of", lambda settings: pytest.fail("the work was begun"))
+    (tmp_path / "file").write_text("mine")
+    assert "--output" in refusal(report_command.main, ["--published", "--output", PLACES[place](tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_refused_report_leaves_no_folder(tmp_path, refusal):
+    (tmp_path / "kept").mkdir()
+    for output in ("new/deep/report", "kept/report", "kept"):
+        refusal(report_command.main, ["--results", tmp_path / "none", "--output", tmp_path / output])
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept"]
 
 
 def test_intervals_of_student_are_wider(study):

@@ -75,7 +75,7 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ("[]", "run.json: found a list, expected an object"),
+        ("[]", "run.json: found list; expected what a run wrote there"),
         ('{"identity": 3}', "field `identity`: found a int"),
         ('{"start": "x"}', "found a str"),
     ],

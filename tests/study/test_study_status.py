@@ -5,7 +5,9 @@ import pty
 import subprocess
 import sys
 
+import made_stages
 import manifests
+import pytest
 import runs
 from fake_nodes import WELL, Fake
 
@@ -142,3 +144,56 @@ status._watch(nodes, study)
         pass
     assert process.wait(60) == 0
     assert b"2 stages: 1 done, 1 waiting; 50 %" in shown and b"2 stages: 2 done; 100 %" in shown
+
+
+DAMAGED = [
+    # file of the study, its content, words of the row that shows it
+    ("runs/base/run.json", "[]", "run.json: found list"),
+    ("runs/base/run.json", "{", "run.json: not JSON"),
+    ("runs/base/run.json", "", "run.json: not JSON"),
+    ("runs/base/run.json", "[" * 100_000, "run.json: not JSON (nested too deeply)"),
+    ("runs/base/run.json", "{}", "field `identity`"),
+    ("runs/base/run.json", '{"identity": 3}', "field `identity`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": []}', "field `start`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"kind": "x"}}', "field `start`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"at": "x"}}', "field `start`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"run": 3}}', "field `start.run`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"before": 3}}', "field `start`"),
+    ("runs/base/run.json", '{"identity": {"seed": 1}, "start": {"unknown": 3}}', "field `start`"),
+    ("runs/base/run.json", None, "run.json: not a regular file"),
+    ("runs/base/metrics.jsonl", '{"step": "x"}\n', "done"),
+    ("runs/base/metrics.jsonl", "[" * 5000 + "\n", "done"),
+    ("runs/base/metrics.jsonl", None, "done"),
+    ("corpus/asked.json", "[]", "asked.json: found list"),
+    ("corpus/asked.json", '{"vocab_size": 1024}', "asked.json: field `text`"),
+    ("corpus/asked.json", '{"text": 3}', "asked.json: field `text`"),
+    ("corpus/asked.json", '{"text": [["a", "b"]]}', "asked.json: field `text`"),
+    ("corpus/asked.json", None, "asked.json: not a regular file"),
+    ("hf/base/conversion.json", "[]", "conversion.json: found list"),
+    ("hf/base/conversion.json", '{"step": []}', "step is [] there"),
+    ("hf/base/conversion.json", "\ud800", "conversion.json: not JSON"),
+    ("logs/pretrain/base.log", None, "done"),
+    ("logs/pretrain/base.log", "==> 0000-99-99T00:00:00Z $ x\n<== never failed\n", "done"),
+    ("results/base/SC/demo_sc/lr1e-03_sd0/results.json", "[" * 5000 + "\n", "done"),
+    ("results/base/SC/demo_sc/lr1e-03_sd0/results.json", '"protocol": [],\n"fingerprints": 3,\n', "done"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "words"), DAMAGED)
+def test_damaged_files_are_told_in_the_row_of_their_stage(file, content, words, tmp_path, capsys):
+    changes = {"models": made_stages.TWO, "finetune": made_stages.GRID}
+    nodes = made_stages.nodes(tmp_path, **changes)
+    made_stages.make(*nodes.values())
+    path = tmp_path / "study" / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    if content is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(content, encoding="utf-8", errors="surrogatepass")
+    main([str(tmp_path / "study.yaml"), "--output", str(tmp_path / "study")])
+    headline, *table = capsys.readouterr().out.splitlines()
+    if words == "done":
+        assert " failed" not in headline
+    else:
+        assert [line for line in table if "failed" in line and words in line], table
