@@ -12,6 +12,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,17 @@ def locked(path: Path) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """Run the block under the lock `path` (see `locked`), after the processes that hold it. Raises InputError like `locked`."""
+    while True:
+        with locked(path) as mine:
+            if mine:
+                yield
+                return
+        time.sleep(0.2)
 
 
 def _lock(descriptor: int, path: Path) -> bool:
