@@ -41,12 +41,12 @@ def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] 
     wait for the first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
     """
     folder = Path(folder)
-    if all((folder / name).is_dir() for name in names):
+    if all(os.path.isdir(folder / name) for name in names):
         return folder
     if set(names).intersection(_OF_DOCUMENTATION):
         names = (*names, *_OF_DOCUMENTATION)
     for name in names:
-        if os.path.lexists(folder / name) and not (folder / name).is_dir():
+        if os.path.lexists(folder / name) and not os.path.isdir(folder / name):
             raise InputError(f"{folder / name}: found a file; expected the folder of a demo set; move it or name another folder")
     make_parent(folder / "demo_sc", flag)
     with wait_for_lock(folder / LOCK):
