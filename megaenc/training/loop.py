@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megaenc.backend import Backend
 from megaenc.console import say
+from megaenc.errors import InputError
 from megaenc.training.alike import check_alike
 from megaenc.training.introduction import conclusion
 from megaenc.training.plan import Plan
@@ -36,6 +37,10 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                     plan = end
                     gc.collect()  # the model that was, before there is another
                 return end
+        except InputError:
+            if folder:
+                folder.discard()
+            raise
         finally:
             if folder:
                 folder.close()
