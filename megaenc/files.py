@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
     """
     temporary = [_temporary(path) for path in paths]
     try:
-        with _one_line(paths[0].parent, *_UNUSABLE, new=dict(zip(temporary, paths, strict=True))):
+        with _final_names(temporary, paths), _one_line(paths[0].parent, *_UNUSABLE):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
@@ -180,7 +180,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     place = _place(path)
     temporary = _temporary(place)
     try:
-        with _one_line(path, *_UNUSABLE, new={temporary: path}):
+        with _final_names([temporary], [path]), _one_line(path, *_UNUSABLE):
             temporary.mkdir()
         with _one_line(place.parent, *_UNUSABLE):
             yield temporary
@@ -210,19 +210,26 @@ def sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _one_line(place: Path, *numbers: int, new: Mapping[Path, Path] | None = None) -> Iterator[None]:
-    """Turn an OSError of one of `numbers` into an InputError that names `place`, and any other about a file in `new`.
-
-    `new`: temporary names of what is being written, and the final names, which the errors have.
-    """
+def _one_line(place: Path, *numbers: int) -> Iterator[None]:
+    """InputError, naming `place`, for an OSError of one of `numbers`."""
     try:
         yield
     except OSError as error:
-        about = {str(temporary): path for temporary, path in (new or {}).items()}.get(str(error.filename))
-        if about is None and error.errno not in numbers:
+        if error.errno not in numbers:
             raise
-        place = place if error.errno in numbers else about
         raise InputError(f"{place}: cannot be written to: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an OSError about one of the files `temporary` into an InputError about its final name in `paths`."""
+    try:
+        yield
+    except OSError as error:
+        names = dict(zip(map(str, temporary), paths, strict=True))
+        if (path := names.get(str(error.filename))) is None:
+            raise
+        raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
 
 
 @contextlib.contextmanager

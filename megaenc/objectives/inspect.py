@@ -12,7 +12,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import number, quiet
 from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packs import LONGEST_PACK, CorpusPacks
+from megaenc.data.packs import CorpusPacks
 from megaenc.data.run_data import PACKINGS
 from megaenc.data.statistics import Lengths, lengths_of
 from megaenc.data.vocabulary import Vocabulary
@@ -72,8 +72,6 @@ def inspect(settings: InspectFlags) -> list[Any]:
     for name, least in (("pack", 0), ("seq_length", 1), ("seed", 0)):
         if getattr(settings, name) < least:
             raise InputError(f"--{name.replace('_', '-')}: found {getattr(settings, name)}, expected {least} or more")
-    if settings.seq_length > LONGEST_PACK:
-        raise InputError(f"--seq-length: found {settings.seq_length}, expected {LONGEST_PACK:,} at most")
     corpus = Corpus.open(settings.prefix)
     packs, lengths = make_packs(corpus, settings), lengths_of(corpus.document_lengths)
     decoded = _decoded(corpus, packs, settings) if settings.tokenizer else [_HOW_TO_DECODE]
