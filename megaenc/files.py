@@ -180,8 +180,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
     place = _place(path)
     temporary = _temporary(place)
     try:
-        with _final_names([temporary], [path]), _one_line(path, *_UNUSABLE):
+        try:
             temporary.mkdir()
+        except OSError as error:  # ENOENT in /proc, a name that is too long, and whatever a file system answers
+            raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
         with _one_line(place.parent, *_UNUSABLE):
             yield temporary
             for inside in (*temporary.rglob("*"), temporary):
