@@ -21,6 +21,7 @@ SETUP = (
     "megaenc tokenizer --input text.jsonl --vocab-size 300 --output tok300",
     "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod --workers 1",
     f"megaenc pretrain {DATA} {SHAPE} --save run",
+    f"megaenc pretrain {DATA} {SHAPE} --exit-interval 1 --save part",
     "megaenc convert to-hf --load run --output hf",
     "tests/mistakes/folder.py",  # damage, below
 )
@@ -124,7 +125,6 @@ _TEXTS = {
     "gone.yaml": "config: nowhere.yaml\n",
     "python.yaml": "save: !!python/object/apply:os.system ['touch marker']\n",
     "bomb.yaml": "a: &a [1]\n" + "".join(f"{b}: &{b} [{9 * f'*{a},'}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
-    "twice.yaml": "seed: 1\nseed: 2\n",
     "rates.yaml": "learning_rates: [fast]\n",
     "threshold.yaml": "max_steps: -1\n",
     **_labelled("set"),
@@ -171,7 +171,6 @@ _MANIFESTS: dict[str, dict] = {
     "study-type": {"pretrain": {**manifests.BASE["pretrain"], "seq_length": "long"}},
     "study-corpus": {"corpus": {"demo": True, "text": ["text.jsonl"], "vocab_size": 400}},
     "study-nocorpus": {"corpus": {"vocab_size": 400}},
-    "study-shape": {"sizes": {"toy": {**manifests.BASE["sizes"]["toy"], "num_attention_heads": 3}}},
     "study-vocab": {"corpus": {"demo": True, "vocab_size": -1}},
 }
 

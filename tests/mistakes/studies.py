@@ -32,7 +32,6 @@ ROWS = [
     ("megaenc study plan study-pretrain.yaml", "leraning_rate"),
     ("megaenc study plan study-type.yaml", "seq_length"),
     ("megaenc study plan study-corpus.yaml", "corpus: found `demo` beside `text`"),
-    ("megaenc study plan study-shape.yaml", "num_attention_heads"),
     ("megaenc study plan study-vocab.yaml", "vocab_size"),
     ("megaenc study plan study.yaml --picture new.bmp", "new.bmp"),
     ("megaenc study plan study.yaml --picture mine", "--picture mine"),
