@@ -12,6 +12,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -130,7 +131,7 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
     """
     temporary = [_temporary(path) for path in paths]
     try:
-        with _one_line(paths[0].parent, *_UNUSABLE):
+        with _final_names(temporary, paths), _one_line(paths[0].parent, *_UNUSABLE):
             yield temporary
             for path in temporary:
                 with open(path, "rb+") as stream:
@@ -303,6 +304,18 @@ def _is_full(place: Path) -> bool:
 
 
 @contextlib.contextmanager
+def _final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[None]:
+    """Turn an OSError about one of the files `temporary` into an InputError about its final name in `paths`."""
+    try:
+        yield
+    except OSError as error:
+        names = dict(zip(map(str, temporary), paths, strict=True))
+        if (path := names.get(str(error.filename))) is None:
+            raise
+        raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
+
+
+@contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Try to have something to oneself, of which the file `path` is the lock; whether it is. There is no file afterwards.
 
@@ -323,6 +336,17 @@ def locked(path: Path) -> Iterator[bool]:
                 path.unlink(missing_ok=True)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """Run the block under the lock `path` (see `locked`), after the processes that hold it. Raises InputError like `locked`."""
+    while True:
+        with locked(path) as mine:
+            if mine:
+                yield
+                return
+        time.sleep(0.2)
 
 
 def _lock(descriptor: int, path: Path) -> bool:

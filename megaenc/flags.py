@@ -204,10 +204,13 @@ def _short(value: Any) -> str:
 
 
 def _plain(box: str) -> str:
-    """The sentence inside the frame that tyro draws around an error, with its nearest suggestion."""
+    """Return one sentence, the flag first, for the frame that tyro draws around an error."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
     lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
-    titles = ("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options")
+    titles = (
+        *("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options"),
+        "Invalid choice",
+    )
     lines = [line for line in lines if line not in titles]
     for heading in ("Argument helptext:", "Got errors:"):
         if heading in lines:
@@ -216,5 +219,20 @@ def _plain(box: str) -> str:
         at = lines.index("Perhaps you meant:")
         lines = [*lines[:at], "- did you mean " + lines[at + 1].split()[0].rstrip(",") + "?"]
     sentence = " ".join(lines) or "the command line could not be read"
-    number = re.search(r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence)
-    return f"{number[1]}: found {number[2]}, expected a number" if number else sentence
+    if match := re.search(r"parsing (--\S+): .*(?:int\(\) with base 10|string to float): ('.*')", sentence):
+        return f"{match[1]}: found {match[2]}, expected a number"
+    if match := re.match(r"invalid choice ('.*') for argument '(.+)'\. Expected one of \((.*?),?\)", sentence):
+        return f"{match[2]}: found {match[1]}, expected one of {match[3].replace(chr(39), '')}"
+    if match := re.match(r"Missing value for argument '(.+)'", sentence):
+        return f"{match[1]}: no value given, expected one"
+    if match := re.match(r"Missing from [^:]*: (.+)", sentence):
+        words = [part.split()[0] for part in match[1].split("(required)") if part.strip()]
+        return f"{', '.join(words)}: missing, expected a value" + " for each" * (len(words) > 1)
+    if match := re.match(r"Unrecognized options: ([^ ,]+).*?(?: - (did you mean .*))?$", sentence):
+        kind = "no such flag" if match[1].startswith("-") else "found a word that belongs to no flag, expected none"
+        return f"{match[1]}: {kind}" + (f"; {match[2]}" if match[2] else "")
+    if match := re.match(r"Error parsing (--\S+): no type matching (.*) could be instantiated from \[(.*)\]", sentence):
+        kinds = match[2].replace("{None}|", "").replace("INT", "a whole number").replace("FLOAT", "a number")
+        kinds = re.sub(r"\{?\[(a whole number|a number) .*?\]\]\}?", r"\1 or more of them", kinds)
+        return f"{match[1]}: found {match[3]}, expected {' or '.join(kinds.translate({123: None, 125: None}).split('|'))}"
+    return sentence

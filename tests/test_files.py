@@ -398,3 +398,24 @@ def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_
     with created_parent(tmp_path / "new" / "file", "--output"):
         pass
     assert (tmp_path / "new").is_dir()
+
+
+@pytest.mark.parametrize("name", [300 * "x", "file/x", "none/x"])
+@pytest.mark.parametrize("write", [whole_files, whole_folder])
+def test_a_name_that_cannot_be_is_one_line_with_that_name(tmp_path, name, write):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"{tmp_path / name}: cannot be written to: "), write(tmp_path / name) as made:
+        (made[0] if write is whole_files else made / "x").write_text("whole")
+    assert names(tmp_path) == ["file"]
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="folder: cannot be written to: Is a directory"):
+        write_whole(tmp_path / "folder", "text")
+    assert names(tmp_path) == ["folder"]
+
+
+def test_an_error_about_another_file_stays_one(tmp_path):
+    with pytest.raises(FileNotFoundError), whole_files(tmp_path / "a"):
+        (tmp_path / "b").read_text()

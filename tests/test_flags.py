@@ -61,6 +61,30 @@ def test_a_wrong_flag_is_one_line(arguments, words):
     assert all(word in message for word in words), message
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "--save: missing, expected a value"),
+        (["--save"], "--save: no value given, expected one"),
+        (["--save", "x", "--lr", "fast"], "--lr: found 'fast', expected a number"),
+        (["--save", "x", "--mode", "c"], "--mode: found 'c', expected one of a, b"),
+        (["--save", "x", "--most", "many"], "--most: found 'many', expected a whole number or all"),
+        (["--save", "x", "--mods", "a"], "--mods: no such flag; did you mean --mode?"),
+        (["--save", "x", "--learning", "3"], "--learning: no such flag"),
+        (["--save", "x", "y"], "y: found a word that belongs to no flag, expected none"),
+    ],
+)
+def test_the_line_begins_with_the_flag(arguments, sentence):
+    @dataclass(frozen=True)
+    class Choices(Settings):
+        mode: Literal["a", "b"] = "a"
+        most: int | Literal["all"] | None = None
+
+    with pytest.raises(InputError) as error:
+        flags.parse(Choices, arguments, prog="command", description="")
+    assert str(error.value) == f"{sentence} (see command --help)"
+
+
 def test_yaml_fills_in_nested_fields_under_either_spelling(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("lr: 1\ntensor-model-parallel-size: 2\nsplit: [90, 10]\n")

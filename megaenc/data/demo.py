@@ -1,25 +1,26 @@
 """A corpus of English prose without any download: the documentation of Python and of the packages installed beside this one."""
 
-import contextlib
-import fcntl
 import gc
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
+import stat
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import megaenc
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import prose
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, whole_files
+from megaenc.files import make_parent, read_json_object, stopped_by_sigterm, wait_for_lock, whole_files
 from megaenc.processes import Workers, usable_cores
 from megaenc.ranks import local_rank
 
@@ -39,6 +40,8 @@ _LEFT_OUT = frozenset(
 _SMALLEST_DOCUMENT = 200  # characters
 _HELD_OUT_PERCENT = 2
 VOCAB_SIZE = 8192
+CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
+_GENERATOR = "megaenc demo"
 
 
 @dataclass(frozen=True)
@@ -66,32 +69,106 @@ class DemoFlags:
     """What `megaenc demo` takes."""
 
     output: str = "demo"
-    """Folder of corpus.jsonl and heldout.jsonl; what it holds already is kept."""
+    """Folder of corpus.jsonl and heldout.jsonl. A demo corpus in it is kept; other files of these names are refused."""
 
 
-def build_demo_corpus(folder: str | Path) -> DemoCorpus:
-    """Write `corpus.jsonl` and `heldout.jsonl` into `folder` unless they are there; the same packages give the same bytes.
+def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoCorpus:
+    """Write `corpus.jsonl`, `heldout.jsonl` and their record into `folder`, unless it holds a demo corpus.
 
-    One document a source file, sorted by id (`package/path`); one in fifty, chosen by a hash of its id, is held out.
+    One document a source file, sorted by id (`package/path`); one in fifty, chosen by a hash of its id, is held out. The same
+    packages give the same bytes. Processes that call it together wait for the first. Raises InputError, before anything is
+    written, for files of these names that no call of this function wrote; `flag` names the source of `folder`.
     """
-    built = DemoCorpus(Path(folder) / "corpus.jsonl", Path(folder) / "heldout.jsonl")
-    if built.corpus.exists() and built.heldout.exists():
+    folder = Path(folder)
+    if built := find_demo_corpus(folder):
         return built
-    make_parent(built.corpus, "demo folder")
+    make_parent(folder / CORPUS, flag)
+    with wait_for_lock(folder / LOCK):
+        return _build(folder)
+
+
+def find_demo_corpus(folder: Path) -> DemoCorpus | None:
+    """Return the demo corpus in `folder`, or None if there is none or only the part that an interrupted build left.
+
+    Raises InputError for files of these names that differ from the record, or have none.
+    """
+    return DemoCorpus(folder / CORPUS, folder / HELDOUT) if len(_recorded_files(folder)) == 2 else None
+
+
+def write_record(path: Path, files: Mapping[str, Path]) -> None:
+    """Write the record of a demo corpus to `path`: size and sha256 of each of `files`, by its final name."""
+    facts = {name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
+    record = {"generator": _GENERATOR, "version": megaenc.__version__, "files": facts}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def corpus_documents() -> Iterator[tuple[str, str]]:
+    """Yield (id, text) of every document of the demo corpus that is not held out, in order, without writing a file."""
+    return ((name, text) for name, text in _documents(sorted(_sources())) if not is_held_out(name))
+
+
+def _build(folder: Path) -> DemoCorpus:
+    """Do the work of `build_demo_corpus` under its lock."""
+    if built := find_demo_corpus(folder):  # another process may have built it meanwhile
+        return built
     sources = sorted(_sources())
     size, count, by_package = 0, 0, Counter()
-    # Renamed in this order, so that the corpus is there only if the held-out documents are.
-    with whole_files(built.heldout, built.corpus) as (heldout_path, corpus_path), contextlib.ExitStack() as stack:
-        heldout, corpus = (stack.enter_context(open(path, "w", encoding="utf-8")) for path in (heldout_path, corpus_path))
-        for name, text in _documents(sources):
-            stream = heldout if is_held_out(name) else corpus
-            stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-            length = len(text.encode())
-            size, count = size + length, count + 1
-            by_package[name.split("/")[0]] += length
+
+    def remove_leftovers() -> None:
+        for path in _recorded_files(folder):  # refuses files that have come meanwhile
+            path.unlink()
+
+    # Renamed in this order: no file is there without its record, and the corpus is there only if the held-out documents are.
+    targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
+    with whole_files(*targets, last_look=remove_leftovers) as (record_path, heldout_path, corpus_path):
+        with open(heldout_path, "w", encoding="utf-8") as heldout, open(corpus_path, "w", encoding="utf-8") as rest:
+            for name, text in _documents(sources):
+                stream = heldout if is_held_out(name) else rest
+                stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+                length = len(text.encode())
+                size, count = size + length, count + 1
+                by_package[name.split("/")[0]] += length
+        write_record(record_path, {HELDOUT: heldout_path, CORPUS: corpus_path})
     shares = ", ".join(f"{name} {length / 1e6:.1f}" for name, length in by_package.most_common(8))
-    say(f"{built.corpus}: {size / 1e6:.1f} MB of English in {count:,} documents, from what is installed here (MB: {shares}, ...)")
-    return built
+    corpus = folder / CORPUS
+    say(f"{corpus}: {size / 1e6:.1f} MB of English in {count:,} documents, from what is installed here (MB: {shares}, ...)")
+    return DemoCorpus(corpus, folder / HELDOUT)
+
+
+def _recorded_files(folder: Path) -> list[Path]:
+    """Return those of the two corpus files that are in `folder`. Raises InputError unless each is as the record says."""
+    # Listed before the record is read: a process that builds the corpus now writes the record first.
+    present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
+    record, facts = folder / RECORD, {}
+    expected = "the record of a demo corpus; move the file or name another folder"
+    if os.path.lexists(record):
+        content = read_json_object(record, expected)
+        facts = content.get("files")
+        if content.get("generator") != _GENERATOR or not isinstance(facts, dict):
+            raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
+    for path in present:
+        if not _is_unchanged(path, facts.get(path.name)):
+            reason = f"has changed since `megaenc demo` wrote it ({RECORD})" if path.name in facts else "is not of `megaenc demo`"
+            raise InputError(
+                f"{path}: found a file that {reason}; expected no file, or the demo's own; move the file or name another folder"
+            )
+    return present
+
+
+def _is_unchanged(path: Path, fact: Any) -> bool:
+    """Return if the regular file `path` has the size and the sha256 that the record's `fact` names."""
+    try:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or not isinstance(fact, dict) or status.st_size != fact.get("bytes"):
+            return False
+        return _sha256(path) == fact.get("sha256")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def is_held_out(document_id: str) -> bool:
@@ -102,22 +179,23 @@ def is_held_out(document_id: str) -> bool:
 def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> Demo:
     """Build in `folder` what is missing of corpus, tokenizer and preprocessed data, by the public commands' own functions.
 
-    Processes that call it together wait for the first. Raises InputError when `folder` holds a demo of another vocabulary size.
+    Processes that call it together wait for the first. Raises InputError if `folder` holds a demo of another vocabulary size, or
+    a corpus that `megaenc demo` did not make.
     """
     from megaenc.data.preprocess import PreprocessFlags, preprocess
     from megaenc.data.sidecar import read_sidecar
     from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
 
     folder = Path(folder)
-    demo = Demo(folder / "corpus.jsonl", folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus_text_document")
+    demo = Demo(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
+    find_demo_corpus(folder)  # refuses other files before the folder is made
     make_parent(demo.corpus, "demo folder")
     last = Path(f"{demo.data_prefix}.idx")  # of the three files the last to get its name
     if local_rank():  # the first process of each machine builds, and says so
         while not last.exists():
             time.sleep(0.2)
-    with open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build_demo_corpus(folder)
+    with wait_for_lock(folder / LOCK):
+        _build(folder)
         if not demo.tokenizer.exists():
             make_tokenizer(TokenizerFlags(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
         if not last.exists():
@@ -209,4 +287,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(DemoFlags, argv, prog="megaenc demo", description=__doc__)
     with stopped_by_sigterm():
-        build_demo_corpus(settings.output)
+        build_demo_corpus(settings.output, "--output")

@@ -14,6 +14,9 @@ from megaenc import randomness
 from megaenc.data.stream import Documents, Stream, narrow
 from megaenc.errors import InputError
 
+LONGEST_PACK = 1 << 24
+"""Tokens. A longer pack is a typing mistake: cutting it takes minutes, and then the memory does not suffice."""
+
 
 @dataclass(frozen=True, eq=False)
 class Pack:

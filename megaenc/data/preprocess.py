@@ -25,6 +25,8 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import check_parent, created_parent, stopped_by_sigterm, whole_files
 from megaenc.processes import Threads, Workers, check_process_count, usable_cores
 
+_MOST_PARTITIONS = 100_000  # each is a few files
+
 
 @dataclass(frozen=True)
 class PreprocessFlags(inputs.InputFlags):
@@ -126,6 +128,8 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
 
 def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
     """The part of `preprocess` that looks at flags and input and loads the tokenizer; calling what it returns does the rest."""
+    if settings.partitions > _MOST_PARTITIONS:
+        raise InputError(f"--partitions {settings.partitions}: expected at most {_MOST_PARTITIONS:,}")
     prefixes = output_prefixes(settings.output_prefix, settings.json_keys)
     folder = Path(f"{settings.output_prefix}_parts")
     tell_left_behind(*output_files(prefixes), folder)

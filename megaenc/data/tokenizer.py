@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EOS, MASK = "<|eos|>", "<|mask|>"
 SMALLEST_VOCABULARY = 258  # 256 bytes and the two special tokens
+LARGEST_VOCABULARY = 2**31 - 1
 LONGEST_TEXT = 2048  # tokens: the context of the encoders, where `truncation=True` cuts
 
 _TEXT_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # of the files that transformers reads for a tokenizer
@@ -157,6 +158,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "PreTrainedTokeniz
     if vocab_size < SMALLEST_VOCABULARY:
         raise InputError(
             f"--vocab-size {vocab_size}: expected at least {SMALLEST_VOCABULARY}, the 256 bytes and two special tokens"
+        )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise InputError(
+            f"--vocab-size {vocab_size}: expected at most {LARGEST_VOCABULARY}, as many as token ids of 32 bits can be"
         )
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,19 +1,21 @@
 """`megaenc finetune run`: one model on one data set, with one learning rate and one seed."""
 
+import contextlib
+import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import created_parent, stopped_by_sigterm
+from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
 from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
-from megaenc.finetune.jobs import Job, check_rate, make_jobs
+from megaenc.finetune.jobs import CACHE, Job, check_rate, make_jobs
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.progress import share
 from megaenc.finetune.unfinished import lock, remaining
@@ -63,6 +65,10 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     check_rate("--learning-rate", settings.learning_rate)
     if settings.seed < 0:
         raise InputError(f"--seed: found {settings.seed}, expected at least 0")
+    if settings.seed >= 2**63:
+        raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
+    output = Path(settings.output)
+    _check_output(output)
     from megaenc.finetune.datasets import find
 
     rates, seeds = (settings.learning_rate,), (settings.seed,)
@@ -71,11 +77,42 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     )
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
-        with stopped_by_sigterm(), created_parent(Path(settings.output, "model"), "--output"), lock(todo) as mine:
+        cache = output / CACHE
+        with stopped_by_sigterm(), _removed_if_refused(cache, output / todo.model.name / ".locks"), lock(todo) as mine:
             if not mine:
                 raise InputError(f"{results.folder(job, job.evaluate_on[0].name)}: another process is at this run; wait for it")
             _run(todo)
     _show(job, before=todo is None)
+
+
+def _check_output(output: Path) -> None:
+    """Raise InputError if the folder of results is a file, or cannot be."""
+    try:
+        if not stat.S_ISDIR(output.stat().st_mode):
+            raise InputError(f"--output {output}: found a file, expected a folder of results")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; expected a folder of results") from None
+
+
+@contextlib.contextmanager
+def _removed_if_refused(cache: Path, locks: Path) -> Iterator[None]:
+    """If the block raises InputError, remove the tokenised data that were added to `cache`, and created folders that are empty.
+
+    Results that other processes write to `output` meanwhile stay; tokenised data that they need again they make again.
+    """
+    before = {*cache.glob("*.npz")}
+    created = [folder for folder in (cache, locks, *locks.parents) if not folder.exists()]
+    try:
+        yield
+    except InputError:
+        for path in {*cache.glob("*.npz")} - before:
+            path.unlink(missing_ok=True)
+        for folder in created:
+            with contextlib.suppress(OSError):  # holds something else
+                folder.rmdir()
+        raise
 
 
 def _run(job: Job) -> None:

@@ -85,6 +85,8 @@ def rate_name(rate: float) -> str:
     return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)
 
 
+CACHE = ".tokenised"
+"""Folder of tokenised data next to the results."""
 Find = Callable[..., Dataset]
 """As `megaenc.finetune.datasets.registry.find`: takes what the command line calls a data set, and the fields of DataFlags."""
 

@@ -19,7 +19,7 @@ from megaenc.finetune import results
 from megaenc.finetune.datasets import Dataset, find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
 from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
-from megaenc.finetune.jobs import Job, Progress
+from megaenc.finetune.jobs import CACHE, Job, Progress
 from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer, check_schedule
@@ -28,8 +28,6 @@ from megaenc.finetune.tasks import TASKS, Model, NotFinite, Scores, Task
 from megaenc.randomness import permutation
 
 Report = Callable[[Progress], None]
-CACHE = ".tokenised"
-"""Folder of tokenised data beside the results."""
 _EVALUATED: tuple[SplitName, ...] = ("validation", "test")
 _SHARE_OF_CONTEXT = 0.99  # the study's: 2,028 of 2,048 tokens
 _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.float32}

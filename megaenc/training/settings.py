@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from megaenc import flags
 from megaenc.backend.kernels import FLOAT8_WIDTH, Kernels
 from megaenc.backend.layout import Layout
+from megaenc.data.packs import LONGEST_PACK
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 from megaenc.training.batch_sizes import BatchSizes, batch_sizes
@@ -208,6 +209,8 @@ _INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_
 _LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
 _LIMITS = (
     ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
+    (_COUNTS, lambda value: value <= 10**15, f"{10**15:,} at most"),  # what is counted from them is int64
+    (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
     (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
     (("max_skipped_updates", "max_rewinds"), lambda value: value >= 0, "0 or more"),
     (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),

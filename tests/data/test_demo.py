@@ -1,4 +1,6 @@
 import json
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -103,8 +105,7 @@ def test_demo_is_deterministic_complete_and_kept(few_packages, tmp_path):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.corpus.parent.rglob("*") if path.is_file()}
     assert demo.ensure_demo(tmp_path / "a", vocab_size=600) == made
     after = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in before}
-    lock = made.corpus.parent / ".lock"
-    assert all(after[path] == before[path] for path in before if path != lock)
+    assert after == before
     with pytest.raises(InputError, match="holds a demo of 600 token ids, expected 700"):
         demo.ensure_demo(tmp_path / "a", vocab_size=700)
 
@@ -122,3 +123,98 @@ def test_an_interrupted_build_leaves_nothing(few_packages, tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         demo.build_demo_corpus(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def listing(folder):
+    """The files below a folder, with their content."""
+    return {path.relative_to(folder): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+@pytest.fixture
+def two_documents(monkeypatch):
+    """Two short documents at once, of which one is held out."""
+    monkeypatch.setattr(demo, "_sources", lambda: iter(()))
+    monkeypatch.setattr(demo, "is_held_out", lambda name: name == "held/out")
+    monkeypatch.setattr(demo, "_documents", lambda sources: iter([("a/b", "Some text."), ("held/out", "Another text.")]))
+
+
+@pytest.mark.parametrize(
+    ("names", "named"),
+    [
+        (("corpus.jsonl",), "corpus.jsonl"),
+        (("heldout.jsonl",), "heldout.jsonl"),
+        (("corpus.jsonl", "heldout.jsonl"), "heldout.jsonl"),
+        (("demo.json",), "demo.json"),
+    ],
+)
+@pytest.mark.parametrize("build", [lambda folder: demo.main(["--output", f"{folder}"]), demo.ensure_demo], ids=["main", "run"])
+def test_files_of_others_are_refused_and_kept(two_documents, tmp_path, capsys, build, names, named):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "mine"}\n')
+    before = listing(tmp_path)
+    with pytest.raises((SystemExit, InputError)) as refusal:
+        build(tmp_path)
+    text = capsys.readouterr().err if isinstance(refusal.value, SystemExit) else str(refusal.value)
+    assert f"{tmp_path / named}: found a file that" in text and "move the file or name another folder" in text
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_links_and_folders_are_refused(two_documents, tmp_path, link):
+    (tmp_path / "corpus.jsonl").symlink_to("elsewhere") if link else (tmp_path / "corpus.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that is not of `megaenc demo`"):
+        demo.build_demo_corpus(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_changed_demo_corpus_is_refused(two_documents, tmp_path):
+    made = demo.build_demo_corpus(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "demo.json", "heldout.jsonl"]
+    assert demo.build_demo_corpus(tmp_path) == made
+    made.corpus.write_text(made.corpus.read_text().replace("Some", "More"))
+    with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that has changed since `megaenc demo` wrote it"):
+        demo.build_demo_corpus(tmp_path)
+    assert "More" in made.corpus.read_text()
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_build_killed_between_renames_continues(two_documents, tmp_path, monkeypatch, renames):
+    """It leaves the record and the files that have their names; the packages have changed before the next build."""
+    demo.build_demo_corpus(tmp_path)
+    for name in ("corpus.jsonl", "heldout.jsonl")[: 3 - renames]:
+        (tmp_path / name).unlink()
+    monkeypatch.setattr(demo, "_documents", lambda sources: iter([("a/b", "A new text."), ("held/out", "Another new text.")]))
+    made = demo.build_demo_corpus(tmp_path)
+    assert demo.find_demo_corpus(tmp_path) == made
+    assert "A new text." in made.corpus.read_text() and "Another new text." in made.heldout.read_text()
+
+
+def test_files_that_come_during_a_build_are_kept(two_documents, tmp_path, monkeypatch):
+    def documents(sources):
+        yield "a/b", "Some text."
+        (tmp_path / "corpus.jsonl").write_text("mine")
+
+    monkeypatch.setattr(demo, "_documents", documents)
+    with pytest.raises(InputError, match=r"corpus\.jsonl: found a file that is not of `megaenc demo`"):
+        demo.build_demo_corpus(tmp_path)
+    assert listing(tmp_path) == {Path("corpus.jsonl"): b"mine"}
+
+
+def test_a_second_process_waits_for_the_first(two_documents, tmp_path, monkeypatch):
+    builds, first, start = [], threading.Event(), threading.Event()
+
+    def documents(sources):
+        builds.append(1)
+        first.set()
+        start.wait(60)
+        yield "a/b", "Some text."
+
+    monkeypatch.setattr(demo, "_documents", documents)
+    threads = [threading.Thread(target=demo.build_demo_corpus, args=(tmp_path,)) for _ in range(2)]
+    threads[0].start()
+    assert first.wait(60)
+    threads[1].start()
+    start.set()
+    for thread in threads:
+        thread.join(60)
+    assert builds == [1] and demo.find_demo_corpus(tmp_path)

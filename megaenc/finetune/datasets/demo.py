@@ -1,18 +1,18 @@
 """Labelled data of all four families without any download: from the quickstart's corpus and the documentation it comes from."""
 
-import fcntl
 import json
+import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaenc import flags
 from megaenc.console import quiet, say
-from megaenc.data.demo import build_demo_corpus
+from megaenc.data.demo import LOCK, corpus_documents, find_demo_corpus
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, whole_folder, write_whole
+from megaenc.files import make_parent, stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
 from megaenc.finetune.datasets import documented
 from megaenc.finetune.datasets.documented import CODE, PARAMETER, number_of
 from megaenc.finetune.examples import SplitName
@@ -30,32 +30,31 @@ class DemoSetFlags:
     """What `megaenc finetune demo` takes."""
 
     output: str = "demo/finetune"
-    """folder of demo_sc, demo_tc, demo_qa and demo_ir; what it holds already is kept. The quickstart's corpus is looked for in
-    the folder above it, and made there when missing"""
+    """folder of demo_sc, demo_tc, demo_qa and demo_ir; sets that it holds are kept. Nothing is written outside it; if the folder
+    above it holds the quickstart's corpus, that is read instead of the installed packages"""
 
 
-def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES) -> Path:
+def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES, flag: str = "demo folder") -> Path:
     """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
 
     The three that are made of documentation come together. The same packages give the same bytes. Processes that call it together
-    wait for the first. Raises InputError for a folder that cannot be written to.
+    wait for the first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
     """
     folder = Path(folder)
-    if all((folder / name).is_dir() for name in names):
+    if all(os.path.isdir(folder / name) for name in names):
         return folder
     if set(names).intersection(_OF_DOCUMENTATION):
         names = (*names, *_OF_DOCUMENTATION)
-    make_parent(folder / "demo_sc", "demo folder")
-    with open(folder.parent / ".lock", "w") as corpus_lock, open(folder / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    for name in names:
+        if os.path.lexists(folder / name) and not os.path.isdir(folder / name):
+            raise InputError(f"{folder / name}: found a file; expected the folder of a demo set; move it or name another folder")
+    make_parent(folder / "demo_sc", flag)
+    with wait_for_lock(folder / LOCK):
         missing = [name for name in NAMES if name in names and not (folder / name).is_dir()]
         if missing:  # another process may have made them meanwhile
             say(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
         if "demo_sc" in missing:
-            fcntl.flock(corpus_lock, fcntl.LOCK_EX)  # as ensure_demo of megaenc.data.demo does
-            corpus = build_demo_corpus(folder.parent).corpus
-            fcntl.flock(corpus_lock, fcntl.LOCK_UN)
-            _write_packages(folder / "demo_sc", corpus)
+            _write_packages(folder / "demo_sc", _corpus(folder.parent))
         if set(missing) - {"demo_sc"}:
             found = documented.read_documentation()
             for name, write in (("demo_tc", _write_tags), ("demo_qa", _write_questions), ("demo_ir", _write_summaries)):
@@ -64,19 +63,31 @@ def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] 
     return folder
 
 
-def _write_packages(folder: Path, corpus: Path) -> None:
-    """Which package a paragraph comes from: as many of each; the paragraphs of one file are in one split."""
-    by_package: dict[str, dict[SplitName, list[dict]]] = defaultdict(lambda: {split: [] for split in _SIZES})
-    with open(corpus, encoding="utf-8") as stream:
+def _corpus(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield (id, text) of the demo corpus: of the one in `folder` if `megaenc demo` made it, else of the installed packages."""
+    try:
+        made = find_demo_corpus(folder)
+    except InputError:  # somebody's own files
+        made = None
+    if made is None:
+        yield from corpus_documents()
+        return
+    with open(made.corpus, encoding="utf-8") as stream:
         for record in map(json.loads, stream):
-            for number, text in enumerate(record["text"].split("\n\n")):
-                if 10 <= len(text.split()) <= 100:
-                    row = {"id": f"{record['id']}-{number}", "text": text}
-                    by_package[record["id"].split("/")[0]][_split(record["id"])].append(row)
+            yield record["id"], record["text"]
+
+
+def _write_packages(folder: Path, documents: Iterable[tuple[str, str]]) -> None:
+    """Write the set of paragraphs and their packages, as many of each; the paragraphs of one file are in one split."""
+    by_package: dict[str, dict[SplitName, list[dict]]] = defaultdict(lambda: {split: [] for split in _SIZES})
+    for source, document in documents:
+        for number, text in enumerate(document.split("\n\n")):
+            if 10 <= len(text.split()) <= 100:
+                by_package[source.split("/")[0]][_split(source)].append({"id": f"{source}-{number}", "text": text})
     usable = [package for package, splits in by_package.items() if all(splits.values())]
     packages = sorted(usable, key=lambda package: (-len(by_package[package]["train"]), package))[:_CLASSES]
     if len(packages) < 2:
-        raise InputError(f"{corpus}: holds paragraphs of {len(packages)} packages in each split, expected at least 2")
+        raise InputError(f"{folder}: found paragraphs of {len(packages)} packages in the demo corpus; expected at least 2")
     chosen = {}
     for split, size in _SIZES.items():
         each = min(-(-size // len(packages)), *(len(by_package[package][split]) for package in packages))
@@ -161,4 +172,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(DemoSetFlags, argv, prog="megaenc finetune demo", description=__doc__)
     with stopped_by_sigterm():
-        ensure_demo_sets(settings.output)
+        ensure_demo_sets(settings.output, flag="--output")

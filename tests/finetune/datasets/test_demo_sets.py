@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo as corpus
+from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo, documented
 from megaenc.finetune.datasets.documented import Documented, Parameter
 from megaenc.finetune.datasets.registry import find
@@ -109,11 +110,12 @@ def with_corpus(folder):
         )
     )
     (folder / "heldout.jsonl").touch()
+    corpus.write_record(folder / "demo.json", {name: folder / name for name in ("corpus.jsonl", "heldout.jsonl")})
     return folder / "finetune"
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_path, monkeypatch):
@@ -175,3 +177,28 @@ def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, 
     for name in ("demo_ir", "demo_tc", "demo_qa", "demo_sc"):
         find(name, demo_folder=str(folder))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == sorted(demo.NAMES) and reads == [1]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_nothing_is_written_or_read_outside_the_folder(tmp_path, monkeypatch, own):
+    """The folder above is somebody's, with or without a corpus of that name."""
+    texts = [f"{{}} {number} is a paragraph of more than ten words for the purposes of this." for number in range(40)]
+    made = [(f"{name}/{number}", text.format(name)) for name in ("one", "two") for number, text in enumerate(texts)]
+    monkeypatch.setattr(corpus, "_documents", lambda sources: iter(made))
+    monkeypatch.setattr(corpus, "_sources", lambda: iter(()))
+    if own:
+        for name in ("corpus.jsonl", "heldout.jsonl"):
+            (tmp_path / name).write_text('{"text": "mine"}\n')
+    before = contents(tmp_path)
+    demo.ensure_demo_sets(tmp_path / "finetune", ["demo_sc"])
+    after = contents(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    assert {path.parts[:2] for path in after.keys() - before} == {("finetune", "demo_sc")}
+    assert "one 3 is a paragraph" in (tmp_path / "finetune/demo_sc/train.jsonl").read_text()
+
+
+def test_a_file_in_the_place_of_a_set_is_refused_at_once(tmp_path):
+    (tmp_path / "demo_qa").write_text("mine")
+    with pytest.raises(InputError, match="demo_qa: found a file; expected the folder of a demo set"):
+        demo.ensure_demo_sets(tmp_path)
+    assert contents(tmp_path) == {Path("demo_qa"): b"mine"}

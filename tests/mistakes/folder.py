@@ -1,0 +1,178 @@
+"""The working folder of mistaken commands: good files to go wrong with, and bad ones."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import runs
+import yaml
+from finetune.trees import published
+from study import manifests, run_folders
+
+DATA = "--data-path c_text_document --tokenizer tok --split 90,10,0"
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --num-query-groups 2 --seq-length 64 "
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --eval-iters 1"
+)
+# Right command lines that make what the wrong ones are about.
+SETUP = (
+    "megaenc tokenizer --input text.jsonl --vocab-size 400 --output tok",
+    "megaenc tokenizer --input text.jsonl --vocab-size 300 --output tok300",
+    "megaenc preprocess --input text.jsonl --output-prefix c --tokenizer tok --append-eod --workers 1",
+    f"megaenc pretrain {DATA} {SHAPE} --save run",
+    f"megaenc pretrain {DATA} {SHAPE} --exit-interval 1 --save part",
+    "megaenc convert to-hf --load run --output hf",
+    "tests/mistakes/folder.py",  # damage, below
+)
+WORDS = {"{data}": f"{DATA} {SHAPE}", "{long}": 300 * "x", "{set}": "--model hf --max-steps 2 --max-length 32 --warmup 0"}
+
+
+def write_texts(folder: Path) -> None:
+    """Write what needs no command: texts, settings, labelled data, manifests and results, good and bad."""
+    runs.write_text(folder / "text.jsonl")
+    for name, content in _TEXTS.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "nothing").mkdir()
+    os.mkfifo(folder / "fifo")
+    for rate in (1e-4, 1e-3):
+        for seed in range(2):
+            published(folder / "results", "toy-clm-400", "SC/demo_sc", rate, seed, 0.5, 0.6)
+    (folder / "badresults/m/SC/d/lr1e-04_sd0").mkdir(parents=True)
+    (folder / "badresults/m/SC/d/lr1e-04_sd0/results.json").write_text("{")
+    run_folders.write_run(folder / "rows")
+    for name, change in _MANIFESTS.items():
+        values = {key: value for key, value in (manifests.BASE | change).items() if value is not None}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
+
+
+def damage(folder: Path) -> None:
+    """Write damaged copies of what the commands of SETUP have made."""
+    for name in ("cut", "bare", "sidecar", "changed"):
+        for extension in (".bin", ".idx", ".json"):
+            shutil.copy(folder / f"c_text_document{extension}", folder / f"{name}_text_document{extension}")
+    os.truncate(folder / "cut_text_document.bin", 1001)
+    (folder / "bare_text_document.idx").unlink()
+    (folder / "sidecar_text_document.json").write_text("{")
+    with open(folder / "changed_text_document.bin", "r+b") as stream:
+        stream.write(b"\1\0\2\0")
+    for name in ("noweights", "noconfig", "badconfig", "pickled", "nomask"):
+        shutil.copytree(folder / "hf", folder / f"hf-{name}")
+    (folder / "hf-noweights/model.safetensors").unlink()
+    (folder / "hf-noconfig/config.json").unlink()
+    (folder / "hf-badconfig/config.json").write_text("{")
+    (folder / "hf-pickled/model.safetensors").rename(folder / "hf-pickled/pytorch_model.bin")
+    shutil.copytree(folder / "hf", folder / "hf-cut")
+    os.truncate(folder / "hf-cut/model.safetensors", 1001)
+    shutil.copytree(folder / "hf", folder / "hf-family")
+    config = json.loads((folder / "hf/config.json").read_text())
+    (folder / "hf-family/config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    (folder / "hf-nomask/tokenizer.json").write_text("{")
+    for name in ("norun", "badrun", "nocheckpoint", "cut"):
+        shutil.copytree(folder / "run", folder / f"run-{name}")
+    (folder / "run-norun/run.json").unlink()
+    (folder / "run-badrun/run.json").write_text("[1]")
+    shutil.rmtree(folder / "run-nocheckpoint/checkpoints")
+    for shard in (folder / "run-cut/checkpoints/iter_0000002").glob("*.distcp"):
+        os.truncate(shard, 1001)
+
+
+_ROW = '{"text": "good", "label": 1}\n{"text": "bad", "label": 0}\n'
+_SET = {"train.jsonl": _ROW * 20, "valid.jsonl": _ROW, "test.jsonl": _ROW}
+
+
+def _labelled(name: str, **changes: str | None) -> dict[str, str]:
+    files = _SET | {f"{split}.jsonl": content for split, content in changes.items()}
+    return {f"{name}/{file}": content for file, content in files.items() if content is not None}
+
+
+_TEXTS = {
+    "empty.jsonl": "",
+    "blank.jsonl": "\n\n",
+    "binary.jsonl": bytes(range(256)) * 8,
+    "latin.jsonl": '{"text": "café"}\n'.encode("latin-1"),
+    "list.jsonl": "[1, 2]\n",
+    "number.jsonl": '{"text": 7}\n',
+    "nokey.jsonl": '{"body": "words"}\n',
+    "notjson.jsonl": '{"text": "one"}\nwords\n',
+    "deep.jsonl": '{"text": ' + "[" * 100_000 + "\n",
+    "words.gz": b"\x1f\x8bwords",
+    "bad.jsonl.gz": b"words",
+    "bad.parquet": b"PAR1 words PAR1",
+    "a.csv": "text\nwords\n",
+    "file": "words\n",
+    "mine/notes": "mine\n",
+    "badtok/tokenizer.json": "{",
+    "own/corpus.jsonl": '{"text": "mine"}\n',
+    "own/heldout.jsonl": '{"text": "mine"}\n',
+    "half/corpus.jsonl": '{"text": "mine"}\n',
+    "record/demo.json": "[]\n",
+    "sets/demo_sc": "mine\n",
+    "empty.yaml": "",
+    "unknown.yaml": "sequence_length: 4\nbatch: 3\n",
+    "typed.yaml": "seq_length: many\n",
+    "yes.yaml": "seq_length: true\n",
+    "float.yaml": "train_iters: 2.5\n",
+    "tab.yaml": "lr:\t\t- 1\n\tseed: 3\n",
+    "list.yaml": "- lr: 1\n",
+    "word.yaml": "words\n",
+    "nested.yaml": "optimizer: {lr: 1e-3}\n",
+    "latin.yaml": "save: café\n".encode("latin-1"),
+    "binary.yaml": bytes(range(256)),
+    "loop.yaml": "config: loop.yaml\n",
+    "gone.yaml": "config: nowhere.yaml\n",
+    "python.yaml": "save: !!python/object/apply:os.system ['touch marker']\n",
+    "bomb.yaml": "a: &a [1]\n" + "".join(f"{b}: &{b} [{9 * f'*{a},'}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
+    "rates.yaml": "learning_rates: [fast]\n",
+    "threshold.yaml": "max_steps: -1\n",
+    **_labelled("set"),
+    **_labelled("set-notrain", train=None),
+    **_labelled("set-badjson", train='{"text": "one", "label": 1}\nwords\n'),
+    **_labelled("set-nolabel", train='{"text": "one"}\n'),
+    **_labelled("set-newlabel", valid='{"text": "one", "label": 7}\n'),
+    **_labelled("set-empty", test=""),
+    **_labelled("set-latin", test='{"text": "café", "label": 1}\n'.encode("latin-1")),
+    **_labelled("set-float", train='{"text": "one", "label": 0.5}\n'),
+    **_labelled("set-tags", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O"]}\n')),
+    **_labelled("set-iob", **dict.fromkeys(("train", "valid", "test"), '{"tokens": ["a", "b"], "tags": ["O", "X"]}\n')),
+    **_labelled(
+        "set-answer",
+        **dict.fromkeys(
+            ("train", "valid", "test"),
+            '{"question": "q", "context": "a b c", "answers": {"text": ["z"], "answer_start": [2]}}\n',
+        ),
+    ),
+    "set-beir/corpus.jsonl": '{"_id": "d", "text": "a document"}\n',
+    "set-beir/queries.jsonl": '{"_id": "q", "text": "a query"}\n',
+    "set-beir/qrels/train.tsv": "query-id\tcorpus-id\tscore\nq\tgone\t1\n",
+    "set-beir/qrels/dev.tsv": "query-id\tcorpus-id\tscore\nq\td\t1\n",
+    "set-beir/qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\td\t1\n",
+}
+
+_MODEL = {"size": "toy", "steps": 400, "mask": 0.4}
+_MANIFESTS: dict[str, dict] = {
+    "study": {},
+    "text-study": {"corpus": {"text": ["nowhere.jsonl"], "vocab_size": 400}},
+    "study-key": {"modles": []},
+    "study-nomodels": {"models": None},
+    "study-empty": {"models": []},
+    "study-modelkey": manifests.models({**_MODEL, "stpes": 3}),
+    "study-size": manifests.models({**_MODEL, "size": "huge"}),
+    "study-steps": manifests.models({**_MODEL, "steps": 0}),
+    "study-mask": manifests.models({**_MODEL, "mask": 1.5}),
+    "study-share": manifests.models({**_MODEL, "clm_share": 1.2}),
+    "study-after": manifests.models({"after": ["nobody"], "steps": [20], "mask": 0.4}),
+    "study-seeds": {"finetune": {**manifests.BASE["finetune"], "seeds": 0}},
+    "study-rates": {"finetune": {**manifests.BASE["finetune"], "learning_rates": [-1e-4]}},
+    "study-dataset": {"finetune": {**manifests.BASE["finetune"], "datasets": ["sst22"]}},
+    "study-pretrain": {"pretrain": {**manifests.BASE["pretrain"], "leraning_rate": 1}},
+    "study-type": {"pretrain": {**manifests.BASE["pretrain"], "seq_length": "long"}},
+    "study-corpus": {"corpus": {"demo": True, "text": ["text.jsonl"], "vocab_size": 400}},
+    "study-nocorpus": {"corpus": {"vocab_size": 400}},
+    "study-vocab": {"corpus": {"demo": True, "vocab_size": -1}},
+}
+
+if __name__ == "__main__":
+    damage(Path.cwd())

@@ -1,0 +1,150 @@
+"""Runs command lines one after the other, each in a fork of this process: `commands_in_turn.py JOBS RESULTS`.
+
+JOBS is JSON of `folder`, `seconds` and `commands`, lists of words. Each command runs in `folder` as if typed there; what it
+creates or changes in `folder` is listed and undone. `keep` (a number): so many of the first commands may change the folder.
+RESULTS gets a line of JSON for each command: its exit code, or null if it took too long; standard error; the changes; the
+seconds that it took.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+from megaenc.console import quiet
+
+quiet()  # as a command does, before the first import of torch
+
+from megaenc import cli  # noqa: E402
+from megaenc.backend import prepare_megatron  # noqa: E402
+from megaenc.processes import die_with_parent  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+# Imported late by commands that are given below, at a second or more each.
+ALSO = (
+    "megaenc.training.planning",
+    "megaenc.training.loop",
+    "transformers.models.auto.tokenization_auto",
+    "scipy.stats",
+)
+
+
+def import_all() -> None:
+    """Import once what every fork would import."""
+    prepare_megatron()
+    for name in (*ALSO, *(place.partition(":")[0] for place, _ in cli.COMMANDS.values())):
+        importlib.import_module(name)
+    gc.freeze()
+
+
+def listing(folder: Path) -> dict[str, tuple]:
+    """Return kind, size and time of change of everything below `folder`, by its path in there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            found[str(path.relative_to(folder))] = (status.st_mode, status.st_size, status.st_mtime_ns)
+        else:
+            found[str(path.relative_to(folder))] = (status.st_mode,)
+    return found
+
+
+def run(words: list[str], folder: Path, seconds: float) -> tuple[int | None, str]:
+    """Run one command; return its exit code, None after `seconds`, and its standard error."""
+    with tempfile.TemporaryFile() as err:
+        server = os.getpid()
+        child = os.fork()
+        if not child:
+            become(words, folder, err.fileno(), server)
+        deadline, code = time.monotonic() + seconds, None
+        while time.monotonic() < deadline:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                code = os.waitstatus_to_exitcode(status)
+                break
+            time.sleep(0.005)
+        else:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        err.seek(0)
+        return code, err.read().decode(errors="replace")
+
+
+def become(words: list[str], folder: Path, err: int, server: int) -> None:
+    """Make this fork the command, and end it with the command's exit code."""
+    code = 1
+    try:
+        die_with_parent(server)
+        os.setsid()
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+        os.dup2(0, 1)
+        os.dup2(err, 2)
+        os.chdir(folder)
+        sys.argv[:] = words
+        if words[0] == "megaenc":
+            cli.main(words[1:])
+        else:
+            runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1 if stop.code else 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # spares the time of taking apart all that was imported
+
+
+def undo(changes: list[str], folder: Path, pristine: Path) -> None:
+    """Give `folder` back the paths named in `changes`, as they are in `pristine`."""
+    for name in changes:
+        path, source = folder / name, pristine / name
+        if path.is_dir() and not path.is_symlink():
+            if not source.is_dir():
+                shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+            if source.is_file():
+                shutil.copy2(source, path)
+            elif source.is_dir():
+                path.mkdir()
+
+
+def main() -> None:
+    """Run all of JOBS."""
+    jobs, results = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), sys.argv[2]
+    folder = Path(jobs["folder"])
+    import_all()
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread was started: it would be missing in a fork"
+    with open(results, "w", encoding="utf-8") as stream, tempfile.TemporaryDirectory() as spare:
+        pristine, before = Path(spare) / "pristine", {}
+        for number, words in enumerate(jobs["commands"]):
+            if number == jobs["keep"]:
+                shutil.copytree(folder, pristine, symlinks=True, ignore=lambda path, names: [n for n in names if n == "fifo"])
+                before = listing(folder)
+            start = time.monotonic()
+            code, err = run(words, folder, jobs["seconds"])
+            seconds = round(time.monotonic() - start, 2)
+            changes = []
+            if number >= jobs["keep"]:
+                after = listing(folder)
+                changes = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+                if changes:
+                    undo(changes, folder, pristine)
+                    before = listing(folder)
+            stream.write(json.dumps({"code": code, "stderr": err, "changes": changes, "seconds": seconds}) + "\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    die_with_parent(os.getppid())
+    main()
