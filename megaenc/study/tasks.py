@@ -10,6 +10,7 @@ from megaenc.finetune.datasets import beir, demo, hub
 from megaenc.finetune.datasets.registry import name_and_path
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings
+from megaenc.study.entry import check_name
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in settings.datasets:
         name, family, train_on = _look_at(dataset, settings, data)
+        for part in (name, train_on):  # parts of the names of folders
+            check_name(f"finetune: field `datasets`: {dataset[:60]}", part)
         members.setdefault((train_on, family), []).append(name)
     return tuple(Training(train_on, family, tuple(sets)) for (train_on, family), sets in members.items())
 

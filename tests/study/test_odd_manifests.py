@@ -136,6 +136,12 @@ def test_too_much_is_one_line_at_once(case, tmp_path, refusal):
     assert words in refusal(main, [manifests.write(tmp_path, models=models)])
 
 
+@pytest.mark.parametrize("dataset", ["..=data", "a b=data", ".=data", "x" * 200 + "=data", "/"])
+def test_names_of_data_sets_stay_in_their_folder(dataset, tmp_path, refusal):
+    finetune = {"datasets": ["demo_sc", dataset]}
+    assert "finetune: field `datasets`" in refusal(main, [manifests.write(tmp_path, finetune=finetune)])
+
+
 def test_many_seeds_of_fine_tuning_are_one_line(tmp_path, refusal):
     finetune = {"datasets": ["demo_sc"], "seeds": 10**9}
     assert "field `seeds`: found 1,000,000,000" in refusal(main, [manifests.write(tmp_path, finetune=finetune)])
