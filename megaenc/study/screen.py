@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
-from megaenc.console import clock, say
+from megaenc.console import clock, rich_console, say
 
 _LOOK = 1.0  # seconds between two pictures of a terminal
 _LINE = 30.0  # and between two plain lines
@@ -28,7 +28,6 @@ class Screen:
 
     def __enter__(self) -> Self:
         if sys.stdout.isatty():
-            from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn
             from rich.table import Column
 
@@ -36,7 +35,7 @@ class Screen:
                 TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=3)),
                 BarColumn(bar_width=20),
                 TextColumn("{task.fields[tail]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=2)),
-                console=Console(file=sys.stdout),
+                console=rich_console(),
                 expand=True,
             )
             self._whole = self._live.add_task("study", total=self.stages, tail="")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import clock, number, quiet, say
+from megaenc.console import clock, number, quiet, rich_console, say
 from megaenc.errors import one_line_errors
 from megaenc.study.metrics import read_beginning, read_facts, read_held_out, read_steps, training_seconds
 
@@ -107,10 +107,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(SummaryFlags, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(settings.run)
-    from rich.console import Console
-
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    Console(file=sys.stdout, **plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
+    rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
