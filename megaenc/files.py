@@ -262,13 +262,17 @@ def sync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _one_line(place: Path, *numbers: int) -> Iterator[None]:
-    """InputError, naming `place`, for an OSError of one of `numbers`."""
+    """Raise InputError, naming `place`, for an OSError of one of `numbers`, also if a library in Rust has only its text."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in numbers:
+    except InputError:
+        raise
+    except Exception as error:
+        text = re.search(r"\(os error (\d+)\)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(text[1]) if text else None
+        if number not in numbers:
             raise
-        raise InputError(f"{place}: cannot be written to: {error.strerror}") from None
+        raise InputError(f"{place}: cannot be written to: {os.strerror(number)}") from None
 
 
 @contextlib.contextmanager

@@ -374,3 +374,12 @@ def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_
     with parent_made(tmp_path / "new" / "file", "--output"):
         pass
     assert (tmp_path / "new").is_dir()
+
+
+def test_a_full_disk_that_a_library_in_rust_ran_into_is_one_line(tmp_path):
+    for text, error in (("No space left on device (os error 28)", InputError), ("bad merges (os error 2)", ValueError)):
+        with pytest.raises(error, match=r"No space left on device$|bad merges"), whole_folder(tmp_path / "folder"):
+            raise ValueError(text)
+    with pytest.raises(InputError, match=r"^wrong"), whole_folder(tmp_path / "folder"):
+        raise InputError("wrong (os error 28)")
+    assert not names(tmp_path)
