@@ -1,7 +1,11 @@
 """Wrong input is one line and exit code 2; everything else is a bug and keeps its traceback."""
 
+import atexit
+import contextlib
+import errno
 import functools
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +16,7 @@ from megaenc.ranks import local_rank, rank
 
 _TIME_TO_SAY = 3.0
 _LONGEST = 4000  # letters of an error: what was found may be a file's only line
+_STOPPED = "stopped\n"
 
 
 class InputError(Exception):
@@ -29,29 +34,77 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
     """Wrap the `main` of a command: an InputError becomes one line on stderr and exit code 2, Ctrl-C one word and 130.
 
     torchrun turns the 2 into its own 1 and adds a summary; the line above it is the same. A command that asks `leave_if_told` is
-    not tried again by it.
+    not tried again by it. Called without arguments the command is the whole program: then that holds for Ctrl-C until the end of
+    the process.
     """
 
     @functools.wraps(main)
     def run(*args, **kwargs) -> None:
+        is_program = not args and kwargs.get("argv") is None
+        if is_program:
+            atexit.register(_ignore_interrupts)  # called last of all, when Python would give SIGINT back to the kernel
         try:
-            main(*args, **kwargs)
-        except InputError as error:
-            where = f"rank {rank()}: " if rank() else ""
-            if rank() == 0 or isinstance(error, LocalInputError):
-                line = printable(f"error: {where}" + " ".join(str(error).split()))
-                print(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...", file=sys.stderr, flush=True)
-            elif started_by_torchrun():
-                time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
-            if local_rank() == 0 or isinstance(error, LocalInputError):
-                for_good(2)
-            sys.exit(2)
-        except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(141)
+            try:
+                main(*args, **kwargs)
+            except InputError as error:
+                _report(error)
+                sys.exit(2)
+            except BrokenPipeError:  # whoever read the output has seen enough, as `| head` does
+                _drop_output()
+                sys.exit(141)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                _drop_output()
+                place = error.filename or "standard output, or a temporary file"
+                _print_error(f"{place}: cannot be written to: {error.strerror}")
+                sys.exit(2)
+            finally:
+                if is_program:
+                    _end_at_interrupts(_STOPPED)
         except KeyboardInterrupt:
+            if is_program:
+                _end_at_interrupts("")
             if rank() == 0:
-                print("stopped", file=sys.stderr, flush=True)
+                print(_STOPPED, end="", file=sys.stderr, flush=True)
             sys.exit(130)
 
     return run
+
+
+def _report(error: InputError) -> None:
+    """Print the line of an InputError, on rank 0 or on the rank that found it; the others wait for that."""
+    where = f"rank {rank()}: " if rank() else ""
+    if rank() == 0 or isinstance(error, LocalInputError):
+        _print_error(where + " ".join(str(error).split()))
+    elif started_by_torchrun():
+        time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
+    if local_rank() == 0 or isinstance(error, LocalInputError):
+        for_good(2)
+
+
+def _print_error(text: str) -> None:
+    line = printable(f"error: {text}")
+    print(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...", file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """Have what is still to be written to standard output go nowhere, or Python would complain of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _end_at_interrupts(word: str) -> None:
+    """Have Ctrl-C print `word` and end the process at once from here on: nobody is left to catch a KeyboardInterrupt."""
+
+    def end(number: int, frame: object) -> None:
+        os.write(2, b"" if rank() else word.encode())  # `print` may be what was interrupted
+        os._exit(130)
+
+    with contextlib.suppress(ValueError):  # of another thread than the main one
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is under nohup
+            signal.signal(signal.SIGINT, end)
+
+
+def _ignore_interrupts() -> None:
+    with contextlib.suppress(ValueError):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -364,7 +364,7 @@ def _lock(descriptor: int, path: Path) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether somebody has `path` (see `locked`), asked without writing anything. False where it cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return False
     try:

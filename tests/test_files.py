@@ -419,3 +419,12 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
 def test_an_error_about_another_file_stays_one(tmp_path):
     with pytest.raises(FileNotFoundError), whole_files(tmp_path / "a"):
         (tmp_path / "b").read_text()
+
+
+def test_a_full_disk_that_a_library_in_rust_ran_into_is_one_line(tmp_path):
+    for text, error in (("No space left on device (os error 28)", InputError), ("bad merges (os error 2)", ValueError)):
+        with pytest.raises(error, match=r"No space left on device$|bad merges"), whole_folder(tmp_path / "folder"):
+            raise ValueError(text)
+    with pytest.raises(InputError, match=r"^wrong"), whole_folder(tmp_path / "folder"):
+        raise InputError("wrong (os error 28)")
+    assert not names(tmp_path)

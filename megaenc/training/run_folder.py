@@ -63,18 +63,8 @@ class RunFolder:
         self.record(plan)
         if not (path / TOKENIZER).exists():
             self._undo.append(partial(remove, path / TOKENIZER))
-            self._save_tokenizer(plan)
-
-    def _save_tokenizer(self, plan: "Plan") -> None:
-        try:
-            with whole_folder(self.path / TOKENIZER) as temporary:
+            with whole_folder(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
-        except InputError:
-            raise
-        except Exception as error:  # tokenizers, in Rust, knows no class of error for a full disk
-            if "os error" not in str(error):
-                raise
-            raise InputError(f"{self.path / TOKENIZER}: cannot be written to: {error}") from None
 
     def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
         """Write what `plan` is to run.json and config.yaml, and by which kernels the run computes, once they are chosen.

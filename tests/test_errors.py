@@ -1,0 +1,76 @@
+"""How commands end: Ctrl-C at any moment, a full disk behind standard output."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, os, signal, sys, threading, time
+from megaenc.errors import InputError, one_line_errors
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+class AtTheVeryEnd:
+    def __del__(self, kill=os.kill, process=os.getpid(), number=signal.SIGINT):
+        kill(process, number)
+
+@one_line_errors
+def main(prog="program"):
+    moment = sys.argv[1]
+    if moment == "work":
+        interrupt()
+    elif moment == "error":
+        class Interrupted(InputError):
+            def __str__(self):
+                interrupt()
+                return "wrong"
+        raise Interrupted
+    elif moment == "threads":
+        threading.Thread(target=lambda: (time.sleep(0.2), interrupt(), time.sleep(60))).start()
+    elif moment == "exit":
+        atexit.register(interrupt)
+    elif moment == "twice":
+        atexit.register(interrupt)
+        interrupt()
+    elif moment == "end":
+        sys.at_the_very_end = AtTheVeryEnd()
+    print("done", flush=True)
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "code", "out", "err"),
+    [
+        ("work", 130, "", "stopped\n"),
+        ("error", 130, "", "stopped\n"),
+        ("threads", 130, "done\n", "stopped\n"),
+        ("exit", 130, "done\n", "stopped\n"),
+        ("twice", 130, "", "stopped\n"),
+        ("end", 0, "done\n", ""),
+    ],
+)
+def test_ctrl_c_is_one_word_or_comes_too_late(moment, code, out, err):
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, moment], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, err)
+
+
+def test_a_program_that_calls_a_command_keeps_its_ctrl_c(monkeypatch):
+    from megaenc.cli import main
+
+    monkeypatch.setattr("builtins.print", lambda *_, **__: None)
+    before = signal.getsignal(signal.SIGINT)
+    main(["--version"])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_full_disk_behind_standard_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "megaenc", "--help"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert ended.stderr == "error: standard output, or a temporary file: cannot be written to: No space left on device\n"
