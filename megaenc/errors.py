@@ -85,7 +85,9 @@ def _report(error: InputError) -> None:
 
 def _print_error(text: str) -> None:
     line = printable(f"error: {text}")
-    print(line if len(line) <= _LONGEST else f"{line[:_LONGEST]}...", file=sys.stderr, flush=True)
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]}...{line[-_LONGEST // 2 :]}"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

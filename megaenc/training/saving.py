@@ -25,6 +25,7 @@ from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadab
 from megaenc.training.checksums import DIGEST, json_digest
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
+from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
 from megaenc.training.retention import superfluous
 from megaenc.training.sharded_state import sharded_state
@@ -169,6 +170,7 @@ class OwnCheckpoints(Checkpoints):
 
     def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests, plan: Plan | None = None) -> None:
         target = self.path(state["step"])
+        check_saved(attempt)
         state["files"] = sync_all(attempt, shards)
         try:
             write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from megaenc.convert.command import main as convert
 from megaenc.errors import InputError
+from megaenc.training import saving
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.checkpoint_folder import Damaged
 from megaenc.training.command import main
@@ -209,3 +210,18 @@ def test_no_small_file_takes_much_memory_to_check(saved_run, tmp_path):
     lines = runs.run(command, timeout=120).stdout.splitlines()
     assert len(lines) == 12
     assert [line for line in lines if "refused:" not in line or "MemoryError" in line] == []
+
+
+def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tmp_path, monkeypatch):
+    """An optimizer of another library may keep a tensor where its own keeps a number."""
+    sharded = saving.sharded_state
+
+    def with_a_tensor(engine, is_loading):
+        state = sharded(engine, is_loading)
+        state["optimizer"]["common_step"] = torch.tensor(3.0)
+        return state
+
+    monkeypatch.setattr(saving, "sharded_state", with_a_tensor)
+    with pytest.raises(RuntimeError, match=r"iter_0000012.*: this checkpoint could not be loaded again"):
+        main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
+    assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))
