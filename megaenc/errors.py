@@ -65,6 +65,7 @@ def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             if is_program:
                 _end_at_interrupts("")
+                exec("")  # or `python -m` would kill itself by SIGINT, if it was an `exec` in a library that was interrupted
             if rank() == 0:
                 print(_STOPPED, end="", file=sys.stderr, flush=True)
             sys.exit(130)

@@ -22,6 +22,8 @@ def main(prog="program"):
     moment = sys.argv[1]
     if moment == "work":
         interrupt()
+    elif moment == "exec":
+        exec("interrupt(); list(range(9))", {"interrupt": interrupt})
     elif moment == "error":
         class Interrupted(InputError):
             def __str__(self):
@@ -47,6 +49,7 @@ main()
     ("moment", "code", "out", "err"),
     [
         ("work", 130, "", "stopped\n"),
+        ("exec", 130, "", "stopped\n"),
         ("error", 130, "", "stopped\n"),
         ("threads", 130, "done\n", "stopped\n"),
         ("exit", 130, "done\n", "stopped\n"),
@@ -54,8 +57,10 @@ main()
         ("end", 0, "done\n", ""),
     ],
 )
-def test_ctrl_c_is_one_word_or_comes_too_late(moment, code, out, err):
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, moment], capture_output=True, text=True, timeout=60)
+def test_ctrl_c_is_one_word_or_comes_too_late(moment, code, out, err, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "program", moment]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, out, err)
 
 
