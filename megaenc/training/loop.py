@@ -5,7 +5,6 @@ from pathlib import Path
 
 from megaenc.backend import Backend
 from megaenc.console import say
-from megaenc.errors import InputError
 from megaenc.training.alike import check_alike
 from megaenc.training.introduction import conclusion
 from megaenc.training.plan import Plan
@@ -37,10 +36,6 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                     plan = end
                     gc.collect()  # the model that was, before there is another
                 return end
-        except InputError:
-            if folder:
-                folder.discard()
-            raise
         finally:
             if folder:
                 folder.close()

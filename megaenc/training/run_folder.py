@@ -17,14 +17,14 @@ from megaenc import flags
 from megaenc.backend.kernels import Kernels
 from megaenc.console import say
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import left_behind, read_json_object, remove, whole_folder, write_whole
+from megaenc.files import left_behind, remove, whole_folder, write_whole
 from megaenc.launcher import started_by_torchrun
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
 
 _PATIENCE, _SILENT = 120.0, 5.0  # a network file system gives a lost machine's locks free after a minute or two
-CONFIG, FACTS, TOKENIZER, LOCK, CHECKPOINTS = "config.yaml", "run.json", "tokenizer", ".lock", "checkpoints"
+CONFIG, FACTS, TOKENIZER, LOCK = "config.yaml", "run.json", "tokenizer", ".lock"
 METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
 
@@ -41,18 +41,12 @@ class RunFolder:
         self.path = path
         self._computed_by: dict[str, Any] = {}
         try:
-            self._created = [folder for folder in (path, *path.parents) if not folder.exists()]
             path.mkdir(parents=True, exist_ok=True)
-            self._is_new = not (path / LOCK).exists() and not (path / FACTS).exists()
             self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}; expected a folder to write to") from None
         try:
             self._begin(plan)
-        except InputError:
-            self._remove(LOCK)
-            self.close()
-            raise
         except BaseException:
             self.close()
             raise
@@ -60,15 +54,14 @@ class RunFolder:
     def _begin(self, plan: "Plan") -> None:
         path = self.path
         take_lock(self._lock, path, patience=_PATIENCE if started_by_torchrun() else 0.0)
-        facts = _same_run(path, plan) if (path / FACTS).exists() else None
-        if facts:
+        if (path / FACTS).exists():
+            facts = _same_run(path, plan)
             self._computed_by = {name: facts[name] for name in ("kernels",) if name in facts}
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
         for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
             remove(stale)  # what a start that was killed has left
-        if not facts:  # what is recorded of a run stays until it goes on
-            self.record(plan)
+        self.record(plan)
         if not (path / TOKENIZER).exists():
             with whole_folder(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
@@ -90,21 +83,6 @@ class RunFolder:
     def close(self) -> None:
         """Give the folder free; the end of the process, however it comes, does so too."""
         os.close(self._lock)
-
-    def discard(self) -> None:
-        """Remove the files that this start wrote, unless the run existed before or has logged or saved something."""
-        checkpoints = self.path / CHECKPOINTS
-        if not any((self.path / name).exists() for name in (METRICS, VALIDATION)) and not any(checkpoints.glob("*")):
-            self._remove(FACTS, CONFIG, TOKENIZER, CHECKPOINTS, LOCK)
-
-    def _remove(self, *names: str) -> None:
-        """Remove these files if this start created them, and the folders that it created if they are empty then."""
-        if self._is_new:
-            for name in names:
-                remove(self.path / name)
-            for folder in self._created:
-                with contextlib.suppress(OSError):  # holds something else
-                    folder.rmdir()
 
     def cut(self, step: int) -> None:
         """Drop the rows beyond `step` from all files of rows: steps that are about to be made again."""
@@ -171,11 +149,11 @@ def _step_of(row: str) -> float:
 
 def _same_run(path: Path, plan: "Plan") -> dict[str, Any]:
     """What its run.json holds."""
-    facts = read_json_object(path / FACTS, "the facts of a run; choose another --save")
-    kept, rewinds = facts.get("identity"), facts.get("rewinds", [])
-    if not isinstance(kept, dict) or not isinstance(rewinds, list):
-        raise InputError(f"{path / FACTS}: found no object `identity`; expected the facts of a run; choose another --save")
-    rewinds = tuple(rewinds)
+    try:
+        facts = json.loads((path / FACTS).read_text(encoding="utf-8"))
+        kept, rewinds = facts["identity"], tuple(facts.get("rewinds", ()))
+    except (ValueError, KeyError, OSError) as error:
+        raise InputError(f"{path / FACTS}: {error}; expected what a run wrote there") from None
     if other := difference(kept, plan.identity):
         raise InputError(f"--save {path} holds a different run: {other}; give the same value or choose another folder")
     if rewinds != plan.rewinds:  # by the process whose lock was waited for
