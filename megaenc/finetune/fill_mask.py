@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(FillMaskFlags, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
-        raise InputError(f"--mask: found {settings.mask}, expected a share of the tokens above 0, at most 1")
+        raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     if settings.tokens < 1:
         raise InputError(f"--tokens: found {settings.tokens}, expected 1 or more")
     if settings.sentences < 0:

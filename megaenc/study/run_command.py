@@ -21,6 +21,7 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import clock, quiet, say
+from megaenc.data.blend import parse_data_path
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import created_parent, locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
@@ -82,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1, text=text)
     chosen = choose(nodes, settings.only)
     check(chosen, nodes, study)
+    if not settings.dry_run:
+        _check_text(graph, settings, study)
     if settings.dry_run:
         done = finished(chosen)
         for node in chosen:
@@ -96,6 +99,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             submit(chosen, study, settings.slurm)
             return
         run_here(chosen, study, settings)
+
+
+def _check_text(graph: Graph, settings: RunFlags, study: Path) -> None:
+    """Raise InputError for text, a corpus or a tokenizer that is not there, before anything is written for the study."""
+    made = graph.corpus and all(command.makes.exists() for command in graph.corpus.commands(study))
+    for path in graph.corpus.text if graph.corpus and not made else ():
+        if not path.exists():
+            raise InputError(
+                f"{settings.manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)"
+            )
+    for _, prefix in parse_data_path(settings.data_path) if settings.data_path else ():
+        if not Path(f"{prefix}.idx").exists():
+            raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected the prefix of a corpus of `megaenc preprocess`")
+    if settings.tokenizer:
+        from megaenc.data.tokenizer import load_tokenizer
+
+        load_tokenizer(settings.tokenizer)
 
 
 def graph_of(manifest: str, data: str, study: Path) -> Graph:

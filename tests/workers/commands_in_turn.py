@@ -34,6 +34,8 @@ ALSO = (
     "megaenc.training.planning",
     "megaenc.training.loop",
     "transformers.models.auto.tokenization_auto",
+    "megaenc.finetune.run",
+    "megaenc.convert.to_hf",
     "scipy.stats",
 )
 
@@ -104,6 +106,11 @@ def become(words: list[str], folder: Path, err: int, server: int) -> None:
         os._exit(code)  # spares the time of taking apart all that was imported
 
 
+def same(path: Path, pristine: Path) -> bool:
+    """Return if a file has the content that it had before."""
+    return path.is_file() and pristine.is_file() and path.read_bytes() == pristine.read_bytes()
+
+
 def undo(changes: list[str], folder: Path, pristine: Path) -> None:
     """Give `folder` back the paths named in `changes`, as they are in `pristine`."""
     for name in changes:
@@ -137,9 +144,10 @@ def main() -> None:
             changes = []
             if number >= jobs["keep"]:
                 after = listing(folder)
-                changes = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
-                if changes:
-                    undo(changes, folder, pristine)
+                touched = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+                changes = [name for name in touched if not same(folder / name, pristine / name)]
+                if touched:
+                    undo(touched, folder, pristine)
                     before = listing(folder)
             stream.write(json.dumps({"code": code, "stderr": err, "changes": changes, "seconds": seconds}) + "\n")
             stream.flush()
