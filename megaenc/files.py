@@ -3,116 +3,20 @@
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import secrets
 import shutil
 import signal
-import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from megaenc.errors import InputError
 
-MAX_TEXT = 64 << 20
-"""The most bytes that are read of a file of settings or facts, which by rights take kilobytes."""
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-
-
-def refuse_existing(path: Path, flag: str) -> None:
-    """Raise InputError when `path` is a file or a folder with something in it, or the working directory.
-
-    `flag` names where the path came from.
-    """
-    try:
-        str(path).encode()
-        place = _place(path)
-        empty = place.is_dir() and not any(place.iterdir())
-        exists = place.exists() or path.is_symlink()
-        here = empty and place == Path.cwd()
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
-    except ValueError:
-        raise InputError(f"{flag} {str(path)!r}: not UTF-8, or holds a null character; expected another name") from None
-    if here:  # whoever stands in it would be left standing in what was replaced
-        raise InputError(f"{flag} {path}: the folder that this command runs in, expected another name")
-    if exists and not empty:
-        raise InputError(f"{flag} {path}: exists already; remove it or choose another name")
-
-
-def check_parent(path: Path, flag: str) -> None:
-    """Raise InputError if the folder that `path` goes into cannot be created or written to. Leaves nothing on the disk."""
-    missing = _missing_parents(path)
-    try:
-        make_parent(path, flag)
-        temporary = _temporary(_place(path))
-        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        temporary.unlink()
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}") from None
-    finally:
-        _remove_empty(missing)
-
-
-def check_output_file(path: Path, flag: str) -> None:
-    """Raise InputError if no file can be written to `path`: for a folder or a device, or if its folder cannot be made.
-
-    What this creates is removed again. Call it before the work, and `make_parent` before the file is written.
-    """
-    try:
-        place = _place(path)
-        kind = "a folder" if place.is_dir() else "" if place.is_file() or not place.exists() else "no regular file"
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
-    if kind:
-        raise InputError(f"{flag} {path}: found {kind}, expected the name of a file")
-    check_parent(path, flag)
-
-
-def make_parent(path: Path, flag: str) -> None:
-    """Create the folder that `path` goes into. Raises InputError when that cannot be."""
-    parent = _place(path).parent
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"{flag} {path}: cannot create the folder {parent}: {error.strerror}") from None
-
-
-@contextlib.contextmanager
-def created_parent(path: Path, flag: str) -> Iterator[None]:
-    """Create the folder that `path` goes into; if the block fails, remove what it created unless a file is in it.
-
-    Raises InputError, naming `flag`, if it cannot be created.
-    """
-    missing = _missing_parents(path)
-    try:
-        make_parent(path, flag)
-        yield
-    except BaseException:
-        _remove_empty(missing)
-        raise
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """Return the folders above `path` that do not exist yet, innermost first."""
-    try:
-        return [folder for folder in _place(path).parents if not folder.exists()]
-    except OSError:  # a name that is too long, say: `make_parent` reports it
-        return []
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove `folders`, innermost first, and those in them, unless a file is in one."""
-    inside = (Path(folder) for folder, _, _ in os.walk(folders[0], topdown=False)) if folders else ()
-    for folder in chain(inside, folders):
-        with contextlib.suppress(OSError):  # holds what is to stay
-            folder.rmdir()
 
 
 def _place(path: Path) -> Path:
@@ -129,7 +33,7 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
     last path is the one whose presence marks the set as complete. `last_look` is called when all is on the disk, right before the
     first rename: if it raises, nothing is changed. Raises InputError if the folder cannot be written to.
     """
-    temporary = [_temporary(path) for path in paths]
+    temporary = [temporary_path(path) for path in paths]
     try:
         with _final_names(temporary, paths), _one_line(paths[0].parent, *_UNUSABLE):
             yield temporary
@@ -150,7 +54,7 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
 
 def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
     """Rename each source to its target, all of them or none: a failure puts back the files that were there before."""
-    backups = [_temporary(path) for path in targets]
+    backups = [temporary_path(path) for path in targets]
     replaced = 0
     try:
         for target, backup in zip(targets, backups, strict=True):
@@ -227,10 +131,11 @@ def remove(path: Path) -> None:
 
 def longest_name(*paths: Path) -> str:
     """The longest name in bytes, be it a temporary one, that writing one of `paths` takes."""
-    return max((_temporary(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
+    return max((temporary_path(path).name for path in paths), key=lambda name: len(os.fsencode(name)))
 
 
-def _temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
+    """Return a hidden name next to `path` that no other attempt has."""
     return path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
 
 
@@ -242,7 +147,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     its place meanwhile.
     """
     place = _place(path)
-    temporary = _temporary(place)
+    temporary = temporary_path(place)
     try:
         try:
             temporary.mkdir()
@@ -405,46 +310,3 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old content or the new."""
     with whole_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")
-
-
-def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
-    """Return the content of a regular file of at most `limit` bytes.
-
-    Raises OSError, with a reason in `strerror`, for anything else: a FIFO or a device, which could block or never end, and a
-    larger file, which could exhaust the memory.
-    """
-    with open(path, "rb", opener=lambda name, mode: os.open(name, mode | os.O_NONBLOCK)) as stream:
-        status = os.fstat(stream.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = stream.read(min(limit, max(status.st_size, 1 << 20)) + 1)  # a buffer of all that is allocated at once
-    if len(content) > limit:
-        raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the most that is read of such a file", str(path))
-    return content
-
-
-def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, with the reason, for anything else, deep nesting included."""
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte {error.start})") from None
-
-
-def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Raises InputError with one line, `PATH: REASON; expected EXPECTED`, for a file that is missing, unreadable, not a regular
-    file, larger than `limit` bytes, not UTF-8, not JSON, nested too deeply or not an object.
-    """
-    try:
-        values = parse_json(read_regular(path, limit))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}; expected {expected}") from None
-    except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}); expected {expected}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: found {type(values).__name__}; expected {expected}")
-    return values

@@ -16,7 +16,7 @@ import tyro
 import yaml
 
 from megaenc.errors import InputError
-from megaenc.files import read_regular
+from megaenc.json_files import read_regular
 from megaenc.ranks import rank
 
 Settings = TypeVar("Settings")

@@ -10,21 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.files import (
-    check_output_file,
-    check_parent,
-    created_parent,
-    left_behind,
-    locked,
-    longest_name,
-    make_parent,
-    read_json_object,
-    refuse_existing,
-    stopped_by_sigterm,
-    whole_files,
-    whole_folder,
-    write_whole,
-)
+from megaenc.files import left_behind, locked, longest_name, stopped_by_sigterm, whole_files, whole_folder, write_whole
+from megaenc.json_files import read_json_object
+from megaenc.output_paths import check_output_file, check_parent, created_parent, make_parent, refuse_existing
 
 
 def names(folder):

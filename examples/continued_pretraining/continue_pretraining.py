@@ -18,7 +18,7 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.data.inputs import InputFlags, find_inputs
 from megaenc.errors import one_line_errors
-from megaenc.files import refuse_existing
+from megaenc.output_paths import refuse_existing
 from megaenc.processes import python_command, python_environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -28,7 +28,8 @@ from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.indexed import HEADER, MAGIC, VERSION
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, stopped_by_sigterm
+from megaenc.files import stopped_by_sigterm
+from megaenc.output_paths import check_output_file
 from megaenc.processes import below, check_process_count, python_command, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")

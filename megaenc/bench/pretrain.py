@@ -19,9 +19,9 @@ from megaenc.bench.documents import MASK
 from megaenc.bench.turns import Work
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
+from megaenc.output_paths import check_output_file
 from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
 from megaenc.training.settings import has_bf16
 

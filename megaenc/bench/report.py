@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 from megaenc.errors import InputError
-from megaenc.files import make_parent, write_whole
+from megaenc.files import write_whole
+from megaenc.output_paths import make_parent
 from megaenc.processes import usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")

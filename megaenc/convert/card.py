@@ -7,7 +7,7 @@ from typing import Any
 
 from megaenc import markdown
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular
 from megaenc.objectives import Attention, Objective, Schedule
 from megaenc.training.run_folder import METRICS, VALIDATION
 from megaenc.training.start import NEW_WEIGHTS, Start

@@ -22,8 +22,9 @@ from megaenc.convert.tokenizer_files import read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.files import make_parent, refuse_existing, whole_folder
+from megaenc.files import whole_folder
 from megaenc.model.config import ModelConfig
+from megaenc.output_paths import make_parent, refuse_existing
 from megaenc.training.checksums import digests
 from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.start import Stage, Start

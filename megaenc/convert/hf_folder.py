@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from megaenc.errors import InputError
-from megaenc.files import read_json_object
+from megaenc.json_files import read_json_object
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ from megaenc.convert.families import FAMILIES, KNOWN
 from megaenc.convert.mask_token import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import CheckpointFolder

@@ -24,9 +24,10 @@ from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.files import make_parent, refuse_existing, whole_folder
+from megaenc.files import whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Schedule
+from megaenc.output_paths import make_parent, refuse_existing
 from megaenc.training.run_folder import TOKENIZER
 from megaenc.training.start import digest
 

@@ -16,7 +16,7 @@ from typing import Any
 from megaenc.data.encoding import PROBES
 from megaenc.data.tokenizer import encode_documents, load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
-from megaenc.files import read_json_object
+from megaenc.json_files import read_json_object
 
 FILE, CONFIG = "tokenizer.json", "tokenizer_config.json"
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

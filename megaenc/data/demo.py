@@ -20,7 +20,9 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import prose
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, read_json_object, stopped_by_sigterm, wait_for_lock, whole_files
+from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_files
+from megaenc.json_files import read_json_object
+from megaenc.output_paths import make_parent
 from megaenc.processes import Workers, usable_cores
 from megaenc.ranks import local_rank
 

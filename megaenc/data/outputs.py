@@ -9,7 +9,8 @@ from pathlib import Path
 from megaenc.console import say
 from megaenc.data.inputs import shown
 from megaenc.errors import InputError
-from megaenc.files import left_behind, longest_name, refuse_existing
+from megaenc.files import left_behind, longest_name
+from megaenc.output_paths import refuse_existing
 
 _SUFFIXES = (".bin", ".json", ".idx")  # in the order of renaming: nothing opens a corpus that has no .idx
 

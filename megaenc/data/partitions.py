@@ -14,7 +14,9 @@ from typing import Any
 from megaenc.console import ProgressLine
 from megaenc.data.indexed import IndexedWriter
 from megaenc.errors import InputError
-from megaenc.files import make_parent, read_json_object, whole_files, write_whole
+from megaenc.files import whole_files, write_whole
+from megaenc.json_files import read_json_object
+from megaenc.output_paths import make_parent
 
 _PLAN, _LOCK, _MERGED = "plan.json", "lock", "merged"
 _OURS = re.compile(r"plan\.json|lock|merged|part-\d{5,}(-.*\.(bin|idx)|\.json)|\..*\.tmp")

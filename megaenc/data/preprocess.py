@@ -22,7 +22,8 @@ from megaenc.data.sidecar import FORMAT, Sidecar, TokenizerIdentity
 from megaenc.data.sources import LineFile
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, created_parent, stopped_by_sigterm, whole_files
+from megaenc.files import stopped_by_sigterm, whole_files
+from megaenc.output_paths import check_parent, created_parent
 from megaenc.processes import Threads, Workers, check_process_count, usable_cores
 
 _MOST_PARTITIONS = 100_000  # each is a few files

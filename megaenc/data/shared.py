@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.files import parse_json
+from megaenc.json_files import parse_json
 from megaenc.ranks import local_world_size
 
 Arrays = tuple[np.ndarray, ...]

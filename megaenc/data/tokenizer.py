@@ -14,7 +14,7 @@ import numpy as np
 from megaenc.data.encoding import Encoder, well_formed
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.files import read_json_object
+from megaenc.json_files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -9,7 +9,8 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data.inputs import InputFlags, Inputs, find_inputs, read_blocks
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, created_parent, refuse_existing, stopped_by_sigterm, whole_folder
+from megaenc.files import stopped_by_sigterm, whole_folder
+from megaenc.output_paths import check_parent, created_parent, refuse_existing
 
 
 @dataclass(frozen=True)

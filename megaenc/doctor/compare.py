@@ -8,7 +8,7 @@ from typing import Any
 
 from megaenc.doctor.findings import LEVELS, Finding, Level
 from megaenc.doctor.ranks import named
-from megaenc.files import parse_json
+from megaenc.json_files import parse_json
 
 _MOST_BYTES = 1 << 20  # of the findings of a rank, which take some kilobytes
 _SHOWN = 6  # ranks with something of their own, of one finding

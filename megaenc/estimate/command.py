@@ -16,7 +16,8 @@ from megaenc.estimate.report import Report
 from megaenc.estimate.settings import EstimateSettings, read
 from megaenc.estimate.whole import Demand, estimate
 from megaenc.estimate.work import phases
-from megaenc.files import check_output_file, make_parent, write_whole
+from megaenc.files import write_whole
+from megaenc.output_paths import check_output_file, make_parent
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.

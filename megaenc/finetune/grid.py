@@ -10,7 +10,7 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import clock, overheard, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_parent, created_parent, stopped_by_sigterm
+from megaenc.files import stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.execution import Failed, Local, execute
 from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
@@ -19,6 +19,7 @@ from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.unfinished import remaining
 from megaenc.finetune.workers import RUN
+from megaenc.output_paths import check_parent, created_parent
 from megaenc.processes import check_process_count
 
 

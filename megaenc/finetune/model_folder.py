@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megaenc.console import ProgressLine
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_json_object, read_regular, write_whole
+from megaenc.files import write_whole
+from megaenc.json_files import parse_json, read_json_object, read_regular
 
 KNOWN = ".fingerprints.json"
 """Beside the results: the digests of weights that were read before."""

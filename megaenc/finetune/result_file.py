@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular
 
 _MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
 _MOST = 1e100  # of numbers with which can be computed

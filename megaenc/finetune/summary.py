@@ -17,11 +17,12 @@ from tyro.conf import Positional, arg
 from megaenc import flags, markdown
 from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, created_parent, write_whole
+from megaenc.files import write_whole
 from megaenc.finetune.intervals import Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
 from megaenc.finetune.summary_rows import RateRow, Row, Summary, summarise
+from megaenc.output_paths import check_output_file, created_parent
 
 _WIDTH = 80
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megaenc import files
 from megaenc.errors import InputError
+from megaenc.json_files import read_regular
 
 _MOST_BYTES = 1 << 30  # of a log
 FINISHED, STOPPED = "finished", "stopped"
@@ -78,7 +79,7 @@ def end(log: Path, how: str) -> None:
 def tries(log: Path) -> list[Try]:
     """Every try of a stage, in their order; none where there is no log."""
     try:
-        lines = files.read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
+        lines = read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
     found: list[Try] = []

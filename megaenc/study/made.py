@@ -7,10 +7,10 @@ from megaenc.console import number
 from megaenc.errors import InputError
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import TIMING, Result
+from megaenc.json_files import read_json
 from megaenc.study import record
 from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence
-from megaenc.study.json_file import read_json
 from megaenc.study.metrics import is_number
 from megaenc.study.published import SOURCE, published
 from megaenc.study.run_tree import TrainedRun

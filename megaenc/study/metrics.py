@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_json_object, read_regular
+from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
 
 Row = dict[str, Any]

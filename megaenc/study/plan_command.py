@@ -15,8 +15,9 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, created_parent, whole_files
+from megaenc.files import whole_files
 from megaenc.finetune.grid import count
+from megaenc.output_paths import check_output_file, created_parent
 from megaenc.study.cost import Amount, Chain, Cost, cost_of, explained
 from megaenc.study.drawing import picture, tree
 from megaenc.study.graph import Graph, build_graph

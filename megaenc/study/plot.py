@@ -14,7 +14,8 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, created_parent, whole_files
+from megaenc.files import whole_files
+from megaenc.output_paths import check_output_file, created_parent
 from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations

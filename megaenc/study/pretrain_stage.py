@@ -10,11 +10,10 @@ from megaenc import flags
 from megaenc.data.blend import parse_data_path
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.errors import InputError
-from megaenc.files import parse_json
+from megaenc.json_files import parse_json, read_json
 from megaenc.study.begun import read_start
 from megaenc.study.entries import schedule_of
 from megaenc.study.graph import Pretraining, arguments
-from megaenc.study.json_file import read_json
 from megaenc.study.node import Changed, OfStage, changed, megaenc
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference

@@ -16,9 +16,9 @@ import psutil
 
 import megaenc
 from megaenc.errors import InputError
-from megaenc.files import locked, read_json_object, write_whole
+from megaenc.files import locked, write_whole
+from megaenc.json_files import read_json, read_json_object
 from megaenc.processes import python_command, python_environment, usable_cores
-from megaenc.study.json_file import read_json
 
 NOTES = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""

@@ -14,10 +14,11 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import created_parent, whole_files, write_whole
+from megaenc.files import whole_files, write_whole
 from megaenc.finetune.intervals import Asked, Kind
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
+from megaenc.output_paths import created_parent
 from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results

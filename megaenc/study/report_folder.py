@@ -11,7 +11,8 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from megaenc.errors import InputError
-from megaenc.files import left_behind, read_regular, write_whole
+from megaenc.files import left_behind, write_whole
+from megaenc.json_files import read_regular
 from megaenc.study.page import MARK
 
 TABLES, FIGURES, PAGE = "tables", "figures", "index.html"

@@ -23,8 +23,9 @@ from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.data.blend import parse_data_path
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import created_parent, locked, stopped_by_sigterm
+from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
+from megaenc.output_paths import created_parent
 from megaenc.processes import check_process_count, python_command, usable_cores
 from megaenc.study.begun import Begun
 from megaenc.study.graph import Graph, build_graph

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import read_json_object, write_whole
+from megaenc.files import write_whole
+from megaenc.json_files import read_json_object
 from megaenc.study.cost import amount
 from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
 from megaenc.study.grid_stage import GridNode, LabelledData

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular
 from megaenc.training.checksums import DIGEST, json_digest, size_damage
 from megaenc.training.start import PROGRESS
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import read_json_object
+from megaenc.json_files import read_json_object
 from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import FACTS

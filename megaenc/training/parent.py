@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_json_object, read_regular
+from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.objectives import Phase, Schedule
 from megaenc.training.checkpoint_folder import STATE, CheckpointFolder, Damaged
 from megaenc.training.learning_rate import LearningRate

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
 from megaenc.errors import InputError
-from megaenc.files import parse_json, read_regular
+from megaenc.json_files import parse_json, read_regular
 from megaenc.training.checkpoint_folder import STATE, Damaged
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"

@@ -15,7 +15,8 @@ import yaml
 from megaenc import flags
 from megaenc.backend.kernels import Kernels
 from megaenc.errors import InputError, LocalInputError
-from megaenc.files import left_behind, parse_json, read_json_object, read_regular, remove, whole_files, whole_folder, write_whole
+from megaenc.files import left_behind, remove, whole_files, whole_folder, write_whole
+from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.launcher import started_by_torchrun
 from megaenc.training.folder_lock import LOCK, FolderLock
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megaenc.files import parse_json
+from megaenc.json_files import parse_json
 from megaenc.ranks import rank, world_size
 
 HUNG = 70  # sysexits.h: EX_SOFTWARE

@@ -19,7 +19,8 @@ from megaenc.bench.gpu.sizes import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS,
 from megaenc.bench.gpu.table import table
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import check_output_file, make_parent, stopped_by_sigterm, write_whole
+from megaenc.files import stopped_by_sigterm, write_whole
+from megaenc.output_paths import check_output_file, make_parent
 
 DESCRIPTION = """Is what an accelerator computes right, and how fast is it? One accelerator, under nine minutes.
 

@@ -12,10 +12,11 @@ from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.data.demo import LOCK, corpus_documents, find_demo_corpus
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import make_parent, stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
+from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
 from megaenc.finetune.datasets import documented
 from megaenc.finetune.datasets.documented import CODE, PARAMETER, number_of
 from megaenc.finetune.examples import SplitName
+from megaenc.output_paths import make_parent
 
 NAMES = ("demo_sc", "demo_tc", "demo_qa", "demo_ir")
 _OF_DOCUMENTATION = NAMES[1:]

@@ -7,9 +7,9 @@ from typing import Any
 
 from megaenc.data.compression import opened
 from megaenc.errors import InputError
-from megaenc.files import parse_json
 from megaenc.finetune.datasets.rows import IOB2, value_of
 from megaenc.finetune.examples import Family
+from megaenc.json_files import parse_json
 
 EXPECTED = (
     "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL or TSV, "

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
-from megaenc.files import read_json_object
 from megaenc.finetune.datasets import beir, formats, rows
 from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
+from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
 _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
