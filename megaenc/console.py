@@ -29,7 +29,8 @@ def quiet() -> None:
     """Silence third-party warnings and log lines that a user cannot act on; call it before importing torch or transformers.
 
     Warnings of this package stay. `python -W` and PYTHONWARNINGS turn the warnings back on, an environment variable that is
-    already set keeps its value. One of the variables keeps transformers from fetching kernels from the Hub.
+    already set keeps its value. One of the variables keeps transformers from
+    replacing layers by kernels of the Hub; `megaenc.convert.hf_model` ignores attention kernels that a config names.
     """
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",

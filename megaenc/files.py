@@ -19,8 +19,8 @@ from megaenc.errors import InputError
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
-def _place(path: Path) -> Path:
-    """Where `path` leads, `..` and links followed, whether anything is there or not."""
+def resolved(path: Path) -> Path:
+    """Return the path that `path` leads to, `..` and links followed, whether anything is there or not."""
     return Path(os.path.realpath(path))
 
 
@@ -146,7 +146,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     All of it is on the disk before it is renamed. Raises InputError where the folder cannot be written, or something has taken
     its place meanwhile.
     """
-    place = _place(path)
+    place = resolved(path)
     temporary = temporary_path(place)
     try:
         try:
@@ -201,9 +201,10 @@ def _one_line(place: Path, *numbers: int) -> Iterator[None]:
 
 
 def _is_full(place: Path) -> bool:
-    """Return if no block is free on the disk of `place`, a folder."""
+    """Return whether no block is free on the disk of `place`, a folder."""
     try:
-        return os.statvfs(place).f_bavail == 0
+        status = os.statvfs(place)
+        return status.f_blocks > 0 and status.f_bavail == 0  # some file systems report no sizes
     except OSError:
         return False
 

@@ -23,7 +23,8 @@ def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        content = stream.read(min(limit, max(status.st_size, 1 << 20)) + 1)  # a buffer of all that is allocated at once
+        os.set_blocking(stream.fileno(), True)  # a file that an archive brings back first must not be read as empty
+        content = stream.read(min(limit, max(status.st_size, 1 << 16)) + 1)  # a buffer of all that is allocated at once
     if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes, the most that is read of such a file", str(path))
     return content

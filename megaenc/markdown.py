@@ -4,12 +4,14 @@ import re
 
 from megaenc.console import printable
 
+_WWW = re.compile(r"(?i)\b(www)\.")
 _ACTS = re.compile(r"[\\`|\[\]]")
 
 
 def text(value: object) -> str:
     """Return `value` on one line, without links, code, HTML or the end of a table's cell in it."""
-    return _ACTS.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;")
+    escaped = _ACTS.sub(r"\\\g<0>", _one_line(value)).replace("<", "&lt;").replace("://", "&#58;//")
+    return _WWW.sub(r"\1&#46;", escaped)
 
 
 def code(value: object, *, cell: bool = False) -> str:

@@ -2,12 +2,11 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 
 from megaenc.errors import InputError
-from megaenc.files import temporary_path
+from megaenc.files import resolved, temporary_path
 
 
 def refuse_existing(path: Path, flag: str) -> None:
@@ -17,7 +16,7 @@ def refuse_existing(path: Path, flag: str) -> None:
     """
     try:
         str(path).encode()
-        place = _resolved(path)
+        place = resolved(path)
         empty = place.is_dir() and not any(place.iterdir())
         exists = place.exists() or path.is_symlink()
         here = empty and place == Path.cwd()
@@ -32,26 +31,27 @@ def refuse_existing(path: Path, flag: str) -> None:
 
 
 def check_parent(path: Path, flag: str) -> None:
-    """Raise InputError if the folder that `path` goes into cannot be created or written to. Leaves nothing on the disk."""
-    missing = _missing_parents(path)
+    """Raise InputError if the folder that `path` goes into cannot be created or written to.
+
+    A file is created and removed in the nearest folder that exists; other commands may be creating the ones below it.
+    """
+    place = resolved(path)
     try:
-        make_parent(path, flag)
-        temporary = temporary_path(_resolved(path))
+        folder = next(folder for folder in place.parents if folder.exists())
+        temporary = temporary_path(folder / place.name)
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         temporary.unlink()
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot write to the folder {path.parent}: {error.strerror}") from None
-    finally:
-        _remove_empty(missing)
 
 
 def check_output_file(path: Path, flag: str) -> None:
     """Raise InputError if no file can be written to `path`: for a folder or a device, or if its folder cannot be made.
 
-    What this creates is removed again. Call it before the work, and `make_parent` before the file is written.
+    Call it before the work, and `make_parent` before the file is written.
     """
     try:
-        place = _resolved(path)
+        place = resolved(path)
         kind = "a folder" if place.is_dir() else "" if place.is_file() or not place.exists() else "no regular file"
     except OSError as error:
         raise InputError(f"{flag} {path}: cannot be looked at: {error.strerror}") from None
@@ -62,7 +62,7 @@ def check_output_file(path: Path, flag: str) -> None:
 
 def make_parent(path: Path, flag: str) -> None:
     """Create the folder that `path` goes into. Raises InputError when that cannot be."""
-    parent = _resolved(path).parent
+    parent = resolved(path).parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -71,7 +71,7 @@ def make_parent(path: Path, flag: str) -> None:
 
 @contextlib.contextmanager
 def created_parent(path: Path, flag: str) -> Iterator[None]:
-    """Create the folder that `path` goes into; if the block fails, remove what it created unless a file is in it.
+    """Create the folder that `path` goes into; if the block fails, remove the folders that it created and are empty.
 
     Raises InputError, naming `flag`, if it cannot be created.
     """
@@ -80,25 +80,15 @@ def created_parent(path: Path, flag: str) -> Iterator[None]:
         make_parent(path, flag)
         yield
     except BaseException:
-        _remove_empty(missing)
+        for folder in missing:
+            with contextlib.suppress(OSError):  # holds what is to stay
+                folder.rmdir()
         raise
 
 
 def _missing_parents(path: Path) -> list[Path]:
     """Return the folders above `path` that do not exist yet, innermost first."""
     try:
-        return [folder for folder in _resolved(path).parents if not folder.exists()]
+        return [folder for folder in resolved(path).parents if not folder.exists()]
     except OSError:  # a name that is too long, say: `make_parent` reports it
         return []
-
-
-def _remove_empty(folders: Sequence[Path]) -> None:
-    """Remove `folders`, innermost first, and those in them, unless a file is in one."""
-    inside = (Path(folder) for folder, _, _ in os.walk(folders[0], topdown=False)) if folders else ()
-    for folder in chain(inside, folders):
-        with contextlib.suppress(OSError):  # holds what is to stay
-            folder.rmdir()
-
-
-def _resolved(path: Path) -> Path:
-    return Path(os.path.realpath(path))

@@ -66,13 +66,16 @@ def python_environment(environment: Mapping[str, str] = os.environ) -> dict[str,
 @contextlib.contextmanager
 def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
     """Make `environment` this process's own for the block, for libraries that start processes without taking one."""
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            elif os.environ.get(name) != value:
+                os.environ[name] = value
 
 
 def die_with_parent(parent: int) -> None:

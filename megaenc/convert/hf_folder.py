@@ -28,7 +28,7 @@ _LOADING = re.compile(
 )
 # Fields that count layers, or parts of one, each of which costs memory before any weight is compared with them.
 _COUNT = re.compile(r".*(layer|group|expert|block|stage|head)s?(_num)?")
-_MOST = 4096  # of any of them, unless a folder holds more tensors
+_MOST, _MOST_EXPERTS = 4096, 1 << 15  # of any of them, unless a folder holds more tensors
 
 
 class Header(NamedTuple):
@@ -147,8 +147,12 @@ def _check_counts(values: Any, most: int, file: Path) -> None:
     for name, value in values.items():
         if isinstance(value, dict):
             _check_counts(value, most, file)
-        elif _COUNT.fullmatch(name) and isinstance(value, int | float) and value > most:
-            raise InputError(f"{file}: field `{name}`: found {_short(value)}, expected at most {most}, as the weights tell")
+        elif _COUNT.fullmatch(name) and isinstance(value, int | float):
+            allowed = max(most, _MOST_EXPERTS) if "expert" in name else most
+            if value > allowed:
+                raise InputError(
+                    f"{file}: field `{name}`: found {_short(value)}, expected at most {allowed}, as the weights tell"
+                )
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:

@@ -109,6 +109,8 @@ class SavedRun:
         """
         backend.start(backend.Layout(), seed=0)
         try:
+            from torch.distributed.checkpoint.api import CheckpointException
+
             from megaenc.model.encoder import build_encoder
             from megaenc.training.checkpoint import Checkpoints, load_model
 
@@ -122,7 +124,7 @@ class SavedRun:
                     load_model(checkpoints, found, encoder, identity=self.identity)
                 except InputError:
                     raise
-                except Exception:  # as many types as there are files and readers of them
+                except (Exception, CheckpointException):  # as many types as there are files and readers of them
                     if checkpoints.is_whole(found):
                         raise
                     raise InputError(

@@ -150,7 +150,9 @@ def _recorded_files(folder: Path) -> list[Path]:
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
         if not _is_unchanged(path, facts.get(path.name)):
-            reason = f"has changed since `megaenc demo` wrote it ({RECORD})" if path.name in facts else "is not of `megaenc demo`"
+            reason = f"has changed since `megaenc demo` wrote it ({RECORD})"
+            if path.name not in facts:
+                reason = f"is not of `megaenc demo`, which would have recorded it in {RECORD}"
             raise InputError(
                 f"{path}: found a file that {reason}; expected no file, or the demo's own; move the file or name another folder"
             )
@@ -158,7 +160,7 @@ def _recorded_files(folder: Path) -> list[Path]:
 
 
 def _is_unchanged(path: Path, fact: Any) -> bool:
-    """Return if the regular file `path` has the size and the sha256 that the record's `fact` names."""
+    """Return whether the regular file `path` has the size and the sha256 that the record's `fact` names."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or not isinstance(fact, dict) or status.st_size != fact.get("bytes"):
@@ -190,7 +192,12 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
 
     folder = Path(folder)
     demo = Demo(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
-    find_demo_corpus(folder)  # refuses other files before the folder is made
+    if find_demo_corpus(folder) is None:  # refuses other files before the folder is made
+        for path in (demo.tokenizer, Path(f"{demo.data_prefix}.idx")):
+            if os.path.lexists(path):
+                raise InputError(
+                    f"{path}: found without the corpus of `megaenc demo`; expected no file; move it or name another folder"
+                )
     make_parent(demo.corpus, "demo folder")
     last = Path(f"{demo.data_prefix}.idx")  # of the three files the last to get its name
     if local_rank():  # the first process of each machine builds, and says so

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaenc.console import printable
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 
@@ -130,7 +131,7 @@ def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str,
             raise InputError(
                 f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {_name(field.type)}"
             )
-        if isinstance(value, str) and not value.isprintable():
+        if isinstance(value, str) and value != printable(value):
             raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line")
         known[field.name] = value
     return known

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from megaenc.console import printable
 from megaenc.errors import InputError
 
 _LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
@@ -31,9 +32,7 @@ def _expected(value: Any) -> str | None:
     """Return the values that are expected in place of one that is out of bounds; None for one within."""
     if isinstance(value, list | dict) and len(value) > _LONGEST:
         return f"at most {_LONGEST:,} values"
-    if isinstance(value, str) and (
-        len(value) > _LONGEST or not all(letter.isprintable() for letter in value if letter not in "\n\t")
-    ):
+    if isinstance(value, str) and (len(value) > _LONGEST or value != printable(value, keep="\n\t")):
         return f"a text of at most {_LONGEST:,} printable letters"
     if isinstance(value, int) and abs(value) > _LARGEST:
         return f"a number of at most {_LARGEST:,}"

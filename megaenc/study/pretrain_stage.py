@@ -43,12 +43,13 @@ class PretrainNode(OfStage):
         return self.study / "runs" / self.stage.name
 
     @property
-    def _flags(self) -> dict[str, Any]:
+    def flags(self) -> dict[str, Any]:
+        """Flags of `megaenc pretrain`, by name; relative paths made absolute."""
         return self.stage.flags_in(self.study) | dict(self.text)
 
     def command(self) -> list[str]:
         """`megaenc pretrain`; the same goes on with a run that was stopped."""
-        words = arguments(self._flags)
+        words = arguments(self.flags)
         return megaenc("pretrain", *words, processes=self.processes, launcher=self.launcher)
 
     def done(self) -> bool:
@@ -76,7 +77,7 @@ class PretrainNode(OfStage):
         self._check_start(start)
         for name, here in self._text().items():
             if here != identity.get(name, here):
-                raise Changed(self.folder, f"trained on another {name} than {' '.join(self._flags['data_path'])} is of now")
+                raise Changed(self.folder, f"trained on another {name} than {' '.join(self.flags['data_path'])} is of now")
 
     def _check_start(self, there: Start) -> None:
         """How it began, as far as that can be told while the parent is not there."""
@@ -90,7 +91,7 @@ class PretrainNode(OfStage):
 
     def _text(self) -> dict[str, str]:
         """Fingerprints of data and tokenizer as run.json has them, as far as what lies beside the data tells them."""
-        pairs = parse_data_path(tuple(map(str, self._flags.get("data_path", ()))))
+        pairs = parse_data_path(tuple(map(str, self.flags.get("data_path", ()))))
         if not pairs or not all(sidecar_path(prefix).is_file() for _, prefix in pairs):
             return {}
         beside = [read_sidecar(prefix) for _, prefix in pairs]

@@ -33,6 +33,7 @@ from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node, check, finished, name_of
 from megaenc.study.pretrain_flags import located_flags
+from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
@@ -84,14 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1, text=text)
     chosen = choose(nodes, settings.only)
     check(chosen, nodes, study)
-    if not settings.dry_run:
-        _check_text(graph, settings, study)
     if settings.dry_run:
         done = finished(chosen)
         for node in chosen:
             for line in _what_would_be_done(node, done):
                 say(line)
         return
+    _check_text(chosen, graph, settings, study)
     lock = study / ".locks" / "study"
     with stopped_by_sigterm(), created_parent(lock, "--output"), locked(lock) as mine:
         if not mine:
@@ -102,21 +102,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_here(chosen, study, settings)
 
 
-def _check_text(graph: Graph, settings: RunFlags, study: Path) -> None:
-    """Raise InputError for text, a corpus or a tokenizer that is not there, before anything is written for the study."""
-    made = graph.corpus and all(command.makes.exists() for command in graph.corpus.commands(study))
-    for path in graph.corpus.text if graph.corpus and not made else ():
-        if not path.exists():
-            raise InputError(
-                f"{settings.manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)"
-            )
-    for _, prefix in parse_data_path(settings.data_path) if settings.data_path else ():
-        if not Path(f"{prefix}.idx").exists():
-            raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected the prefix of a corpus of `megaenc preprocess`")
-    if settings.tokenizer:
+def _check_text(nodes: Sequence[Node], graph: Graph, settings: RunFlags, study: Path) -> None:
+    """Raise InputError for text, a corpus or a tokenizer that `nodes` are yet to read and that is missing."""
+    if graph.corpus and not all(command.makes.exists() for command in graph.corpus.commands(study)):
+        for path in graph.corpus.text:
+            if not path.exists():
+                raise InputError(
+                    f"{settings.manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)"
+                )
+    if graph.corpus:
+        return
+    to_train = [node.flags for node in nodes if isinstance(node, PretrainNode) and not node.done()]
+    for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
+        for _, prefix in parse_data_path(data_path):
+            if not Path(f"{prefix}.idx").exists():
+                raise InputError(
+                    f"--data-path {prefix}: no {prefix}.idx; expected the prefix of a corpus of `megaenc preprocess`"
+                )
+    for tokenizer in dict.fromkeys(str(each["tokenizer"]) for each in to_train):
         from megaenc.data.tokenizer import load_tokenizer
 
-        load_tokenizer(settings.tokenizer)
+        load_tokenizer(tokenizer)
 
 
 def graph_of(manifest: str, data: str, study: Path) -> Graph:

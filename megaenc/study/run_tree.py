@@ -72,12 +72,24 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
         raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
     found = {}
     for path in places:
-        if (path / METRICS).is_file() and "\n" in (path / METRICS).read_text(encoding="utf-8", errors="replace"):
+        if _has_row(path / METRICS):
             facts = read_run_json(path)
             found[path.name] = TrainedRun(path.name, read_steps(path), read_validations(path), facts, read_beginning(path))
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found
+
+
+def _has_row(metrics: Path) -> bool:
+    """Return whether a file of rows holds a whole row, or a first line too long for one, which its reader names."""
+    if not metrics.is_file():
+        return False
+    try:
+        with open(metrics, "rb") as stream:
+            head = stream.read((1 << 20) + 1)
+    except OSError as error:
+        raise InputError(f"{metrics}: {error.strerror}; expected the rows of a run") from None
+    return b"\n" in head or len(head) > 1 << 20
 
 
 def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:

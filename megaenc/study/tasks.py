@@ -10,7 +10,6 @@ from megaenc.finetune.datasets import beir, demo, hub
 from megaenc.finetune.datasets.registry import name_and_path
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.entry import check_name
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,12 @@ def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in settings.datasets:
         name, family, train_on = _look_at(dataset, settings, data)
-        for part in (name, train_on):  # parts of the names of folders
-            check_name(f"finetune: field `datasets`: {dataset[:60]}", part)
+        for part in (name, train_on):
+            if part.startswith(".") or "/" in part or not part.isprintable() or not 0 < len(part.encode()) <= 180:
+                raise InputError(
+                    f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}, expected one for a folder of at "
+                    "most 180 bytes; name the set with NAME=PATH"
+                )
         members.setdefault((train_on, family), []).append(name)
     return tuple(Training(train_on, family, tuple(sets)) for (train_on, family), sets in members.items())
 

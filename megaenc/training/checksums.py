@@ -36,11 +36,14 @@ def size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None
     """What is missing or of another size, by a look at the folder alone; None if nothing is."""
     for name, entry in expected.items():
         file = folder / name
-        if name != file.name or (file.exists() and not stat.S_ISREG(file.stat().st_mode)):
+        try:
+            status = file.stat() if name == file.name else None
+        except FileNotFoundError:
+            return f"{file}: missing"
+        if status is None or not stat.S_ISREG(status.st_mode):
             return f"{file}: no regular file of the checkpoint"
-        found = file.stat().st_size if file.exists() else None
-        if found != entry["bytes"]:
-            return f"{file}: " + ("missing" if found is None else f"found {found} bytes, expected {entry['bytes']}")
+        if status.st_size != entry["bytes"]:
+            return f"{file}: found {status.st_size} bytes, expected {entry['bytes']}"
     return None
 
 

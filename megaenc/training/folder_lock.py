@@ -1,6 +1,7 @@
 """The lock of a run directory: one process group at a time trains in it."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import time
@@ -10,7 +11,7 @@ from megaenc.console import say
 from megaenc.errors import InputError
 
 LOCK = ".lock"
-_SILENT = 5.0  # seconds
+_MESSAGE_AFTER = 5.0  # seconds
 _TRIES = 20  # to open a file in a directory that others may be removing
 
 
@@ -18,7 +19,7 @@ class FolderLock:
     """The lock on the directory of `--save`, which is created if it is missing; held until `close` or the end of the process."""
 
     def __init__(self, folder: Path, patience: float = 0.0):
-        """Take the lock. InputError if that cannot be, or if another process holds it for `patience` seconds more.
+        """Take the lock. Raise InputError if it cannot be taken, or if another process holds it for `patience` seconds more.
 
         Those that torchrun replaces may be on their way out still, on another machine.
         """
@@ -32,17 +33,21 @@ class FolderLock:
             raise
 
     def _take(self, patience: float) -> int:
-        deadline, said = time.monotonic() + patience, time.monotonic() + _SILENT
+        deadline, next_message = time.monotonic() + patience, time.monotonic() + _MESSAGE_AFTER
+        replaced = 0
         while True:
             descriptor = self._open()
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_there(descriptor):
+                if self._is_current(descriptor):
                     return descriptor
-                os.close(descriptor)  # of a file that the process before has just removed
+                replaced += 1  # the process before has just removed it
+                if replaced == _TRIES:
+                    raise OSError(errno.ESTALE, "its inode number changes from look to look")
             except BaseException as error:
                 os.close(descriptor)
                 if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+                    self._remove_file()
                     raise InputError(
                         f"--save {self.folder}: cannot be locked ({error.strerror}); expected a file system with locks"
                     ) from None
@@ -52,10 +57,12 @@ class FolderLock:
                     raise InputError(
                         f"--save {self.folder}: another process is training in this folder; wait for it or choose another"
                     ) from None
-                if time.monotonic() >= said:
-                    said = deadline
+                if time.monotonic() >= next_message:
+                    next_message = deadline
                     say(f"--save {self.folder}: another process holds it; waiting up to {patience:.0f} s for that to end")
                 time.sleep(0.1)
+            else:
+                os.close(descriptor)
 
     def _open(self) -> int:
         """Open the lock file; it and the directories above it are created if they are missing."""
@@ -77,7 +84,7 @@ class FolderLock:
                     raise InputError(f"--save {self.folder}: {error.strerror}; expected a folder to write to") from None
         raise AssertionError("unreachable")
 
-    def _is_there(self, descriptor: int) -> bool:
+    def _is_current(self, descriptor: int) -> bool:
         """Return whether the lock file is still the one that was opened as `descriptor`."""
         try:
             return os.path.samestat(os.stat(self.folder / LOCK), os.fstat(descriptor))
@@ -86,7 +93,7 @@ class FolderLock:
 
     def is_held(self) -> bool:
         """Return whether this process still has the directory to itself: nobody has removed or replaced the lock file."""
-        return self._is_there(self._descriptor)
+        return self._is_current(self._descriptor)
 
     def check(self) -> None:
         """Raise InputError if the lock is lost, so that another process may train in the directory."""
@@ -96,16 +103,25 @@ class FolderLock:
                 "write to the folder now: give the same command again when no other is left"
             )
 
+    def refresh(self) -> None:
+        """Check the lock, and renew the time of its file: purges of scratch disks remove old files."""
+        self.check()
+        os.utime(self._descriptor)
+
     def close(self) -> None:
-        """Give the directory free; the end of the process, however it comes, does so too."""
+        """Release the lock; the end of the process releases it too."""
         os.close(self._descriptor)
 
     def undo(self) -> None:
         """Remove the lock file, and the directories above it that are empty, as far as this lock has created them."""
-        if self._created_file and self.is_held():
+        if self.is_held():
+            self._remove_file()
+        self._remove_folders()
+
+    def _remove_file(self) -> None:
+        if self._created_file:
             with contextlib.suppress(OSError):
                 (self.folder / LOCK).unlink()
-        self._remove_folders()
 
     def _remove_folders(self) -> None:
         for folder in reversed(self._created):

@@ -18,7 +18,7 @@ from torch.serialization import _get_layout
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
-from megaenc.training.checkpoint_folder import STATE, Damaged
+from megaenc.training.checkpoint_folder import Damaged
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 EXTRA_STATES = "extra_states"
@@ -28,7 +28,7 @@ _LIMITS = {
     METADATA: 32 << 20,
     COMMON: 1 << 20,
     FORMAT: 1 << 10,
-}  # bytes; of 80,000 tensors' shards, where 1b on 8 ranks has 8,000
+}  # bytes; `.metadata` takes some 400 for each shard of a tensor, of which 1b on 8 ranks has 8,000
 _WRITTEN_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _WRITTEN_FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 
@@ -38,7 +38,7 @@ class _Refused(Exception):
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """Return a member of an enumeration, which is all that `getattr` is let do."""
+    """Return a member of an enumeration: the only use of `getattr` that is allowed."""
     if not (isinstance(kind, EnumType) and type(name) is str and name in kind.__members__):
         raise _Refused("builtins.getattr")
     return kind[name]
@@ -115,8 +115,14 @@ class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change t
         self._check_keys(self.stack[::2])
         super().load_setitems()
 
+    def load_global(self) -> None:
+        """Raise _Refused with the name of the class: plain values name none."""
+        module, name = (self.readline()[:-1].decode("utf-8", errors="replace") for _ in range(2))
+        raise _Refused(f"{module}.{name}")
+
     dispatch[pickle.SETITEM[0]] = load_setitem
     dispatch[pickle.SETITEMS[0]] = load_setitems
+    dispatch[pickle.GLOBAL[0]] = load_global
 
 
 class _MetadataReader(_Reader):
@@ -161,7 +167,7 @@ class _MetadataReader(_Reader):
 
     def load_build(self) -> None:
         state, value = self.stack[-1], self.stack[-2]
-        if type(value) not in _CLASSES or type(state) not in (dict, tuple):
+        if type(value) not in _CLASSES or type(state) is not (tuple if type(value) is dcp.TensorProperties else dict):
             raise _Refused(f"a change of {_name(value)}")
         self._spend(len(state))
         if type(state) is dict and not all(type(name) is str and not name.startswith("__") for name in state):
@@ -180,11 +186,6 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
     reads the tensors themselves through its own allow-list. `entries`: size and SHA-256 of the files that were checked. Raises
     InputError, naming file and class, for anything but plain values, and Damaged for other bytes than those that were checked.
     """
-    for file in sorted(folder.iterdir()):
-        if not (file.name in (*_LIMITS, STATE) or SHARD.fullmatch(file.name)) or not file.is_file():
-            raise InputError(
-                f"{file}: no file that a save writes; expected .metadata, common.pt, metadata.json and *.distcp alone"
-            )
     contents = {}
     for name, limit in _LIMITS.items():
         with _expected(folder / name):
@@ -207,10 +208,11 @@ def check_saved(folder: Path) -> None:
     An optimizer of another library could keep a tensor among the plain values: that must stop the first save, not a resume.
     """
     try:
-        contents = {name: read_regular(folder / name, limit) for name, limit in _LIMITS.items()}
-        _plain_values(contents[COMMON])
+        _plain_values(read_regular(folder / COMMON, _LIMITS[COMMON]))
+        if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:
+            raise ValueError(f"{METADATA} has {size:,} bytes, expected at most {_LIMITS[METADATA]:,}")
     except Exception as error:
-        raise RuntimeError(f"{folder}: this checkpoint could not be loaded again: {error}") from error
+        raise RuntimeError(f"{folder}: this checkpoint could not be loaded again: {type(error).__name__}: {error}") from error
 
 
 def _plain_values(content: bytes) -> Any:

@@ -83,7 +83,7 @@ class RunFolder:
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
 
     def close(self) -> None:
-        """Give the folder free; the end of the process, however it comes, does so too."""
+        """Release the lock; the end of the process releases it too."""
         self._lock.close()
 
     def undo(self) -> None:
@@ -122,8 +122,8 @@ class RunFolder:
                 os.fsync(stream.fileno())
 
     def check_lock(self) -> None:
-        """Raise InputError if another process may be writing to the folder."""
-        self._lock.check()
+        """Raise InputError if another process may be writing to the folder; call it before each save."""
+        self._lock.refresh()
 
     @contextlib.contextmanager
     def _one_line(self, file: str) -> Iterator[None]:

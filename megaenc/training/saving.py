@@ -158,7 +158,7 @@ class OwnCheckpoints(Checkpoints):
         before = [other for other in self.steps() if other < step]
         if not before:
             return "and no step before it"
-        return f"step {before[-1]} is: make room and give the same command again"
+        return f"step {before[-1]} is: give the same command again when the cause is gone"
 
     def _begin(self, step: int) -> Path:
         attempt = self.folder / f".{self.path(step).name}.{uuid.uuid4().hex}"

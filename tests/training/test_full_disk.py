@@ -12,7 +12,7 @@ def test_disk_that_fills_up(small_corpus, small_disk):
     result = runs.script(runs.PRETRAIN, flags, expect=2)
     [line] = errors(result)
     assert result.stderr == line + "\n"
-    assert "cannot be written to: No space left on device; step 8 is not saved, step 4 is: make room and give the same" in line
+    assert "cannot be written to: No space left on device; step 8 is not saved, step 4 is: give the same command again" in line
     assert_only_step_4(small_disk / "run")
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     assert "going on after step 4" in runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"]).stdout

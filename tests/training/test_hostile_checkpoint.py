@@ -16,6 +16,7 @@ from checkpoint_helpers import forge
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from megaenc import backend
 from megaenc.convert.command import main as convert
 from megaenc.errors import InputError
 from megaenc.training import saving
@@ -195,7 +196,6 @@ CHANGES_A_METHOD = b"\x80\x04" + DCP + b"\x8c\x08Metadata\x93)\x81}\x8c\x0d__red
         (".metadata", pickle.dumps({((1,),): 1}), "would call the hash of a tuple"),
         ("common.pt", saved(torch.zeros(2)), "not what a save wrote"),
         ("metadata.json", b'{"sharded_backend": "zarr"}', "not what a save wrote"),
-        ("more.pt", b"", "no file that a save writes"),
     ],
 )
 def test_what_else_is_no_checkpoint_is_refused(name, content, said, copy):
@@ -222,6 +222,9 @@ def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tm
         return state
 
     monkeypatch.setattr(saving, "sharded_state", with_a_tensor)
-    with pytest.raises(RuntimeError, match=r"iter_0000012.*: this checkpoint could not be loaded again"):
-        main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
+    try:
+        with pytest.raises(RuntimeError, match=r"iter_0000012.*: this checkpoint could not be loaded again: _Refused: torch._utils"):
+            main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
+    finally:
+        backend.stop()  # which an error that is a bug leaves to the end of the process
     assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))
