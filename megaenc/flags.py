@@ -76,13 +76,13 @@ def _count_values(node: yaml.Node, counts: dict[int, int]) -> int:
     return counts[id(node)]
 
 
-def read_yaml(path: Path, place: str, expected: str, lines: str, loader: type[yaml.SafeLoader] = YamlLoader) -> dict[Any, Any]:
-    """Return the mapping in a YAML file, empty for an empty file.
+def read_yaml(path: Path, place: str, expected: str, loader: type[yaml.SafeLoader] = YamlLoader) -> Any:
+    """Return the value of a YAML file, None for an empty file.
 
-    Raises InputError with one line that begins with `place` and ends with the `expected` kind of file or of `lines`.
+    Raises InputError with one line that begins with `place` and names the `expected` kind of file.
     """
     try:
-        values = yaml.load(read_regular(path, MAX_YAML).decode("utf-8"), loader)
+        return yaml.load(read_regular(path, MAX_YAML).decode("utf-8"), loader)
     except OSError as error:
         raise InputError(f"{place}: {error.strerror or error}; expected {expected}") from None
     except UnicodeDecodeError:
@@ -91,9 +91,6 @@ def read_yaml(path: Path, place: str, expected: str, lines: str, loader: type[ya
         raise InputError(f"{place}: nested too deeply; expected {expected}") from None
     except (yaml.YAMLError, ValueError) as error:  # a ValueError of a date or a number that there is not
         raise InputError(f"{place}: not YAML: {error}") from None
-    if values is not None and not isinstance(values, dict):
-        raise InputError(f"{place}: found a {type(values).__name__}, expected {lines}")
-    return values or {}
 
 
 def from_yaml(
@@ -108,7 +105,9 @@ def from_yaml(
     A file whose `config` names another one, seen from its own folder, goes over that. `first` names a key that, where the file
     has it, changes the defaults of others (a preset), and how. `above`: the files that have led here.
     """
-    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags", "`flag: value` lines")
+    values = read_yaml(Path(path), f"--config {path}", "a YAML file of flags") or {}
+    if not isinstance(values, dict):
+        raise InputError(f"--config {path}: found a {type(values).__name__}, expected `flag: value` lines")
     fields = {str(key).replace("-", "_"): value for key, value in values.items()}
     if below := fields.pop("config", None):
         here = Path(path).resolve()

@@ -169,8 +169,9 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
 
 
 def _load(path: Path) -> dict[str, Any]:
-    expected = "a study's manifest, as configs/study/mini.yaml"
-    values = flags.read_yaml(path, str(path), expected, "`key: value` lines, among them `sizes` and `models`", _UniqueKeys)
+    values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml", _UniqueKeys)
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
     return {str(key): value for key, value in values.items()}
 
 
