@@ -65,6 +65,8 @@ ROWS = [
     ("megaenc study status study.yaml --output file", "--output file"),
     ("megaenc study status study.yaml --output mine --only nobody", "--only: found nobody, expected a name of the plan"),
     ("megaenc study status study.yaml --output mine --live", "--live"),
+    ("megaenc study status study-steps.yaml --output mine", "field `steps`: found 0"),
+    ("megaenc study status study.yaml mine", "mine"),
     ("megaenc study report", "--results"),
     ("megaenc study report --results nowhere --output new", "nowhere"),
     ("megaenc study report --results file --output new", "file"),
