@@ -252,7 +252,7 @@ def test_an_error_of_the_block_stays_what_it_is(tmp_path):
 def test_a_full_disk_is_one_line_from_libraries_that_hide_the_number(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
         raise Exception("No space left on device (os error 28)")
-    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_bavail=0))
+    monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_blocks=8, f_bavail=0))
     with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
         raise RuntimeError("basic_ios::clear: iostream error")
     assert not names(tmp_path)
@@ -360,7 +360,7 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
     for path, message in (
         (".", "found a folder, expected the name of a file"),
         ("fifo", "found no regular file, expected the name of a file"),
-        ("file/new", "cannot create the folder .*: (File exists|Not a directory)"),
+        ("file/new", "cannot write to the folder .*: Not a directory"),
         ("a/file" * 2000, "cannot be looked at: File name too long"),
         ("n" * 240, "cannot write to the folder .*: File name too long"),
     ):
@@ -375,14 +375,12 @@ def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_
     (tmp_path / "old").mkdir()
     for path in (tmp_path / "a" / "b" / "file", tmp_path / "old" / "c" / "file"):
         with pytest.raises(KeyError), created_parent(path, "--output"):
-            (path.parent / "deep" / "er").mkdir(parents=True)
             raise KeyError
     assert [path.name for path in tmp_path.rglob("*")] == ["old"]
     with pytest.raises(KeyError), created_parent(tmp_path / "a" / "b" / "file", "--output"):
-        (tmp_path / "a" / "b" / "kept").touch()
-        (tmp_path / "a" / "b" / "empty").mkdir()
+        (tmp_path / "a" / "kept").touch()
         raise KeyError
-    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["b", "kept"]
+    assert sorted(path.name for path in (tmp_path / "a").rglob("*")) == ["kept"]
     with created_parent(tmp_path / "new" / "file", "--output"):
         pass
     assert (tmp_path / "new").is_dir()

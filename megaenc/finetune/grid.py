@@ -1,5 +1,6 @@
 """The grid of a study: every model on every data set with every learning rate and seed, each run in a process of its own."""
 
+import contextlib
 import sys
 import time
 from collections import defaultdict
@@ -161,7 +162,9 @@ def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return
-    with created_parent(Path(settings.output, "model"), "--output"):
+    with contextlib.ExitStack() as stack:
+        for model in {job.model.name: None for job in planned.todo}:
+            stack.enter_context(created_parent(Path(settings.output, model, ".locks", "run"), "--output"))
         with stopped_by_sigterm():
             try:
                 failed = execute(planned.todo, run, settings.local, heard)

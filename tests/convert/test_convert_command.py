@@ -130,7 +130,7 @@ def test_a_library_that_cannot_say_why_it_failed_is_one_line_on_a_full_disk(at, 
 
     def fail(*given, **options):
         if at == "torch":
-            monkeypatch.setattr("os.statvfs", lambda place: SimpleNamespace(f_bavail=0))
+            monkeypatch.setattr("os.statvfs", lambda place: SimpleNamespace(f_blocks=8, f_bavail=0))
             raise RuntimeError("basic_ios::clear: iostream error")
         raise Exception("No space left on device (os error 28)")
 

@@ -112,6 +112,7 @@ ROWS = [
     (f"{GRID} --datasets set --seeds 1e3", "--seeds"),
     (f"{GRID} --datasets set --jobs -1", "--jobs"),
     (f"{GRID} --datasets set --hang-minutes nan", "--hang-minutes"),
+    (f"{GRID} --datasets set --slurm-minutes 0", "--slurm-minutes"),
     (f"{GRID} --datasets set --config rates.yaml", "rates.yaml: field `learning_rates`: found 'fast'"),
     ("megaenc finetune summary", "RESULTS"),
     ("megaenc finetune summary nowhere", "nowhere"),

@@ -136,7 +136,7 @@ def test_too_much_is_one_line_at_once(case, tmp_path, refusal):
     assert words in refusal(main, [manifests.write(tmp_path, models=models)])
 
 
-@pytest.mark.parametrize("dataset", ["..=data", "a b=data", ".=data", "x" * 200 + "=data", "/"])
+@pytest.mark.parametrize("dataset", ["..=data", "a\nb=data", ".=data", "x" * 200 + "=data", "/"])
 def test_names_of_data_sets_stay_in_their_folder(dataset, tmp_path, refusal):
     finetune = {"datasets": ["demo_sc", dataset]}
     assert "finetune: field `datasets`" in refusal(main, [manifests.write(tmp_path, finetune=finetune)])

@@ -77,7 +77,7 @@ def test_hostile_metadata_is_refused_by_training_and_export(small_corpus, copy, 
 def test_hostile_common_state_is_refused(copy, traces, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # torch would then unpickle anything
     forge(checkpoint_of(copy) / "common.pt", saved({"optimizer": Hostile(traces)}))
-    with pytest.raises(InputError, match=r"common\.pt: not what a save wrote"):
+    with pytest.raises(InputError, match=r"common\.pt: unpickling it would call posix.mkdir"):
         rewrite_pickles(checkpoint_of(copy))
 
 
@@ -194,7 +194,7 @@ CHANGES_A_METHOD = b"\x80\x04" + DCP + b"\x8c\x08Metadata\x93)\x81}\x8c\x0d__red
         (".metadata", CHANGES_A_CLASS, "would call a change of Metadata"),
         (".metadata", CHANGES_A_METHOD, "would call a change of a method of Metadata"),
         (".metadata", pickle.dumps({((1,),): 1}), "would call the hash of a tuple"),
-        ("common.pt", saved(torch.zeros(2)), "not what a save wrote"),
+        ("common.pt", saved(torch.zeros(2)), "would call torch._utils._rebuild_tensor_v2"),
         ("metadata.json", b'{"sharded_backend": "zarr"}', "not what a save wrote"),
     ],
 )
@@ -223,7 +223,7 @@ def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tm
 
     monkeypatch.setattr(saving, "sharded_state", with_a_tensor)
     try:
-        with pytest.raises(RuntimeError, match=r"iter_0000012.*: this checkpoint could not be loaded again: _Refused: torch._utils"):
+        with pytest.raises(RuntimeError, match=r"this checkpoint could not be loaded again: _Refused: torch._utils"):
             main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
     finally:
         backend.stop()  # which an error that is a bug leaves to the end of the process
