@@ -75,20 +75,24 @@ def created_parent(path: Path, flag: str) -> Iterator[None]:
 
     Raises InputError, naming `flag`, if it cannot be created.
     """
-    missing = _missing_parents(path)
-    try:
+    with remove_new_parents_on_error(path):
         make_parent(path, flag)
         yield
+
+
+@contextlib.contextmanager
+def remove_new_parents_on_error(*paths: Path) -> Iterator[None]:
+    """If the block fails, remove the folders above `paths` that did not exist before and are empty."""
+    existing: set[Path] = set()
+    new: set[Path] = set()
+    for folder in (folder for path in paths for folder in resolved(path).parents):
+        if folder not in existing and folder not in new:
+            with contextlib.suppress(OSError):  # a name that is too long, say: whoever creates it reports that
+                (existing if folder.exists() else new).add(folder)
+    try:
+        yield
     except BaseException:
-        for folder in missing:
-            with contextlib.suppress(OSError):  # holds what is to stay
+        for folder in sorted(new, key=lambda folder: len(folder.parts), reverse=True):
+            with contextlib.suppress(OSError):  # holds what is to stay, or was never created
                 folder.rmdir()
         raise
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """Return the folders above `path` that do not exist yet, innermost first."""
-    try:
-        return [folder for folder in resolved(path).parents if not folder.exists()]
-    except OSError:  # a name that is too long, say: `make_parent` reports it
-        return []

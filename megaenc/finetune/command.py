@@ -1,7 +1,6 @@
 """`megaenc finetune run`: one model on one data set, with one learning rate and one seed."""
 
 import contextlib
-import stat
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from megaenc.finetune.jobs import CACHE, Job, check_rate, make_jobs
 from megaenc.finetune.options import Protocol
 from megaenc.finetune.progress import share
 from megaenc.finetune.unfinished import lock, remaining
+from megaenc.output_paths import check_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
 _WITHOUT_A_MODEL = {
@@ -68,7 +68,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     if settings.seed >= 2**63:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
-    _check_output(output)
+    check_parent(output / "model", "--output")
     from megaenc.finetune.datasets import find
 
     rates, seeds = (settings.learning_rate,), (settings.seed,)
@@ -85,34 +85,20 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     _show(job, before=todo is None)
 
 
-def _check_output(output: Path) -> None:
-    """Raise InputError if the folder of results is a file, or cannot be."""
-    try:
-        if not stat.S_ISDIR(output.stat().st_mode):
-            raise InputError(f"--output {output}: found a file, expected a folder of results")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise InputError(f"--output {output}: {error.strerror}; expected a folder of results") from None
-
-
 @contextlib.contextmanager
 def _removed_if_refused(cache: Path, locks: Path) -> Iterator[None]:
-    """If the block raises InputError, remove the tokenised data that were added to `cache`, and created folders that are empty.
+    """If the block raises InputError, remove the tokenised data that were added to `cache`, and new folders that are empty.
 
     Results that other processes write to `output` meanwhile stay; tokenised data that they need again they make again.
     """
     before = {*cache.glob("*.npz")}
-    created = [folder for folder in (cache, locks, *locks.parents) if not folder.exists()]
-    try:
-        yield
-    except InputError:
-        for path in {*cache.glob("*.npz")} - before:
-            path.unlink(missing_ok=True)
-        for folder in created:
-            with contextlib.suppress(OSError):  # holds something else
-                folder.rmdir()
-        raise
+    with remove_new_parents_on_error(cache / "data", locks / "run"):
+        try:
+            yield
+        except InputError:
+            for path in {*cache.glob("*.npz")} - before:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _run(job: Job) -> None:

@@ -1,6 +1,5 @@
 """The grid of a study: every model on every data set with every learning rate and seed, each run in a process of its own."""
 
-import contextlib
 import sys
 import time
 from collections import defaultdict
@@ -19,8 +18,8 @@ from megaenc.finetune.model_folder import keep_fingerprints
 from megaenc.finetune.options import LEARNING_RATES, Protocol
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.unfinished import remaining
-from megaenc.finetune.workers import RUN
-from megaenc.output_paths import check_parent, created_parent
+from megaenc.finetune.workers import RUN, log_path
+from megaenc.output_paths import check_parent, make_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
 
@@ -162,9 +161,9 @@ def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
     if settings.slurm.slurm:
         submit(planned.todo, run, settings.slurm, settings.local, settings.output)
         return
-    with contextlib.ExitStack() as stack:
-        for model in {job.model.name: None for job in planned.todo}:
-            stack.enter_context(created_parent(Path(settings.output, model, ".locks", "run"), "--output"))
+    logs = [log_path(job) for job in planned.todo]
+    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in planned.todo)):
+        make_parent(Path(settings.output, "model"), "--output")
         with stopped_by_sigterm():
             try:
                 failed = execute(planned.todo, run, settings.local, heard)
