@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -369,6 +370,19 @@ def test_the_name_of_an_output_file_is_checked_and_nothing_is_left(tmp_path):
     with pytest.raises(InputError, match="--output /proc/none/new: "):
         check_parent(Path("/proc/none/new"), "--output")
     assert names(tmp_path) == ["fifo", "file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_path):
+    def write(folder: Path, number: int) -> None:
+        path = folder / "deep" / f"file{number}"
+        check_output_file(path, "--output")
+        with created_parent(path, "--output"):
+            write_whole(path, "text")
+
+    with ThreadPoolExecutor(8) as pool:
+        for turn in range(30):
+            list(pool.map(write, 8 * [tmp_path / f"new{turn}"], range(8)))
+            assert len(names(tmp_path / f"new{turn}" / "deep")) == 8
 
 
 def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_in_them(tmp_path):

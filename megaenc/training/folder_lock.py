@@ -73,7 +73,6 @@ class FolderLock:
                     with contextlib.suppress(FileExistsError):
                         folder.mkdir()
                         self._created.append(folder)
-                self._created_file = False
                 with contextlib.suppress(FileExistsError):
                     descriptor = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                     self._created_file = True

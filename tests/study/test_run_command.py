@@ -119,3 +119,12 @@ def test_help_gives_each_example_a_line(capsys):
     lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
     assert "megaenc study run configs/study/mini.yaml --output study" in lines
     assert "megaenc study status configs/study/mini.yaml --output study" in lines
+
+
+@pytest.mark.parametrize(("corpus", "words"), [("nowhere", "nowhere.idx"), ("there", "--tokenizer")])
+def test_a_manifests_own_corpus_or_tokenizer_that_is_missing_is_one_line(tmp_path, refusal, corpus, words):
+    (tmp_path / "there.idx").touch()
+    text = {"data_path": [corpus], "tokenizer": "./none"}
+    path = manifests.write(tmp_path, corpus={"vocab_size": 1024}, pretrain=manifests.BASE["pretrain"] | text)
+    assert words in refusal(main, [path, "--output", tmp_path / "study"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["study.yaml", "there.idx"]

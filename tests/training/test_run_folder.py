@@ -95,3 +95,17 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
         FolderLock(tmp_path / "a" / "b")
     second.undo()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
+    folder = opened(tmp_path)
+    os.utime(tmp_path / ".lock", (1, 1))
+    folder.check_lock()
+    assert (tmp_path / ".lock").stat().st_mtime > 1
+
+
+def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderLock, "_is_current", lambda *_: False)
+    with pytest.raises(InputError, match=r"cannot be locked \(its inode number changes"):
+        FolderLock(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []
