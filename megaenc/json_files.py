@@ -30,14 +30,26 @@ def read_regular(path: Path, limit: int = MAX_TEXT) -> bytes:
     return content
 
 
-def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, with the reason, for anything else, deep nesting included."""
+def parse_json(content: bytes | str, *, unique_keys: bool = False) -> Any:
+    """Return the value of a JSON text. Raises ValueError, with the reason, for anything else, deep nesting included.
+
+    `unique_keys`: raise ValueError also for an object that has a key twice.
+    """
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_unique if unique_keys else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"key {key!r} twice")
+        values[key] = value
+    return values
 
 
 def read_json_object(path: Path, expected: str = "a JSON object", limit: int = MAX_TEXT) -> dict[str, Any]:

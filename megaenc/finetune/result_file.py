@@ -1,7 +1,6 @@
 """Reader of the files of a result: results.json and failed.json, every field checked, lists of examples' scores skipped."""
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -39,25 +38,11 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
     try:
-        values = json.loads(without_lists(content), object_pairs_hook=_unique)
-    except RecursionError:
-        raise InputError(f"{path}: not JSON (nested too deeply), {_EXPECTED}") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not JSON (not UTF-8, byte {error.start}), {_EXPECTED}") from None
+        values = parse_json(without_lists(content), unique_keys=True)
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}), {_EXPECTED}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected an object; remove it")
-    return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError for a key that it has twice."""
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise ValueError(f"key {key!r} twice")
-        values[key] = value
     return values
 
 
