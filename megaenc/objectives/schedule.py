@@ -89,6 +89,9 @@ class Phase:
         return tuple(choice.weight / total for choice in self.choices)
 
 
+_MOST_PHASES = 100_000  # each is kept in memory
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The phases of a run in order; together they hold every update 1..train_iters once."""
@@ -194,6 +197,8 @@ def _check_count(text: str, items: tuple[ParsedItem, ...], train_iters: int) -> 
             if count > train_iters:
                 complaint = f"makes {count} phases of {train_iters} steps, expected at least a step for each"
                 raise error_at(text, item.count_text, complaint)
+            if count > _MOST_PHASES:
+                raise error_at(text, item.count_text, f"makes {count:,} phases, expected at most {_MOST_PHASES:,}")
             total += count
         else:
             total += 1

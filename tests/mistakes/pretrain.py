@@ -54,6 +54,7 @@ ROWS = [
     (f"{TRAIN} --lr-wsd-decay-fraction nan", "--lr-wsd-decay-fraction"),
     (f"{TRAIN} --objective-schedule clm:0.5,mlm:0.6", "--objective-schedule"),
     (f"{TRAIN} --objective-schedule foo:1", "foo"),
+    (f"{TRAIN} --train-iters 1000000000 --objective-schedule 500000000x(clm:1,mlm:1)", "expected at most 100,000"),
     (f"{TRAIN} --objective-schedule clm:", "clm:"),
     (f"{TRAIN} --objective-schedule ''", "--objective-schedule"),
     (f"{TRAIN} --objective-schedule mlm(mask=1.5):1", "mask"),
