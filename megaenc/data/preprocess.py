@@ -23,7 +23,7 @@ from megaenc.data.sources import LineFile
 from megaenc.data.tokenise import Tokenise
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, whole_files
-from megaenc.output_paths import check_parent, created_parent
+from megaenc.output_paths import check_parent, created_parent, remove_new_parents_on_error
 from megaenc.processes import Threads, Workers, check_process_count, usable_cores
 
 _MOST_PARTITIONS = 100_000  # each is a few files
@@ -152,7 +152,7 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
 
 def _run(job: _Job, folder: Path) -> list[Path]:
     started = time.monotonic()
-    with created_parent(job.prefixes[0], "--output-prefix"):
+    with created_parent(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
         made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):

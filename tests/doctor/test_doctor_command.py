@@ -138,7 +138,7 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
     [
         (["--only", "networks"], "error: --only networks: expected some of versions, machine, "),
         (["--timeout", "0"], "error: --timeout 0: expected seconds above 0"),
-        (["--json", f"{__file__}/found.json"], f"error: --json {__file__}/found.json: cannot create the folder"),
+        (["--json", f"{__file__}/found.json"], f"error: --json {__file__}/found.json: cannot write to the folder"),
         (["--json", str(HERE)], f"error: --json {HERE}: found a folder"),
     ],
 )
