@@ -92,16 +92,19 @@ def _of_another(note: int, name: str) -> Arrays | None:
     """What the process has that wrote the note; None where nothing is written or it has gone. PermissionError: it is not ours."""
     try:
         written = parse_json(os.pread(note, 1 << 16, 0))
-        path = f"/proc/{written['process']}/fd/{written['descriptor']}"
-        if not os.readlink(path).startswith(f"/memfd:{name} "):  # numbers of processes and files are given out again
-            return None
-        memory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        memory = os.open(f"/proc/{written['process']}/fd/{written['descriptor']}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError:
         raise
     except (ValueError, KeyError, TypeError, OSError):
         return None
     try:
+        # Numbers of processes and files are given out again: only what was opened tells whether it is the memory of this name.
+        is_named = os.readlink(f"/proc/self/fd/{memory}").startswith(f"/memfd:{name} ")
+        if not (is_named and fcntl.fcntl(memory, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE):
+            return None
         return _mapped(memory, written["arrays"])[1]
+    except (ValueError, KeyError, TypeError, OSError):
+        return None
     finally:
         os.close(memory)
 

@@ -1,5 +1,6 @@
 """Processes of a machine make what they all need once, and have it in memory once."""
 
+import json
 import os
 import signal
 import subprocess
@@ -115,6 +116,22 @@ def test_a_note_that_leads_nowhere_is_written_anew(tmp_path, monkeypatch, text):
     note.write_text(text)
     (found,) = shared(("a",), lambda: (np.arange(3),))
     assert found.tolist() == kept[0].tolist()
+
+
+@pytest.mark.parametrize("of_that_name", [True, False])
+def test_a_descriptor_that_was_given_out_again_is_not_taken_for_the_arrays(tmp_path, monkeypatch, of_that_name):
+    """A file of another name, or memory of this name that is not written yet: its numbers would be wrong, or too few."""
+    monkeypatch.setattr(os, "environ", environment(tmp_path))
+    monkeypatch.setattr(module.tempfile, "tempdir", str(tmp_path))
+    kept = shared(("a",), lambda: (np.arange(3),))
+    [note] = notes(tmp_path)
+    memory = os.memfd_create(note.name if of_that_name else "other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(memory, 4096)  # zeros
+    text = json.loads(note.read_text()) | {"descriptor": memory}
+    note.write_text(json.dumps(text))
+    (found,) = shared(("a",), lambda: (np.arange(3),))
+    os.close(memory)
+    assert found.tolist() == kept[0].tolist() == [0, 1, 2]
 
 
 def test_empty_arrays_and_a_single_process_need_no_memory_of_all(tmp_path, monkeypatch):
