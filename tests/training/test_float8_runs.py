@@ -29,7 +29,7 @@ def folders(small_corpus, tmp_path_factory):
         name: Job(root / str(number), [*small_corpus.flags, *RUN, *flags], processes)
         for number, (name, (processes, flags)) in enumerate(RUNS.items())
     }
-    runs.in_turn(list(jobs.values()), root, timeout=1500)  # processors without 8-bit products take minutes
+    runs.in_turn(list(jobs.values()), root, timeout=2400)  # processors without 8-bit products take minutes
     return {name: job.save for name, job in jobs.items()}
 
 
