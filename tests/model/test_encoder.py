@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,10 +24,10 @@ def same_numbers_every_time():
     torch.manual_seed(0)
 
 
-def build(vocab_size=100, seed=3):
+def build(vocab_size=100, seed=3, shape=TINY):
     from megaenc.model.encoder import build_encoder
 
-    return build_encoder(TINY, vocab_size, 32, Layout(), torch.float32, seed=seed)
+    return build_encoder(shape, vocab_size, 32, Layout(), torch.float32, seed=seed)
 
 
 def packing(attention, edges=EDGES, prefixes=PREFIXES):

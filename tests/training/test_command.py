@@ -13,6 +13,7 @@ import yaml
 
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.training.command import main
+from megaenc.training.planning import make_plan
 from megaenc.training.settings import read_settings
 
 
@@ -33,6 +34,12 @@ def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
     (tmp_path / "run.yaml").write_text("lr_warmup_iters: 2000\nlr_wsd_decay_iters: 1000\n")
     optimizer = read_settings(["--config", str(tmp_path / "run.yaml"), "--lr-warmup-fraction", "0.1"], "test").optimizer
     assert (optimizer.lr_warmup_iters, optimizer.lr_warmup_fraction, optimizer.lr_wsd_decay_iters) == (None, 0.1, 1000)
+
+
+def test_a_decay_may_be_a_fraction_of_the_run(small_corpus):
+    flags = [*small_corpus.flags, "--train-iters", "20", "--lr", "1.0", "--lr-warmup-iters", "0", "--lr-wsd-decay-fraction", "0.25"]
+    rate = make_plan(read_settings(flags, "test")).learning_rate
+    assert [rate(step) for step in range(15, 21)] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
 def test_run_folder_holds_what_it_promises(small_corpus, tmp_path):
