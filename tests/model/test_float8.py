@@ -186,12 +186,27 @@ def test_the_start_finds_what_computes_something_else(monkeypatch):
 
     widths = [(OUT, WIDTH), (WIDTH, OUT)]
     module.check_products("hybrid", detect(), widths, torch.float32)
-    product = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *matrices, scale_b, **how: product(*matrices, scale_b=scale_b / 2, **how))
+    product = module.Float8.product
+    halved = staticmethod(
+        lambda a, b, a_inverse, b_inverse, *how, **named: product(a, b, a_inverse, b_inverse / 2, *how, **named)
+    )
+    monkeypatch.setattr(module.Float8, "product", halved)
     with pytest.raises(
         InputError, match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out"
     ):
         module.check_products("hybrid", detect(), widths, torch.float32)
+
+
+@pytest.mark.parametrize("a", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_processor_computes_what_torch_s_kernel_does(a):
+    from megaenc.model.float8 import Float8
+
+    torch.manual_seed(0)
+    left, right = torch.randn(16, 32).to(a), torch.randn(48, 32).to(torch.float8_e4m3fn)
+    scales = torch.tensor(0.25), torch.tensor(8.0)
+    found = Float8.product(left, right, *scales, torch.float32)
+    expected = torch._scaled_mm(left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_the_products_raise_is_one_line(monkeypatch):
@@ -202,7 +217,7 @@ def test_what_the_products_raise_is_one_line(monkeypatch):
     def no_kernel(*_, **__):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")
 
-    monkeypatch.setattr(torch, "_scaled_mm", no_kernel)
+    monkeypatch.setattr(module.Float8, "product", staticmethod(no_kernel))
     with pytest.raises(InputError) as refused:
         module.check_products("hybrid", detect(), [(OUT, WIDTH)], torch.float32)
     assert str(refused.value).startswith(f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on ")

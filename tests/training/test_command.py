@@ -37,7 +37,17 @@ def test_fraction_on_the_command_line_overrules_steps_in_yaml(tmp_path):
 
 
 def test_a_decay_may_be_a_fraction_of_the_run(small_corpus):
-    flags = [*small_corpus.flags, "--train-iters", "20", "--lr", "1.0", "--lr-warmup-iters", "0", "--lr-wsd-decay-fraction", "0.25"]
+    flags = [
+        *small_corpus.flags,
+        "--train-iters",
+        "20",
+        "--lr",
+        "1.0",
+        "--lr-warmup-iters",
+        "0",
+        "--lr-wsd-decay-fraction",
+        "0.25",
+    ]
     rate = make_plan(read_settings(flags, "test")).learning_rate
     assert [rate(step) for step in range(15, 21)] == pytest.approx([1, 1, 0.8, 0.6, 0.4, 0.2])
 

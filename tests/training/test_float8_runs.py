@@ -7,18 +7,23 @@ from runs import Job
 
 from megaenc.training.command import main
 
-RUN = [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0"]
+RUN = [*runs.SHORT_RUN, "--no-bf16", "--eval-interval", "0", "--objective-schedule", "clm", "--train-iters", "10"]
+RUN += ["--global-batch-size", "4"]
+BEGINNING = ["--exit-interval", "3"]  # processors without 8-bit products take seconds for a step
 HYBRID = ["--fp8-format", "hybrid"]
 TP = "--tensor-model-parallel-size"
 RUNS = {
     "float32": (1, []),
     "hybrid": (1, HYBRID),
     "e4m3": (1, ["--fp8-format", "e4m3"]),
-    "recomputed": (1, [*HYBRID, "--recompute-granularity", "full"]),
-    "micro-batches of 1": (1, [*HYBRID, "--micro-batch-size", "1"]),
-    "TP2": (2, [*HYBRID, TP, "2"]),
-    "TP2, SP": (2, [*HYBRID, TP, "2", "--sequence-parallel"]),
-    "PP2, distributed optimizer": (2, [*HYBRID, "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"]),
+    "recomputed": (1, [*HYBRID, *BEGINNING, "--recompute-granularity", "full"]),
+    "micro-batches of 1": (1, [*HYBRID, *BEGINNING, "--micro-batch-size", "1"]),
+    "TP2": (2, [*HYBRID, *BEGINNING, TP, "2"]),
+    "TP2, SP": (2, [*HYBRID, *BEGINNING, TP, "2", "--sequence-parallel"]),
+    "PP2, distributed optimizer": (
+        2,
+        [*HYBRID, *BEGINNING, "--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"],
+    ),
 }
 
 
@@ -29,7 +34,7 @@ def folders(small_corpus, tmp_path_factory):
         name: Job(root / str(number), [*small_corpus.flags, *RUN, *flags], processes)
         for number, (name, (processes, flags)) in enumerate(RUNS.items())
     }
-    runs.in_turn(list(jobs.values()), root, timeout=2400)  # processors without 8-bit products take minutes
+    runs.in_turn(list(jobs.values()), root, timeout=1200)
     return {name: job.save for name, job in jobs.items()}
 
 
@@ -38,7 +43,10 @@ def losses(folder):
 
 
 def largest(folders, one, other):
-    return float(np.abs(losses(folders[one]) / losses(folders[other]) - 1).max())
+    """The largest relative difference of the losses of the steps that both runs made."""
+    here, there = losses(folders[one]), losses(folders[other])
+    steps = min(len(here), len(there))
+    return float(np.abs(here[:steps] / there[:steps] - 1).max())
 
 
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
@@ -50,7 +58,7 @@ def test_the_loss_falls_as_it_does_in_float32(fp8_format, folders):
 
 
 def test_what_is_computed_again_is_the_same(folders):
-    assert losses(folders["recomputed"]).tolist() == losses(folders["hybrid"]).tolist()
+    assert losses(folders["recomputed"]).tolist() == losses(folders["hybrid"])[:3].tolist()
 
 
 @pytest.mark.parametrize("layout", ["TP2", "PP2, distributed optimizer", "micro-batches of 1"])
