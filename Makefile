@@ -18,16 +18,17 @@ unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install quickstart test test-failed smoke test-docs reference faults lint clean force
+.PHONY: help install quickstart test test-all test-failed smoke test-docs reference faults lint clean force
 # A checkpoint must outlive a Ctrl-C: the next call goes on from it.
 .PRECIOUS: $(TRAINED)
 
 help:
 	@echo "make quickstart   from nothing to an encoder that fills masks, in $(DEMO)/; a second call goes on from what is there"
 	@echo "make install      the virtual environment $(VENV) with this package and its tools"
-	@echo "make test         the whole test suite"
-	@echo "make smoke        of it, a minute: a short run, going on with it, export, fine-tuning"
-	@echo "make test-failed  of it, what the last call found failing, one test at a time"
+	@echo "make test         the tests to run after every change: all that are not marked slow or system"
+	@echo "make test-all     all tests; .ci/run runs these"
+	@echo "make smoke        of them, a minute: a short run, resuming it, export, fine-tuning"
+	@echo "make test-failed  of them, what the last call found failing, one test at a time"
 	@echo "make test-docs    the commands of README and docs, in copies of this repository (DOCS=, LIST=1, KEEP=)"
 	@echo "make reference    docs/api.md, docs/flags.md and docs/way.svg anew, from the docstrings and a script"
 	@echo "make faults       kills short runs $(KILLS) times at random moments: each must end as if nothing had happened (KILLS=, SEED=)"
@@ -75,10 +76,15 @@ $(DEMO)/loss.png: $(TRAINED)
 
 # ---- for those who change it ---------------------------------------------------------------------------------------------
 
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := OMP_NUM_THREADS=1 python -m pytest -n 2 --dist worksteal
 
-# What the last `make test` found failing, one test at a time.
+test: $(INSTALLED)
+	$(TESTS) -m "not slow and not system"
+
+test-all: $(INSTALLED)
+	$(TESTS)
+
+# What the last `make test` or `make test-all` found failing, one test at a time.
 test-failed: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest --last-failed --last-failed-no-failures none
 

@@ -1,14 +1,17 @@
 """What several groups of tests need: one small corpus with its tokenizer, and a world of one process."""
 
+import fcntl
+import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import runs
 
-# A file of these takes minutes: begun last, as `--dist loadfile` begins files of few tests, it would be waited for alone.
-_LONG = ("faults", "convert", "training")
+# Tests of these take longest: begun last, one would be waited for while the other workers have nothing left.
+_LONG = ("faults", "docker", "training", "convert")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,6 +23,34 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first."""
     items.sort(key=lambda item: item.path.parent.name not in _LONG)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let only tests that are marked `multiprocess` start several ranks."""
+    runs.ranks_allowed = item.get_closest_marker("multiprocess") is not None
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """Return a function that makes a folder once for all workers: `shared_folder(name, make)`, where `make(folder)` fills it.
+
+    The folder must not be changed afterwards.
+    """
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def folder(name: str, make: Callable[[Path], object]) -> Path:
+        with open(root / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (root / f"{name}.whole").exists():
+                (root / name).mkdir()
+                make(root / name)
+                (root / f"{name}.whole").touch()
+        return root / name
+
+    return folder
 
 
 @dataclass(frozen=True)
@@ -37,16 +68,16 @@ class SmallCorpus:
 
 
 @pytest.fixture(scope="session")
-def small_corpus(tmp_path_factory) -> SmallCorpus:
+def small_corpus(shared_folder) -> SmallCorpus:
     from megaenc.data import preprocess, tokenizer_command
 
-    folder = tmp_path_factory.mktemp("corpus")
-    text = runs.write_text(folder / "text.jsonl")
-    tokenizer_command.main(["--input", str(text), "--vocab-size", "400", "--output", str(folder / "tokenizer")])
-    preprocess.main(
-        ["--input", str(text), "--output-prefix", str(folder / "small"), "--tokenizer", str(folder / "tokenizer"), "--append-eod"]
-    )
-    return SmallCorpus(text, folder / "tokenizer", folder / "small_text_document")
+    def make(folder: Path) -> None:
+        text, tokenizer = str(runs.write_text(folder / "text.jsonl")), str(folder / "tokenizer")
+        tokenizer_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
+        preprocess.main(["--input", text, "--output-prefix", str(folder / "small"), "--tokenizer", tokenizer, "--append-eod"])
+
+    folder = shared_folder("corpus", make)
+    return SmallCorpus(folder / "text.jsonl", folder / "tokenizer", folder / "small_text_document")
 
 
 @pytest.fixture

@@ -5,8 +5,9 @@ This process does nothing but import and fork. It has one thread and has begun n
 script finds what it would find in an interpreter of its own, with these modules imported. What differs: the order of sets of
 strings is the same in all forks, and variables that are read when a module is imported are read too late.
 
-A request comes over the socket whose file descriptor is given: JSON of `command`, `processes` and `environment`, with the file
-descriptors of standard output and error. The answers: a process id, and when that process has ended its exit code.
+A request comes over the socket whose file descriptor is given: JSON of `command`, `processes`, `environment` and `packages` (a
+folder to import from besides, or null), with the file descriptors of standard output and error. The answers: a process id, and
+when that process has ended its exit code.
 """
 
 import contextlib
@@ -79,6 +80,8 @@ def prepare(request: dict, streams: list[int], server: int) -> str:
     os.environ.update(request["environment"])
     sys.argv[:] = request["command"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
+    if request["packages"]:
+        sys.path.append(request["packages"])
     if request["processes"] > 1:
         launch(request["processes"])
     return sys.argv[0]

@@ -22,6 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PRETRAIN = ROOT / "examples" / "pretrain_encoder.py"
 WORKERS = Path(__file__).parent / "workers"
 
+# Set by conftest.py: True while a test marked `multiprocess` runs, and where there is no pytest.
+ranks_allowed = True
+
 # A model that 2 layers x 2 ranks can share, both phases, warm-up, decay, weight decay, and a clip that bites.
 SHORT_RUN = [
     "--num-layers", "2", "--hidden-size", "64", "--ffn-hidden-size", "160", "--num-attention-heads", "4",
@@ -107,7 +110,13 @@ def fork_server() -> socket.socket:
 
 
 def forked(
-    command: list[str], processes: int, *, expect: int | None = 0, timeout: float = 240, environment: dict[str, str] | None = None
+    command: list[str],
+    processes: int,
+    *,
+    expect: int | None = 0,
+    timeout: float = 240,
+    packages: Path | None = None,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """As `run` does, the script and the arguments of `command` in `processes` forks of a process that has imported everything."""
     server = fork_server()
@@ -118,7 +127,8 @@ def forked(
             raise AssertionError("the fork server has ended; the lines above on standard error say why")
         return int(said)
 
-    request = {"command": command, "processes": processes, "environment": surroundings() | (environment or {})}
+    request = {"command": command, "processes": processes, "environment": surroundings(packages) | (environment or {})}
+    request["packages"] = packages and str(packages)
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         socket.send_fds(server, [json.dumps(request).encode()], [out.fileno(), err.fileno()])
         process = answer(None)  # at once, but for the first time: it imports
@@ -142,11 +152,12 @@ def _text(file: IO[bytes]) -> str:
 def script(path: Path, arguments: list[str], *, processes: int = 1, fresh: bool = False, **how) -> subprocess.CompletedProcess:
     """Run a Python script, under torchrun (which picks a free port) where there are several processes.
 
-    Unless it is `fresh`, or has `packages` of its own, a process that has imported everything stands for the interpreter and for
-    torchrun, and forks (fork_server.py): that spares most of the time of a short run. `fresh` is for what depends on torchrun's
-    own words, on an import, or on a variable that is read by one.
+    Unless it is `fresh`, a process that has imported everything stands for the interpreter and for torchrun, and forks
+    (fork_server.py): that spares most of the time of a short run. `fresh` is for what depends on torchrun's own words, on an
+    import, or on a variable that is read by one.
     """
-    if not fresh and not how.get("packages"):
+    assert processes == 1 or ranks_allowed, "a test that starts several ranks is marked: @pytest.mark.multiprocess"
+    if not fresh:
         return forked([str(path), *arguments], processes, **how)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
     return run([sys.executable, *launcher, str(path), *arguments], **how)

@@ -51,6 +51,7 @@ def script(tmp_path):
     return write
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_script_finds_what_it_finds_under_the_real_thing(processes, script):
     look = script(LOOK)
@@ -88,6 +89,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "forked"])
 def test_a_rank_that_fails_ends_the_others(fresh, script, tmp_path):
     ended = runs.script(script(WAIT), [str(tmp_path), "fail"], processes=3, expect=1, fresh=fresh)
@@ -95,6 +97,7 @@ def test_a_rank_that_fails_ends_the_others(fresh, script, tmp_path):
     assert_gone(int((tmp_path / str(rank)).read_text()) for rank in range(3))
 
 
+@pytest.mark.multiprocess
 def test_when_time_is_up_all_are_killed_and_the_next_run_is_as_ever(script, tmp_path):
     with pytest.raises(AssertionError, match="took more than 5 s"):
         runs.script(script(WAIT), [str(tmp_path), "wait"], processes=2, timeout=5)

@@ -44,6 +44,7 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     assert predicted == int((inputs["labels"] != turns.IGNORED).sum()) > 0
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("objective", ["mlm(mask=0.4)", "clm"])
 def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     settings = dataclasses.replace(SMALL, objective=objective, tensor_model_parallel_size=2)

@@ -1,13 +1,17 @@
 """The example's whole road: a decoder comes in, learns to fill masks, goes out and loads, without a network."""
 
+import importlib.util
 import json
+import sys
 
 import hf_models
 import pytest
 import runs
 import torch
 
+from megaenc import cli
 from megaenc.console import quiet
+from megaenc.training.command import main as pretrain
 
 EXAMPLE = runs.ROOT / "examples" / "continued_pretraining" / "continue_pretraining.py"
 SHORT = ["--train-iters", "30", "--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "3e-3"]
@@ -15,9 +19,27 @@ SHORT = ["--train-iters", "30", "--seq-length", "64", "--micro-batch-size", "2",
 quiet()
 
 
+def run_example(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the example in this process, its commands too: it would start an interpreter for each."""
+    spec = importlib.util.spec_from_file_location("continue_pretraining", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+
+    def run(words: list[object], shown: str) -> None:
+        first, *others = map(str, words)
+        cli.main(others[1:]) if first == "-m" else pretrain(others)
+
+    monkeypatch.setattr(example, "run", run)
+    example.main(flags)
+
+
 @pytest.fixture(scope="module")
 def made(small_corpus, tmp_path_factory):
-    """By family: what the example leaves, of the Llama that it makes and of a Qwen3 whose tokenizer has no mask token."""
+    """By family: what the example leaves, of the Llama that it makes and of a Qwen3 whose tokenizer has no mask token.
+
+    The second is made as a user makes it, by a command and the commands that it starts.
+    """
     folder = tmp_path_factory.mktemp("made")
     source = hf_models.write(hf_models.build("qwen3"), folder / "source", small_corpus.tokenizer)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -25,7 +47,11 @@ def made(small_corpus, tmp_path_factory):
         (source / name).write_text(text)
     for family, flags in (("llama", []), ("qwen3", ["--model", str(source), "--add-mask-token"])):
         flags += ["--input", str(small_corpus.text), "--output", str(folder / family), *SHORT]
-        runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"}, fresh=True)
+        if family == "llama":
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                run_example(flags, monkeypatch)
+        else:
+            runs.script(EXAMPLE, flags, timeout=480, environment={"HF_HUB_OFFLINE": "1"})
     return folder
 
 

@@ -39,6 +39,7 @@ def two_runs(small_corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.multiprocess
 def test_each_kept_checkpoint_and_step_0(two_runs, tmp_path, capsys):
     main(["to-hf", "--load", str(two_runs / "run"), "--output", str(tmp_path / "hf"), "--all"])
     size = f"{open_run(two_runs / 'run').model.parameters(400) / 1e6:.3g}m"
@@ -56,6 +57,7 @@ def test_each_kept_checkpoint_and_step_0(two_runs, tmp_path, capsys):
     assert not any(torch.equal(a["model.norm.weight"], b["model.norm.weight"]) for a, b in pairwise(weights))
 
 
+@pytest.mark.multiprocess
 def test_step_0_is_what_a_run_begins_with(two_runs):
     """Drawn from the seed again: bit by bit what is there after an update too small to change a weight."""
     run = open_run(two_runs / "still")
@@ -64,6 +66,7 @@ def test_step_0_is_what_a_run_begins_with(two_runs):
     assert all(torch.equal(drawn[name], kept[name]) for name in kept)
 
 
+@pytest.mark.multiprocess
 def test_what_cannot_be_is_one_line_and_leaves_nothing(two_runs, tmp_path, refusal):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
@@ -85,6 +88,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(two_runs, tmp_path, refus
         assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.multiprocess
 def test_a_damaged_checkpoint_leaves_no_folder_of_the_whole_ones(two_runs, tmp_path, refusal):
     run = shutil.copytree(two_runs / "run", tmp_path / "run")
     shard = sorted((run / "checkpoints" / "iter_0000020").glob("*.distcp"))[0]
@@ -95,6 +99,7 @@ def test_a_damaged_checkpoint_leaves_no_folder_of_the_whole_ones(two_runs, tmp_p
     assert "its content changed" in line and not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.multiprocess
 def test_a_save_that_was_not_finished_is_no_checkpoint(two_runs, tmp_path, refusal):
     run = shutil.copytree(two_runs / "run", tmp_path / "run")
     checkpoints = run / "checkpoints"

@@ -86,6 +86,7 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", CAME_IN)

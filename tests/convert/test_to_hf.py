@@ -14,6 +14,8 @@ from megaenc.convert.command import main
 from megaenc.convert.saved_run import open_run
 from megaenc.objectives import Attention
 
+pytestmark = pytest.mark.multiprocess
+
 EXPORTED = (Attention.CAUSAL, Attention.BIDIRECTIONAL)  # transformers has no model that reads a prefix
 
 

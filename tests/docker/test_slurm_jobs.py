@@ -205,6 +205,7 @@ def undisturbed(small_corpus, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.multiprocess
 def test_a_job_that_is_stopped_and_preempted_becomes_the_undisturbed_run(slurm, small_corpus, undisturbed, tmp_path):
     """Two nodes, a process on each. First Slurm says that time is nearly over, then the job is requeued while it trains."""
     folder, log = tmp_path / "run", tmp_path / "job.log"

@@ -1,7 +1,10 @@
 """A few kills of the campaign that `make faults` runs, at chosen moments."""
 
+import pytest
 from faults.campaign import SAVES, Campaign
 from faults.moments import Moment
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 LIVES = [
     ("TP2", SAVES[1], [Moment("save", launcher=True), Moment("launch", into=0.0, launcher=True), Moment("publish", which=0.9)]),

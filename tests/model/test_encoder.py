@@ -179,3 +179,9 @@ def test_initial_weights_are_normal_and_follow_from_the_seed():
     assert abs(values.mean()) < 4 * 0.02 / math.sqrt(values.size)
     assert values.std() == pytest.approx(0.02, rel=4 / math.sqrt(2 * values.size))
     assert (weights["embedding.word_embeddings.weight"][100:] == 0).all()
+
+
+def test_init_method_std_scales_every_matrix():
+    wide, usual = (dict(build(shape=replace(TINY, init_method_std=std)).named_parameters()) for std in (0.1, 0.02))
+    for name, parameter in wide.items():
+        torch.testing.assert_close(parameter, usual[name] * (5 if parameter.dim() == 2 else 1))

@@ -109,6 +109,7 @@ def test_all_logits_never_exist(one_process):
     assert largest.numel <= 2**26
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_over_ranks_it_is_the_same(ranks, tmp_path):
     """Of four shares of a padded vocabulary the last is padding alone."""

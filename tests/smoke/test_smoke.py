@@ -10,6 +10,8 @@ import sys
 import pytest
 import runs
 
+pytestmark = pytest.mark.multiprocess
+
 MEGAENC = [sys.executable, "-m", "megaenc"]
 HALF, WHOLE = 10, 20
 

@@ -100,6 +100,7 @@ def test_what_ends_well_without_its_work_has_failed(tmp_path):
     assert "is not there" in execute([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
 
 
+@pytest.mark.multiprocess
 def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
     show = "echo $CUDA_VISIBLE_DEVICES > $MADE"
     wide = Fake("pretrain/a", tmp_path, script=show, processes=2, planned=1.0)
@@ -197,6 +198,7 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
     assert conclude in capsys.readouterr().out
 
 
+@pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
     told = conclusion(15, 300, SimpleNamespace(loss=2.5), "runs/a", "SIGTERM")

@@ -4,6 +4,8 @@ import pytest
 import runs
 from checkpoint_helpers import errors
 
+pytestmark = pytest.mark.multiprocess
+
 
 @pytest.mark.parametrize(("more", "name"), [(["--skip-packs", "3-5"], "skip_packs"), (["--save-interval", "7"], "save_interval")])
 def test_another_flag_on_one_rank_is_named_before_a_step_is_made(more, name, small_corpus, tmp_path):

@@ -60,6 +60,7 @@ def assert_same_checkpoints(folder: Path, other: Path, steps: list[int]) -> None
         assert here == there
 
 
+@pytest.mark.multiprocess
 def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, tmp_path):
     """Written when two more updates have changed the weights; a save that is due waits for the one before."""
     folder = tmp_path / "run"
@@ -74,6 +75,7 @@ def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, t
     assert curve(folder) == curve(waiting)
 
 
+@pytest.mark.multiprocess
 def test_a_run_goes_on_from_one_bitwise(waiting, small_corpus, processes, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *EVERY, *LAYOUTS[processes], "--async-save", "--save", str(folder), "--exit-interval", "10"]
@@ -108,6 +110,7 @@ class Running:
         self.process.communicate()
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("processes", [1], indirect=True, ids=["one process"])
 def test_a_kill_in_the_middle_leaves_the_one_before(waiting, small_corpus, tmp_path):
     folder = tmp_path / "run"
@@ -141,6 +144,7 @@ def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
     assert "stopped by SIGTERM" in out
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["1:shard", "0:metadata"])
 def test_full_for_one_rank_ends_both_with_one_line(where, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *EVERY, "--no-bf16", "--async-save", "--save", str(tmp_path / "run")]

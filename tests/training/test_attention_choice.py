@@ -123,6 +123,7 @@ def test_the_masks_of_a_run(schedule, more, masks, small_corpus, machine, one_pr
     assert (found["seq_length"], found["packs"]) == (64, 2)
 
 
+@pytest.mark.multiprocess
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(small_corpus, tmp_path):
     """The run is then the same as any other."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "4", "--lr-wsd-decay-iters", "2"]
@@ -138,6 +139,7 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_on_none(small_corpus, tmp_pa
     assert runs.curve(here) == runs.curve(there)
 
 
+@pytest.mark.multiprocess
 def test_one_asked_for_that_is_wrong_on_one_rank_is_refused(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--attention-backend", "flash"]
     ended = runs.script(runs.WORKERS / "attention_by_rank.py", flags, processes=2, expect=1)

@@ -51,6 +51,7 @@ def test_rows_count_what_was_read(reference):
     assert [row["tokens"] for row in rows] == [64 * read for read in itertools.accumulate(SIZES)]
 
 
+@pytest.mark.multiprocess
 def test_a_stop_and_another_layout_change_nothing(small_corpus, reference, tmp_path):
     command = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run")]
     main([*command, "--exit-interval", "7"])

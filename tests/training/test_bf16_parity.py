@@ -17,6 +17,8 @@ import pytest
 import runs
 from runs import Job
 
+pytestmark = pytest.mark.multiprocess
+
 REFERENCE = "2 packs"  # as the layouts
 ALONE = {f"{packs} packs": ["--micro-batch-size", str(packs)] for packs in (1, 2, 4, 8)} | {
     f"clipped at {length}": ["--micro-batch-size", "2", "--clip-grad", length] for length in ("0.49999997", "0.50000006")

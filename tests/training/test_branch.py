@@ -61,6 +61,7 @@ def without(row, *names):
     return {name: value for name, value in row.items() if name not in names}
 
 
+@pytest.mark.multiprocess
 def test_in_another_layout_it_is_the_same_up_to_rounding(small_corpus, parent, two_stages, tmp_path):
     flags = branch_flags(small_corpus, parent, TWO_STAGES, tmp_path / "run", "--tensor-model-parallel-size", 2)
     runs.script(runs.PRETRAIN, flags, processes=2)

@@ -151,6 +151,7 @@ def test_tokenizer_without_a_mask_is_refused_for_mlm_alone(small_corpus, corpus_
     runs.script(runs.PRETRAIN, [str(flag) for flag in read_only])
 
 
+@pytest.mark.multiprocess
 def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
@@ -169,6 +170,7 @@ def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
     assert len(lines) == 1 and lines[0].startswith("error: rank 1: ") and "document 7 holds token id" in lines[0]
 
 
+@pytest.mark.multiprocess
 def test_workers_die_with_a_launcher_that_is_killed_at_the_start(small_corpus, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(runs.PRETRAIN)]
     launcher = subprocess.Popen(
@@ -199,6 +201,7 @@ def test_numbers_that_are_none_are_null_in_the_metrics(small_corpus, tmp_path):
     assert runs.metrics(tmp_path / "run")[-1]["grad_norm"] is None
 
 
+@pytest.mark.multiprocess
 def test_under_torchrun_rank_0_prints_the_line_once(small_corpus):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--tensor-model-parallel-size", "2"]
     result = runs.script(runs.PRETRAIN, flags, processes=3, expect=1, fresh=True)

@@ -64,6 +64,7 @@ def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(small_corpus, c
     assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
 
 
+@pytest.mark.multiprocess
 def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, saved_run, copy):
     """A flipped bit in one, a file cut short in another: found by two ranks, and the third goes on to the same end."""
     damaged, cut = shard(copy, 12), checkpoint(copy, 8) / "common.pt"

@@ -48,6 +48,7 @@ def test_every_layout_reads_the_samples_of_a_step_once(micro, ranks):
     assert sorted(read) == list(range(40, 48))
 
 
+@pytest.mark.multiprocess
 def test_a_blend_in_random_lengths_trains_alike_in_every_layout(blend, tmp_path):
     flags = [*blend, *runs.SHORT_RUN, "--train-iters", "10", "--packing", "random-length", "--no-bf16"]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "one")])

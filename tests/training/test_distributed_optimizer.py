@@ -30,10 +30,12 @@ def references(small_corpus, precision, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.multiprocess
 def test_every_step_is_that_of_the_usual_optimizer(references, precision):
     runs.assert_same_curve(references["shared"], references["copied"], tolerance=TOLERANCES[precision])
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("first", ["shared", "copied"])
 def test_a_run_goes_on_with_the_other_optimizer(first, small_corpus, precision, references, tmp_path):
     folder = tmp_path / "run"
@@ -49,6 +51,7 @@ def test_a_run_goes_on_with_the_other_optimizer(first, small_corpus, precision, 
         runs.assert_same_curve(kept, references[first], tolerance=1e-4)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("precision", ["--bf16"], indirect=True)
 def test_a_stop_changes_nothing(small_corpus, precision, references, tmp_path):
     folder = tmp_path / "run"

@@ -39,6 +39,7 @@ def test_rows_of_metrics_show_every_phase(change, rows, small_corpus):
     assert plan.log_every == rows
 
 
+@pytest.mark.multiprocess
 def test_runs_that_share_nothing_but_the_data_are_asked_the_same(small_corpus, tmp_path):
     """Objective, packing, length and layout differ; before the first step the model, and so its answers, are the same."""
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--lr-warmup-iters", "1", "--lr-wsd-decay-iters", "1"]

@@ -68,6 +68,7 @@ def test_rows_name_what_each_step_trained(reference):
     }  # fmt: skip
 
 
+@pytest.mark.multiprocess
 def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus, plugin, reference, tmp_path):
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     flags = [*small_corpus.flags, *RUN, *layout, "--save", str(tmp_path / "run")]

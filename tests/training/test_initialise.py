@@ -25,6 +25,7 @@ def parent(small_corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
 def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tmp_path, monkeypatch, capsys):
     from megaenc.training import engine
@@ -51,6 +52,7 @@ def test_it_is_a_new_run_given_those_weights(precision, small_corpus, parent, tm
     assert all(torch.equal(here[name], there[name]) for name in there)
 
 
+@pytest.mark.multiprocess
 def test_an_older_checkpoint_in_another_layout(small_corpus, parent, tmp_path):
     flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(parent), "--init-at", "8"]
     main([*flags, "--save", str(tmp_path / "one")])
@@ -67,6 +69,7 @@ def plan_of(flags):
     return make_plan(read_settings([str(flag) for flag in flags], "test"))
 
 
+@pytest.mark.multiprocess
 def test_the_newest_is_that_of_the_tracker(small_corpus, parent, tmp_path):
     """A run that was sent back to step 8 leaves the checkpoint of step 12 until it is made again."""
     shutil.copytree(parent, tmp_path / "run")
@@ -75,6 +78,7 @@ def test_the_newest_is_that_of_the_tracker(small_corpus, parent, tmp_path):
     assert (plan_of([*flags, parent]).start.at, plan_of([*flags, tmp_path / "run"]).start.at) == (12, 8)
 
 
+@pytest.mark.multiprocess
 def test_what_was_the_newest_at_first_stays_so(small_corpus, parent, tmp_path):
     """A run that is started again before its first checkpoint, while the other run has gone on."""
     (tmp_path / "run").mkdir()
@@ -84,6 +88,7 @@ def test_what_was_the_newest_at_first_stays_so(small_corpus, parent, tmp_path):
     assert plan_of(flags).identity == first.identity
 
 
+@pytest.mark.multiprocess
 def test_skip_samples_is_where_the_data_begins(small_corpus, parent, tmp_path):
     """The parent reads 12 steps of 8 samples, so one that goes on after it in steps of 4 begins with sample 96."""
     flags = [*small_corpus.flags, *CONTINUED]
@@ -112,6 +117,7 @@ def test_rows_beyond_the_tokenizer_make_another_run(small_corpus):
     assert more.facts["parameters"] - plain.facts["parameters"] == 2 * 20 * 64
 
 
+@pytest.mark.multiprocess
 def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent, tmp_path, capfd, refusal):
     away = shutil.copytree(parent, tmp_path / "away")
     start = ["--init-from", str(away), "--skip-samples", "parent"]
@@ -138,6 +144,7 @@ def test_resumed_without_the_parent_it_is_bitwise_the_same(small_corpus, parent,
     assert facts["identity"]["start"] == f"weights of step 12 of run {facts['start']['parent']}"
 
 
+@pytest.mark.multiprocess
 def test_a_run_that_began_with_weights_can_be_branched(small_corpus, parent, tmp_path):
     """By its own config.yaml, where --branch-from takes the place of --init-from; its data goes on where it was."""
     flags = [*small_corpus.flags, *CONTINUED, "--init-from", str(parent), "--skip-samples", "parent"]
@@ -150,6 +157,7 @@ def test_a_run_that_began_with_weights_can_be_branched(small_corpus, parent, tmp
     assert [stage["run"] for stage in facts["start"]["before"]] == [str(parent)]
 
 
+@pytest.mark.multiprocess
 def test_weights_of_the_other_precision_will_do(small_corpus, parent, tmp_path):
     flags = [*small_corpus.flags, *CONTINUED]
     main([*flags, "--init-from", str(parent), "--bf16", "--save", str(tmp_path / "half")])
@@ -158,6 +166,7 @@ def test_weights_of_the_other_precision_will_do(small_corpus, parent, tmp_path):
     assert first["objectives"]["mlm"]["loss"] == pytest.approx(last["objectives"]["mlm"]["loss"], rel=1e-2)
 
 
+@pytest.mark.multiprocess
 def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(small_corpus, parent, tmp_path, refusal):
     """A run that was stopped before it saved begins anew, so its parent must still be the one it was."""
     away = shutil.copytree(parent, tmp_path / "away")
@@ -170,6 +179,7 @@ def test_another_parent_at_the_same_path_is_refused_before_the_first_checkpoint(
     assert "start is weights of step 12 of run" in refusal(main, flags)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("change", "words"),
     [

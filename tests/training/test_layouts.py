@@ -9,6 +9,8 @@ from safetensors.numpy import load_file
 
 from megaenc.convert.to_hf import to_hf
 
+pytestmark = pytest.mark.multiprocess
+
 LAYOUTS = {
     "TP2": (2, ["--tensor-model-parallel-size", "2"]),
     "PP2": (2, ["--pipeline-model-parallel-size", "2"]),

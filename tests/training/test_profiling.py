@@ -29,6 +29,7 @@ def operations(trace) -> Counter:
         return Counter(event["name"] for event in json.load(stream)["traceEvents"] if event.get("cat") == "cpu_op")
 
 
+@pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
     folder, said, _ = profiled_run
     assert sorted(path.name for path in (folder / "profile").iterdir()) == [
@@ -42,6 +43,7 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
         assert "aten::mm" in table and "Self CPU time total" in table
 
 
+@pytest.mark.multiprocess
 def test_behind_the_chosen_steps_it_says_so_and_goes_on(profiled_run):
     folder, _, said = profiled_run
     assert "--profile: steps 3 to 6 lie behind, so nothing is profiled" in said

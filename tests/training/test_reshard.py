@@ -8,6 +8,8 @@ from runs import Job
 
 from megaenc.training.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.multiprocess
+
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 LAYOUTS = {
     "one process": (1, []),

@@ -68,6 +68,7 @@ def command_line(process):
     return []
 
 
+@pytest.mark.multiprocess
 def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", FAULTY]
@@ -78,6 +79,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, u
     assert_as_if_nothing_had_happened(folder, undisturbed)
 
 
+@pytest.mark.multiprocess
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
     folder = tmp_path / "run"
     given = flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")
@@ -94,6 +96,7 @@ def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus,
     assert runs.metrics(folder)[-1]["step"] > step
 
 
+@pytest.mark.multiprocess
 def test_a_wrong_input_is_said_once_and_not_tried_again(small_corpus, tmp_path):
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "2", str(runs.PRETRAIN)]
     result = runs.run([*command, *flags(small_corpus, tmp_path / "run", "--lr", "-1")], expect=1)
@@ -166,6 +169,7 @@ class Nodes:
             agent.wait()
 
 
+@pytest.mark.multiprocess
 def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:
@@ -178,6 +182,7 @@ def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus,
     assert_as_if_nothing_had_happened(folder, undisturbed)
 
 
+@pytest.mark.multiprocess
 def test_the_node_that_holds_the_rendezvous_is_lost_and_both_are_started_again(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:

@@ -36,6 +36,7 @@ def test_resume_is_bitwise_equal_across_the_phase_switch(small_corpus, whole_run
     assert runs.validations(tmp_path / "run") == runs.validations(whole_run)
 
 
+@pytest.mark.multiprocess
 def test_resume_in_bf16_at_tp2_is_bitwise_equal(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--tensor-model-parallel-size", "2"]
     runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "whole")], processes=2)
@@ -44,6 +45,7 @@ def test_resume_in_bf16_at_tp2_is_bitwise_equal(small_corpus, tmp_path):
     assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
 
 
+@pytest.mark.multiprocess
 def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp_path):
     folder = shutil.copytree(stopped_run, tmp_path / "run")
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--pipeline-model-parallel-size", "2"]
@@ -52,6 +54,7 @@ def test_saved_at_tp2_continues_at_pp2(small_corpus, whole_run, stopped_run, tmp
     runs.assert_same_curve(folder, whole_run, tolerance=1e-4)
 
 
+@pytest.mark.multiprocess
 def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path):
     """As a kill leaves them: steps that were logged and not saved, half a line, and files half-written beside."""
     folder = shutil.copytree(stopped_run, tmp_path / "run")
@@ -71,6 +74,7 @@ def test_rows_beyond_the_checkpoint_are_cut(small_corpus, stopped_run, tmp_path)
     assert not any(path.exists() for path in half_written)
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -96,6 +100,7 @@ def test_folder_of_something_else_is_refused_and_left_alone(small_corpus, tmp_pa
     assert (tmp_path / "config.yaml").read_text() == "mine: 1\n"
 
 
+@pytest.mark.multiprocess
 def test_folder_in_use_is_refused(small_corpus, stopped_run, tmp_path, refusal):
     import fcntl
 

@@ -78,6 +78,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, tmp_path):
     processes, flags, ranks = LAYOUTS[layout]
@@ -87,6 +88,7 @@ def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, 
     assert f"from pack 37 of {small_corpus.prefix} on {ranks} (" in line
 
 
+@pytest.mark.multiprocess
 def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *RUN, "--no-bf16", "--max-skipped-updates", "1"]
     result = run_with({37: "loss", 46: "loss", 47: "gradient"}, flags, tmp_path / "run", 2, expect=1)

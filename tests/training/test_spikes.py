@@ -136,6 +136,7 @@ def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, m
     assert_same_run(tmp_path / "run", without)
 
 
+@pytest.mark.multiprocess
 def test_two_processes_go_back_together(small_corpus, tmp_path):
     """Each with half of the optimizer's state."""
     layout = ["--use-distributed-optimizer", "--bf16"]

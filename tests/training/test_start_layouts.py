@@ -9,6 +9,8 @@ import runs
 import torch
 from runs import Job
 
+pytestmark = pytest.mark.multiprocess
+
 LAYOUTS = {
     "DP2": ["--use-distributed-optimizer"],
     "PP2": [

@@ -55,6 +55,7 @@ def assert_saved_where_it_stopped(folder) -> int:
     return step
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGINT"])
 def test_a_signal_saves_and_ends_with_75(name, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG]
@@ -67,6 +68,7 @@ def test_a_signal_saves_and_ends_with_75(name, small_corpus, tmp_path):
     assert out.splitlines()[-1].endswith(f"; stopped by {name}, the same command goes on")
 
 
+@pytest.mark.multiprocess
 def test_signals_that_follow_change_nothing(small_corpus, tmp_path):
     """However many come until the process has ended."""
     with Running(tmp_path / "run", [*small_corpus.flags, *runs.SHORT_RUN, *LONG]) as running:
@@ -80,6 +82,7 @@ def test_signals_that_follow_change_nothing(small_corpus, tmp_path):
     assert code == STOPPED
 
 
+@pytest.mark.multiprocess
 def test_under_torchrun_sigterm_saves_once_and_the_same_command_goes_on(small_corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG, "--tensor-model-parallel-size", "2"]
@@ -96,6 +99,7 @@ def test_under_torchrun_sigterm_saves_once_and_the_same_command_goes_on(small_co
     assert "stopped by --exit-duration-in-mins 0.01" in again.stdout
 
 
+@pytest.mark.multiprocess
 def test_a_signal_to_one_rank_stops_both_at_one_step(small_corpus, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = [*small_corpus.flags, *runs.SHORT_RUN, *LONG]

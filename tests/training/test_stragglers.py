@@ -14,6 +14,7 @@ def reports(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "stragglers.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("slow", "layout", "processes", "place"),
     [

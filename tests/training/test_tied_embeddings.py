@@ -30,6 +30,7 @@ def reference(small_corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_path):
     """And it goes on in one process."""

@@ -26,10 +26,12 @@ def timed_run(small_corpus, tmp_path_factory):
     return runs.metrics(folder)
 
 
+@pytest.mark.multiprocess
 def test_data_seconds_are_those_of_the_slowest_rank(timed_run):
     assert all(row["data_seconds"] >= 4 * 0.02 for row in timed_run), "four micro-batches a step"
 
 
+@pytest.mark.multiprocess
 def test_every_row_says_where_the_time_went(timed_run):
     assert [row["step"] for row in timed_run] == list(range(1, 21))
     assert all(row[part] > 0 for row in timed_run for part in PARTS)
@@ -38,11 +40,13 @@ def test_every_row_says_where_the_time_went(timed_run):
     assert all(0.01 < row["memory_gib"] < 100 for row in timed_run)
 
 
+@pytest.mark.multiprocess
 def test_every_key_is_documented(timed_run):
     documented = set(re.findall(r"`(\w+)`", (runs.ROOT / "docs" / "monitoring.md").read_text()))
     assert {key for row in timed_run for key in row} <= documented
 
 
+@pytest.mark.multiprocess
 def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
     assert [row["step"] for row in timed_run if "timers" in row] == list(range(1, 13))
     timers = timed_run[11]["timers"]
@@ -52,6 +56,7 @@ def test_timers_of_megatron_core_are_there_where_asked_for(timed_run):
     assert timers["forward-backward"] < 2 * timed_run[11]["step_seconds"], "of this step alone"
 
 
+@pytest.mark.multiprocess
 def test_rates_are_flops_over_seconds(timed_run):
     """A device's share of what two processes executed; the utilization is that over one and the same peak."""
     for before, row in pairwise(timed_run):

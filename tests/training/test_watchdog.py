@@ -39,6 +39,7 @@ def exit_codes(result):
     return [line.split()[2] for line in result.stderr.splitlines() if line.strip().startswith("exitcode  :")]
 
 
+@pytest.mark.multiprocess
 def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tmp_path):
     folder = tmp_path / "run"
     result, line = hang(small_corpus, folder, "stand_still")
@@ -57,6 +58,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
     assert "stand_still" not in stacks[0]
 
 
+@pytest.mark.multiprocess
 def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(small_corpus, tmp_path):
     folder = tmp_path / "run"
     result, line = hang(small_corpus, folder, "hold_the_lock")

@@ -20,6 +20,7 @@ def test_by_the_interpreter():
     runs.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], environment=INTERPRETER, timeout=480)
 
 
+@pytest.mark.multiprocess
 def test_two_ranks_that_share_layers_sequence_and_vocabulary():
     """Loss and gradients of the whole model are those of torch's own operations."""
     runs.script(runs.WORKERS / "fused_over_ranks.py", [], processes=2, fresh=True, environment=INTERPRETER)
