@@ -112,7 +112,7 @@ def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, t
         "--objective-schedule", "word_order(share=0.3->0.9)", "--save", str(tmp_path / "run"),
     ]  # fmt: skip
     assert "unknown objective `word_order`" in refusal(main, flags)
-    runs.run([sys.executable, "-m", "megaenc", "pretrain", *flags], packages=plugin)
+    runs.script(runs.PRETRAIN, flags, packages=plugin)
     first, second = runs.metrics(tmp_path / "run")
     assert first["objective"] == second["objective"] == "word_order(share=0.3->0.9)"
     assert 0 < 2 * first["predicted_tokens"] < second["predicted_tokens"] - first["predicted_tokens"]
@@ -121,14 +121,14 @@ def test_two_steps_with_the_objective_of_another_package(small_corpus, plugin, t
     export = ["to-hf", "--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf")]
     line = refusal(convert, export)
     assert "unknown objective `word_order`" in line and "install the package that offers the objective" in line
-    runs.run([sys.executable, "-m", "megaenc", "convert", *export], packages=plugin)
+    runs.script(runs.ROOT / "tools" / "convert_checkpoint.py", export, packages=plugin)
     assert "`word_order(share=0.9)`" in (tmp_path / "hf" / "README.md").read_text()
 
     source = plugin / "word_order.py"
     original = source.read_text()
     source.write_text(original.replace("word order: tokens", "other draws"))
     try:
-        changed = runs.run([sys.executable, "-m", "megaenc", "pretrain", *flags], packages=plugin, expect=2)
+        changed = runs.script(runs.PRETRAIN, flags, packages=plugin, expect=2)
     finally:
         source.write_text(original)
     assert "objective_packages is {'word_order': 'megaenc-word-order 0.1" in changed.stderr
