@@ -134,11 +134,7 @@ class OutputLayer(ColumnParallelLinear):
         """`weight`: the embedding's, where they are tied. See Encoder.forward."""
         if labels is not None:
             weight = self.weight if weight is None else weight
-            if self.fused.loss:
-                from megaenc.model.kernels.loss import fused_loss
-
-                return fused_loss(hidden_NH, weight, labels, self.columns, self.tp_group, sum_in_float32=self.fused.sum)
-            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group)
+            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group, self.fused)
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.columns :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV

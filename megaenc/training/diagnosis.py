@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.ranks import rank
-from megaenc.training.engine import Engine
+from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.plan import Plan
-from megaenc.training.results import BatchResult
 from megaenc.training.skipped import SkippedPacks
 from megaenc.training.together import on_all
 

@@ -4,8 +4,8 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend, Kernels
 from megaenc.objectives import Phase
+from megaenc.training.engine import BatchResult
 from megaenc.training.plan import Plan
-from megaenc.training.results import BatchResult
 
 
 def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str, bool], resumed: int) -> str:

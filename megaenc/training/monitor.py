@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine
-from megaenc.training.engine import Engine
+from megaenc.training.engine import Engine, Update
 from megaenc.training.plan import Plan
 from megaenc.training.profiling import Profiler
-from megaenc.training.results import Update
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
 from megaenc.training.sinks import Sinks
 from megaenc.training.stragglers import Stragglers

@@ -8,7 +8,8 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
@@ -47,7 +48,7 @@ class RunFolder:
             self._begin(plan)
         except BaseException:
             self.undo()
-            self.close()
+            self._lock.close()
             raise
 
     def _begin(self, plan: "Plan") -> None:
@@ -82,8 +83,13 @@ class RunFolder:
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
 
-    def close(self) -> None:
-        """Release the lock; the end of the process releases it too."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Undo what an InputError has left without effect, and release the lock; the end of the process releases it too."""
+        if isinstance(error, InputError):
+            self.undo()
         self._lock.close()
 
     def undo(self) -> None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -27,7 +27,6 @@ from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
-from megaenc.training.retention import superfluous
 from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync_all
@@ -220,3 +219,19 @@ class OwnCheckpoints(Checkpoints):
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
             remove(stale)
+
+
+def superfluous(
+    older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
+) -> list[int]:
+    """The steps of `older` checkpoints that may go beside a newer one: none where neither rule is given.
+
+    The `keep_last` newest stay, the newer one counted (1 if only `keep_every` is given), the multiples of `keep_every`
+    and `keep_steps`.
+    """
+    if keep_last is None and keep_every is None:
+        return []
+    steps = sorted(older)
+    others = (keep_last or 1) - 1
+    old = (step for step in steps[: max(0, len(steps) - others)] if step not in keep_steps)
+    return [step for step in old if not keep_every or step % keep_every]

@@ -7,11 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaenc.model.verdict import Verdict
-
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
 once, which puts a bfloat16 out by half of that where it is rounded to the nearest; triton's interpreter cuts off instead."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a check of a kernel or an attention backend, which says what `error` and `allowed` are relative to."""
+
+    name: str
+    available: bool
+    """Whether it could be tried at all."""
+    error: float | None
+    """The largest that was found; None where nothing was computed."""
+    allowed: float
+    why: str
+    """What speaks against it, for the console; empty where it is right."""
+
+    @property
+    def right(self) -> bool:
+        """Whether a run may use it."""
+        return not self.why
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,7 @@ def _check_loss(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
 
 
 def _check_sum(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
-    from megaenc.model.kernels.products import add_product
+    from megaenc.model.loss import add_product
 
     for rows, columns, width in ((128, 256, widths.hidden), (40, 130, 72)):
         (a, b), (c, d) = ((draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2))

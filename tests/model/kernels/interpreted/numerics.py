@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaenc.model.kernels.choice import Fused
 from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
-from megaenc.model.kernels.loss import fused_loss, rows_at_once
 from megaenc.model.kernels.norm import rms_norm
 from megaenc.model.kernels.rotary import rotate
 from megaenc.model.kernels.swiglu import swiglu
-from megaenc.model.loss import combined, summed_loss
+from megaenc.model.loss import combined, rows_at_once, summed_loss
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
     expected = torch.autograd.grad(plain * 0.5, (hidden, weight))
     off = 1e-6 if dtype == torch.float32 else 2**-7
     for at_once in (2**30, 130 * 1000 * dtype.itemsize):
-        loss, correct = fused_loss(hidden, weight, labels, 937, group, sum_in_float32=False, at_once=at_once)
+        loss, correct = summed_loss(hidden, weight, labels, 937, group, Fused(loss=True), at_once)
         assert loss.dtype == torch.float32 and int(correct) == int(plain_correct)
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-4)
         found = torch.autograd.grad(loss * 0.5, (hidden, weight))  # as the schedules scale it
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
             assert (here - there).norm() <= off * there.norm()
         assert (found[1][937:] == 0).all()
     with torch.no_grad():
-        assert float(fused_loss(hidden, weight, labels, 937, group, sum_in_float32=False)[0]) == float(loss)
+        assert float(summed_loss(hidden, weight, labels, 937, group, Fused(loss=True))[0]) == float(loss)
 
 
 def test_parts_are_few_and_even():
