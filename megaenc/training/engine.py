@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
@@ -24,7 +25,7 @@ from megaenc.objectives import Objective
 from megaenc.training.attention_choice import attention_of
 from megaenc.training.batches import Ahead, MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
-from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
 from megaenc.training.together import on_all
 
 
@@ -102,7 +103,8 @@ class Engine:
         # A host's cores all compute in any case: there a thread would but take turns with them.
         self._make = partial(Wanted.made, device=backend.device)
         self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
-        self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
+        level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
+        self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -158,8 +160,10 @@ class Engine:
 
     def update(self, step: int) -> Update:
         """Make update number `step` (1, 2, ...)."""
-        self.watch.reset()
-        reset_timers(self.timers)
+        self.watch.wall.clear()
+        self.watch.processor.clear()
+        for timer in self.timers._timers.values() if self.timers else ():
+            timer.reset()
         self.clear_gradient()
         with self.watch.measure(FORWARD_BACKWARD):
             following = self._wanted(step + 1) if self._ahead and step < self.plan.settings.total_iters else ()

@@ -15,9 +15,11 @@ from megaenc.training.engine import Engine, Update
 from megaenc.training.plan import Plan
 from megaenc.training.profiling import Profiler
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
-from megaenc.training.sinks import Sinks
+from megaenc.training.sinks import boards
 from megaenc.training.stragglers import Stragglers
 from megaenc.training.timing import highest, longest, memory
+
+_GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
 
 
 class Monitor:
@@ -28,8 +30,9 @@ class Monitor:
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
         self._plan, self._backend, self._engine = plan, backend, engine
-        self._sinks = Sinks(plan, folder)
+        self._folder, self._boards = folder, boards(plan, folder)
         monitoring, save = plan.settings.monitoring, plan.settings.output.save
+        self._shows = bool(save or monitoring.tensorboard_dir or monitoring.wandb_project)  # the same on all ranks
         self._profiler = Profiler(monitoring, backend, save, done) if monitoring.profile else None
         self._stragglers = Stragglers(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._between = {"evaluation": 0.0, "save": 0.0}
@@ -44,7 +47,8 @@ class Monitor:
         self._line.__exit__(kind, error, trace)
         if self._profiler:
             self._profiler.close()
-        self._sinks.close()
+        for board in self._boards:
+            board.close()
 
     @contextlib.contextmanager
     def over(self, step: int) -> Iterator[None]:
@@ -62,17 +66,17 @@ class Monitor:
         row = self._row(step, update, progress) | {"loss_deviations": deviations}
         notable = not update.made or self._plan.settings.health.is_spike(deviations)
         due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters
-        if due and Sinks.wanted(self._plan):
-            self._sinks.log(METRICS, row | self._of_all_ranks())
+        if due and self._shows:
+            self._log(METRICS, row | self._of_all_ranks())
         if self._stragglers and (report := self._stragglers.step(step)):
-            self._sinks.log(STRAGGLERS, report)
+            self._log(STRAGGLERS, report)
         self._line.update(step, description=row["objective"], **_shown(row))
 
     def validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
         """Let `validate` look at the model after `step` and show what it finds (see `Validation`)."""
         with self.timing("evaluation"):
             found = validate(self._engine)
-        self._sinks.log(VALIDATION, {"step": step, **progress, **found})
+        self._log(VALIDATION, {"step": step, **progress, **found})
 
     @contextlib.contextmanager
     def timing(self, what: Literal["evaluation", "save"]) -> Iterator[None]:
@@ -81,13 +85,26 @@ class Monitor:
         yield
         self._between[what] += perf_counter() - clock
 
+    def _log(self, file: str, row: dict[str, Any]) -> None:
+        """Give `row`, which has a `step`, to the run folder and the boards."""
+        if self._folder:
+            self._folder.log(file, row)
+        for board in self._boards:
+            board.do("log", _GROUPS[file], row)
+
     def cut(self, step: int) -> None:
-        """Steps beyond `step` are about to be made, or made again: rows of them that are there no longer count."""
-        self._sinks.cut(step)
+        """Drop the rows of steps beyond `step`, which are about to be made, or made again."""
+        if self._folder:
+            self._folder.cut(step)
+        for board in self._boards:
+            board.do("cut", step)
 
     def sync(self) -> None:
         """Put the rows on the disk, before a checkpoint says that they are there."""
-        self._sinks.sync()
+        if self._folder:
+            self._folder.sync()
+        for board in self._boards:
+            board.flush()
 
     def _row(self, step: int, update: Update, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""

@@ -31,11 +31,6 @@ class Stopwatch:
         self.wall: Counter[str] = Counter()
         self.processor: Counter[str] = Counter()
 
-    def reset(self) -> None:
-        """Begin anew."""
-        self.wall.clear()
-        self.processor.clear()
-
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
         """Add what happens inside to `part`."""
@@ -77,17 +72,6 @@ def highest(values: dict[str, float], device: torch.device) -> dict[str, float]:
     found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return dict(zip(values, found.tolist(), strict=True))
-
-
-def megatron_timers(level: int) -> Timers | None:
-    """For megatron-core's configurations; None at level 0, where nothing is timed. Each timer waits for the device."""
-    return Timers(level, "max") if level else None
-
-
-def reset_timers(timers: Timers | None) -> None:
-    """Forget what they have counted so far."""
-    for timer in timers._timers.values() if timers else ():
-        timer.reset()
 
 
 def longest(timers: Timers) -> dict[str, float]:
