@@ -127,7 +127,7 @@ class Watchdog:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with open(
                     self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8"
-                ) as file:  # the next attempt may hang too
+                ) as file:  # of each attempt
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
