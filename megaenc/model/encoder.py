@@ -1,6 +1,7 @@
 """The encoder: embedding, megatron-core's transformer block, and a head that sees the predicted positions alone."""
 
 import dataclasses
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -163,16 +164,7 @@ def build_chunks(
     return encoders if seed is None else [draw_weights(encoder, model, vocab_size, seed) for encoder in encoders]
 
 
-def build_encoder(
-    model: ModelConfig,
-    vocab_size: int,
-    seq_length: int,
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    seed: int | None,
-    kernels: Kernels = _USUAL,
-) -> Encoder:
-    """The same where each rank has one part."""
-    (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed, kernels=kernels)
+def build_encoder(*arguments: Any, **others: Any) -> Encoder:
+    """Return what `build_chunks` builds where each rank has one part."""
+    [encoder] = build_chunks(*arguments, **others)
     return encoder

@@ -39,12 +39,7 @@ class BatchResult:
     flops: float = 0.0
 
     def __add__(self, other: "BatchResult") -> "BatchResult":
-        return BatchResult(
-            self.loss_sum + other.loss_sum,
-            self.predicted + other.predicted,
-            self.correct + other.correct,
-            self.flops + other.flops,
-        )
+        return BatchResult(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     @property
     def loss(self) -> float | None:
@@ -99,7 +94,7 @@ class Engine:
         self.fused = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.watch = Stopwatch()
+        self.watch = Stopwatch()  # of one update
         # A host's cores all compute in any case: there a thread would but take turns with them.
         self._make = partial(Wanted.made, device=backend.device)
         self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
@@ -147,11 +142,6 @@ class Engine:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether the optimizer has a float32 copy of each weight."""
-        return self.plan.settings.bf16
-
     def gather_parameters(self) -> None:
         """Wait until this rank has all weights of the last update (with `--overlap-param-gather` they come when needed)."""
         if self.layout.overlap_param_gather:
@@ -160,8 +150,7 @@ class Engine:
 
     def update(self, step: int) -> Update:
         """Make update number `step` (1, 2, ...)."""
-        self.watch.wall.clear()
-        self.watch.processor.clear()
+        self.watch = Stopwatch()
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
         self.clear_gradient()
@@ -206,15 +195,20 @@ class Engine:
         return grad_norm, finite
 
     @contextlib.contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Fetch all weights at once and let nothing fetch them on use: that belongs to updates."""
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks if self.layout.overlap_param_gather else ():
+                chunk.disable_forward_pre_hook()  # which waits for what is under way
+                stack.callback(chunk.enable_forward_pre_hook)
+            yield
+
+    @contextlib.contextmanager
     def unreduced(self) -> Iterator[None]:
         """Let `gradient_alone` leave each rank its own gradient: nothing is added up over the copies of the model."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
-        self.gather_parameters()
-        with contextlib.ExitStack() as stack:
-            for chunk in self.chunks if self.layout.overlap_param_gather else ():
-                chunk.disable_forward_pre_hook()
-                stack.callback(chunk.enable_forward_pre_hook)
+        with self._all_parameters():
             for name in names:
                 setattr(self.config, name, None)
             try:
@@ -243,15 +237,12 @@ class Engine:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
-            if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
-                chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         wanted = [[Wanted(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
-        results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
+        with self._all_parameters():
+            results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
         for chunk in self.chunks:
             chunk.train()
-            if self.layout.overlap_param_gather:
-                chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
     def _run(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> BatchResult:

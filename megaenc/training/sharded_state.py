@@ -4,7 +4,6 @@ On the disk the optimizer's state looks the same with and without `--use-distrib
 `optimizer.state.exp_avg_sq.*` for each weight, and in bfloat16 its float32 master as `optimizer.state.fp32_param.*`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
         optimizer = {"optimizer": optimizer}
     for tensors in optimizer.get("param_state", {}).values():
         master = tensors.pop("param")
-        if engine.keeps_masters:
+        if engine.plan.settings.bf16:
             replace_prefix_for_sharding(master, "optimizer.state.param.", "optimizer.state.fp32_param.")
             tensors["fp32_param"] = master
     return {"model": model, "optimizer": optimizer}
@@ -41,10 +40,12 @@ def fill(engine: Engine, loaded: dict[str, Any]) -> None:
     optimizer = loaded["optimizer"]
     if engine.layout.use_distributed_optimizer:
         optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
-        if not engine.keeps_masters:  # what was put into the model is what the optimizer updates
-            for number, parameter in enumerate(_in_buffers(engine)):
+        if not engine.plan.settings.bf16:  # what was put into the model is what the optimizer updates
+            [of_rank] = engine.optimizer.chained_optimizers
+            in_buffers = (parameter for buffer in of_rank.buffers for parameter in buffer.param_index_map)
+            for number, parameter in enumerate(in_buffers):  # as the distributed optimizer numbers them
                 optimizer["param_state"][number]["param"] = parameter.detach()
-    elif not engine.keeps_masters:
+    elif not engine.plan.settings.bf16:
         optimizer = optimizer["optimizer"]
     engine.optimizer.load_state_dict(optimizer)
 
@@ -52,10 +53,3 @@ def fill(engine: Engine, loaded: dict[str, Any]) -> None:
 def fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
     """Put weights under their checkpoint names into `module` (Float16Module passes state dicts on by itself)."""
     module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
-
-
-def _in_buffers(engine: Engine) -> Iterator[torch.nn.Parameter]:
-    """The weights in the order in which the distributed optimizer numbers them."""
-    (optimizer,) = engine.optimizer.chained_optimizers
-    for buffer in optimizer.buffers:
-        yield from buffer.param_index_map

@@ -125,9 +125,7 @@ class Watchdog:
         def write_file() -> None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
-                with open(
-                    self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8"
-                ) as file:  # of each attempt
+                with open(self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8") as file:  # of each attempt
                     print(head, file=file, flush=True)
                     faulthandler.dump_traceback(file)
                     print(file=file)
