@@ -95,7 +95,7 @@ class OwnCheckpoints(Checkpoints):
 
     def _done_on_all(self) -> bool:
         done = torch.tensor([self._work.done()], dtype=torch.int, device=self._device)
-        dist.all_reduce(done, dist.ReduceOp.MIN)
+        dist.all_reduce(done, dist.ReduceOp.MIN)  # one for each step: no objects
         return bool(done)
 
     def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:

@@ -41,7 +41,16 @@ def on_all(work: Callable[[], Result]) -> list[Result]:
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
-    return on_all(work if rank() == 0 else lambda: None)[0]
+    answer: list = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = work()
+        except InputError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def check_alike(plan: Plan) -> None:
