@@ -1,5 +1,6 @@
 """The processes of a run: threads, process groups, model parallelism."""
 
+import ctypes
 import os
 from datetime import timedelta
 
@@ -7,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from megaenc.backend.device import Backend, detect
-from megaenc.backend.host_memory import keep_freed_memory
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.rendezvous import meet
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
@@ -67,3 +69,17 @@ def share_cores() -> None:
     if local_world_size() == 1 and "OMP_NUM_THREADS" in os.environ:
         return
     torch.set_num_threads(max(1, usable_cores() // local_world_size()))
+
+
+def keep_freed_memory() -> bool:
+    """Have malloc keep what is freed, for the rest of this process; returns whether it does.
+
+    A tensor above 32 MB would be mapped when it is made and given back when it is freed, and the kernel clears its pages again
+    for every one that is made: with bfloat16 instructions that was up to a fifth of a training step (docs/performance.md).
+
+    A malloc that is set up by variables of its own (MALLOC_*, GLIBC_TUNABLES) is left alone, as is one that is not glibc's.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(mallopt and mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))

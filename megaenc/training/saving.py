@@ -29,7 +29,7 @@ from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
 from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync_all
+from megaenc.training.writing import Digests, ShardedWrite, cannot_be_written, sync_all
 
 
 class OwnCheckpoints(Checkpoints):
@@ -43,7 +43,6 @@ class OwnCheckpoints(Checkpoints):
         self._keep = (keep_last, keep_every)
         self._keep_steps = keep_steps
         self._thread = ThreadPoolExecutor(1)  # the end of the process waits for it, or ends it
-        self._memory = HostMemory()
         self._work: Future | None = None  # of a save that is under way: what the thread is at
         self._attempt: Path | None = None
         self.last_look: Callable[[], None] = lambda: None
@@ -72,7 +71,7 @@ class OwnCheckpoints(Checkpoints):
         nothing of the attempt is left, and the checkpoints that were there are as they were.
         """
         self.finish_save()
-        self._parts = self._save(engine, step, progress, None if block else self._memory)
+        self._parts = self._save(engine, step, progress, copy=not block)
         self._work = next(self._parts)
         self._device = engine.device
         if block:
@@ -98,12 +97,12 @@ class OwnCheckpoints(Checkpoints):
         dist.all_reduce(done, dist.ReduceOp.MIN)  # one for each step: no objects
         return bool(done)
 
-    def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
+    def _save(self, engine: Engine, step: int, progress: dict[str, Any], copy: bool) -> Iterator[Future]:
         """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
         state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
         try:
-            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
+            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, copy)
             yield (writing := self._thread.submit(sharded.write))
             shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
             sharded.complete()
@@ -129,7 +128,7 @@ class OwnCheckpoints(Checkpoints):
                 for part in nested_values(state[name]):
                     part.data = part.data.clone()
                 whole.data.untyped_storage().resize_(0)
-        weights = ShardedWrite({"model": {"0": state}}, attempt, None)
+        weights = ShardedWrite({"model": {"0": state}}, attempt, copy=False)
         shards = weights.write()
         weights.complete()
         self._publish(attempt, {"step": 0, "identity": identity}, shards)
