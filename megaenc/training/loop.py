@@ -76,7 +76,7 @@ def _pretrain(
     settings, output, total = plan.settings, plan.settings.output, plan.settings.total_iters
     saved = None
     if folder:
-        checkpoints.last_look = folder.check_lock
+        checkpoints.last_look = folder.lock.refresh
         checkpoints.clean()
     if checkpoints:
         on_rank_0(lambda: checkpoints.leave_behind(plan))

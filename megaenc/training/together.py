@@ -88,7 +88,11 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
             while not left.wait(poll_seconds):
                 if store.check([_FAILED]):
                     try:
-                        _wait_until_told(store, poll_seconds)
+                        if store.check([_WRONG]):
+                            for_good(2)
+                        deadline = time.monotonic() + 20  # a launcher ends all when the first has gone
+                        while time.monotonic() < deadline and not store.check([_TOLD]):
+                            time.sleep(poll_seconds)
                     finally:
                         os._exit(2)
 
@@ -111,12 +115,3 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
     finally:
         left.set()
         watcher.join()
-
-
-def _wait_until_told(store: dist.Store, poll_seconds: float) -> None:
-    """Until the rank that failed has said why: a launcher ends all when the first has gone."""
-    if store.check([_WRONG]):
-        for_good(2)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not store.check([_TOLD]):
-        time.sleep(poll_seconds)

@@ -88,13 +88,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._left.wait(self._poll):
-            if time.monotonic() > self._now[3] or self._is_told():
+            told = False
+            with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
+                told = self._store.check([_KEY])
+            if told or time.monotonic() > self._now[3]:
                 self._end()
-
-    def _is_told(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
-            return self._store.check([_KEY])
-        return False
 
     def _end(self) -> None:
         """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""

@@ -100,7 +100,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
 def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
     folder = opened(tmp_path)
     os.utime(tmp_path / ".lock", (1, 1))
-    folder.check_lock()
+    folder.lock.refresh()
     assert (tmp_path / ".lock").stat().st_mtime > 1
 
 
