@@ -15,7 +15,7 @@ from megaenc.training.run_folder import METRICS, RunFolder
 def opened(path) -> RunFolder:
     """A run folder whose rows can be read and written; nothing else of it is there."""
     folder = object.__new__(RunFolder)
-    folder.path, folder._lock = path, FolderLock(path)
+    folder.path, folder.lock = path, FolderLock(path)
     return folder
 
 
