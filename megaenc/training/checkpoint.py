@@ -21,7 +21,7 @@ from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import SHARD, rewrite_pickles
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import difference
-from megaenc.training.sharded_state import fill, fill_module, sharded_state
+from megaenc.training.sharded_state import fill, fill_model, model_state, sharded_state
 from megaenc.training.together import on_all, on_rank_0
 
 
@@ -107,11 +107,8 @@ class Checkpoints(CheckpointFolder):
 
     def load_weights(self, engine: Engine, step: int) -> None:
         """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
-        wanted = {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
         with self.readable(step) as folder:
-            loaded = dist_checkpointing.load({"model": wanted}, folder)["model"]
-        for number, chunk in enumerate(engine.chunks):
-            fill_module(chunk.module, loaded[str(number)])
+            fill_model(engine, dist_checkpointing.load({"model": model_state(engine)}, folder)["model"])
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 

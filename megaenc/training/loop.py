@@ -93,7 +93,9 @@ def _pretrain(
                 run.validate(step)
             asked = stop.asked()
             leave = asked or _due(step, output.exit_interval)
-            run.go_on_saving()
+            if checkpoints and checkpoints.saving:  # take it as far as it has come
+                with run.monitor.timing("save"):
+                    checkpoints.finish_save(block=False)
             if last or leave or _due(step, output.save_interval) or step in output.save_steps:
                 run.save(step, block=last or leave or not output.async_save)
             if leave and not last:
@@ -194,12 +196,6 @@ class _Run:
                 self.monitor.sync()
                 state = self._progress | {"losses": dict(self._losses.state)}
                 self._checkpoints.save(self._engine, step, state, block)
-
-    def go_on_saving(self) -> None:
-        """Take a save that is being written as far as it has come."""
-        if self._checkpoints and self._checkpoints.saving:
-            with self.monitor.timing("save"):
-                self._checkpoints.finish_save(block=False)
 
 
 def _begin(engine: Engine, start: Start) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
         engine.gather_parameters()
         for optimizer in engine.optimizer.chained_optimizers:  # zeros for each weight that no update has reached yet
             optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    model = {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
+    model = model_state(engine)
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
     if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others
         optimizer = {"optimizer": optimizer}
@@ -35,8 +35,7 @@ def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
 
 def fill(engine: Engine, loaded: dict[str, Any]) -> None:
     """Put what was loaded for `sharded_state` into `engine`."""
-    for number, chunk in enumerate(engine.chunks):
-        fill_module(chunk.module, loaded["model"][str(number)])
+    fill_model(engine, loaded["model"])
     optimizer = loaded["optimizer"]
     if engine.layout.use_distributed_optimizer:
         optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
@@ -48,6 +47,17 @@ def fill(engine: Engine, loaded: dict[str, Any]) -> None:
     elif not engine.plan.settings.bf16:
         optimizer = optimizer["optimizer"]
     engine.optimizer.load_state_dict(optimizer)
+
+
+def model_state(engine: Engine) -> dict[str, Any]:
+    """Return the sharded weights of the parts of the model, by their numbers."""
+    return {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
+
+
+def fill_model(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `model_state` into the model of `engine`."""
+    for number, chunk in enumerate(engine.chunks):
+        fill_module(chunk.module, loaded[str(number)])
 
 
 def fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
