@@ -82,11 +82,10 @@ class ModelConfig:
         return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
+        """Return the operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
 
-        q is the width of all heads; p, the `prefix`, counts tokens that see each other: none under causal attention, all s under
-        bidirectional attention.
-        The half of the scores that a causal mask hides is not counted: kernels leave it out.
+        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional). Kernels leave out
+        the scores that a causal mask hides.
         """
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 

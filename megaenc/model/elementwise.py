@@ -64,10 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864): the halves of a head's width as points, turned by a token's angles.
-
-    cos and sin: float32[S, 1, 1, dim / 2].
-    """
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864); cos and sin of the angles of each token: float32[S, 1, 1, dim / 2]."""
 
     cos: Tensor
     sin: Tensor

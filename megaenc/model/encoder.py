@@ -120,9 +120,8 @@ class Encoder(LanguageModule):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss, in one.
-
-    The loss is made in the module that has the weight: what fetches weights when they are used goes by calls of modules.
+    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss: in one module, as weights
+    that are fetched on use are fetched by calls of modules.
     """
 
     def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: Fused = NONE, **others):
@@ -151,9 +150,9 @@ def build_chunks(
     seed: int | None,
     kernels: Kernels = _USUAL,
 ) -> list[Encoder]:
-    """This rank's parts of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
+    """Build the parts of the model on this rank (several if stages are interleaved), with the weights of `seed` (None: empty).
 
-    One part, or several where pipeline stages are interleaved. InputError if `layout` cannot divide the model.
+    InputError if `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks(model.num_layers)

@@ -11,10 +11,7 @@ from megaenc.randomness import normal_rows
 
 
 def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of this rank under their names in the whole model: layers are numbered over all pipeline stages.
-
-    A tied output layer has the name of the embedding.
-    """
+    """Yield the parameters of this rank under their names in the whole model; a tied output layer has the embedding's."""
     offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
     for name, parameter in encoder.named_parameters():
         if name.startswith("decoder.layers."):

@@ -103,10 +103,7 @@ class Ahead(Generic[Key, Made]):
         self._begun: deque[tuple[Key, Future]] = deque()
 
     def over(self, keys: Sequence[Key], following: Sequence[Key] = ()) -> Iterator[Made]:
-        """`make(key)` of each of `keys`, in order, and what it raises, in its place; `following` is what the next call will ask.
-
-        To be taken to its end before the next call.
-        """
+        """Yield `make(key)` of each of `keys`, to be taken to the end; `following` is what the next call will ask for."""
         if [key for key, _ in self._begun] != list(keys[: len(self._begun)]):
             self._forget()
         left = deque([*keys, *following][len(self._begun) :])

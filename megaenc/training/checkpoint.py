@@ -113,10 +113,7 @@ class Checkpoints(CheckpointFolder):
 
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step` into `module`, all of a model in this process, once `check` finds it whole.
-
-    Memory holds them once.
-    """
+    """Put the weights of the checkpoint of `step`, once `check` finds it whole, into `module`, a whole model, without a copy."""
     try:
         checkpoints.check(step, identity)
     except Damaged as damage:

@@ -59,10 +59,7 @@ class Findings:
 
 
 def diagnose(engine: Engine, step: int) -> Findings:
-    """Run the packs of update number `step` once more, each alone; all ranks call this together, after the update.
-
-    Weights and optimizer stay as they are.
-    """
+    """Run the packs of update `step` once more, each alone, on all ranks together; weights and optimizer stay the same."""
     plan, layout = engine.plan, engine.layout
     objective = plan.schedule.objective(step)
     loss_was_finite = bool(engine.own_loss.isfinite())
@@ -88,10 +85,7 @@ def diagnose(engine: Engine, step: int) -> Findings:
 
 
 def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int) -> None:
-    """Say that update number `step` was left out, the `skipped`th of the run, and why; all ranks call this together.
-
-    InputError beyond `--max-skipped-updates`.
-    """
+    """Report on all ranks why update `step` was left out, the `skipped`th; InputError beyond `--max-skipped-updates`."""
     findings, limit = diagnose(engine, step), engine.plan.settings.health.max_skipped_updates
     what = "gradient" if math.isfinite(result.loss_sum) else "loss"
     line = f"step {step}: {what} is no finite number, {findings.describe(engine.plan)}; update skipped, {skipped} so far"

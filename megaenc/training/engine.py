@@ -246,10 +246,7 @@ class Engine:
         return sum(results, BatchResult())
 
     def _run(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> BatchResult:
-        """The global batch of which this rank reads `wanted` through the pipeline, forward and, to train, backward.
-
-        `following` is what will be wanted next.
-        """
+        """Run the global batch of which this rank reads `wanted` forward and, to train, backward; `following` is wanted next."""
         sums = self._sums(wanted, following, train)
         if train:
             self.own_loss = sums[0].clone()

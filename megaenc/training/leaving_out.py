@@ -34,10 +34,7 @@ def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 
 
 def read_alike(plan: Plan, state: dict[str, Any]) -> bool:
-    """Whether the run that saved a checkpoint with the JSON `state` had read what `plan` reads up to there.
-
-    It had not if a rewind has left packs out since.
-    """
+    """Return whether the checkpoint of `state` has read what `plan` reads up to there: not if a rewind left packs out since."""
     there = SkippedPacks.read(state.get("skip_packs", ()))
     return there.agrees(plan.skipped, plan.start.skip_samples, plan.samples_by(state["step"]))
 

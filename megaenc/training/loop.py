@@ -146,10 +146,7 @@ class _Run:
             self.validate(self.done)
 
     def update(self, step: int) -> None:
-        """Make update number `step` and report it. Raise Rewind at a spike from which the run has to go back.
-
-        InputError where it was skipped, and one more than `--max-skipped-updates`.
-        """
+        """Make and report update `step`. Raise Rewind at a spike to go back from, InputError after too many skipped updates."""
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
         with self.monitor.over(step):
@@ -199,10 +196,7 @@ class _Run:
 
 
 def _begin(engine: Engine, start: Start) -> dict[str, Any]:
-    """Load what the run starts from, in whatever layout it was saved; an engine has its new weights already.
-
-    The JSON of the checkpoint that a branch goes on from, else nothing.
-    """
+    """Load what the run starts from, in whatever layout; return the JSON of the checkpoint of a branch, else nothing."""
     if not start.run:
         return {}
     parent = Checkpoints(Path(start.run) / "checkpoints")

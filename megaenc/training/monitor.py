@@ -23,9 +23,9 @@ _GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
 
 
 class Monitor:
-    """Makes the rows, on all ranks alike, and shows them; `folder` is there on rank 0 of a run with `--save` alone.
+    """Makes the rows, on all ranks alike, and shows them; `folder` is there only on rank 0 of a run with `--save`.
 
-    As a context it holds the progress line, which begins at step `done`, and closes what the rows go to.
+    As a context it holds the progress line, from step `done` on, and closes what the rows go to.
     """
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
@@ -59,10 +59,7 @@ class Monitor:
             self._seconds = perf_counter() - clock
 
     def step(self, step: int, update: Update, progress: dict[str, Any], deviations: float | None) -> None:
-        """Show update number `step`; `progress` is that of the run so far, `deviations` that of `spikes.RecentLosses.add`.
-
-        A spike and an update that was not made have their row whatever the interval.
-        """
+        """Show update `step`, a spike or one not made whatever the interval; `deviations`: those of `RecentLosses.add`."""
         row = self._row(step, update, progress) | {"loss_deviations": deviations}
         notable = not update.made or self._plan.settings.health.is_spike(deviations)
         due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters

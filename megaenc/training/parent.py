@@ -27,10 +27,7 @@ _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
 def find_start(plan: Plan) -> Start:
-    """What the settings of `plan`, which is complete but for its start, say. Raises InputError, naming what does not fit.
-
-    A run that has a checkpoint of its own goes by what its folder says and asks no other run.
-    """
+    """Return what `plan` starts from: what its folder says if that has a checkpoint. InputError for what does not fit."""
     given = plan.settings.start
     recorded = _recorded(plan.settings)
     found = recorded if recorded and _checkpoints(plan.settings.output.save).steps() else None

@@ -73,10 +73,7 @@ class RunFolder:
                 plan.tokenizer.save_pretrained(temporary)
 
     def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
-        """Write what `plan` is to run.json and config.yaml, and by which kernels the run computes, once they are chosen.
-
-        `fused`: whether each fused kernel is used, by name.
-        """
+        """Write `plan` to run.json and config.yaml, with the kernels once chosen; `fused`: whether each is used, by name."""
         path = self.path
         self.lock.check()
         if kernels:

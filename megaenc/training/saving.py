@@ -49,10 +49,7 @@ class OwnCheckpoints(Checkpoints):
         """Called on rank 0 right before a checkpoint gets its name; if it raises InputError, it gets none."""
 
     def leave_behind(self, plan: Plan) -> None:
-        """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
-
-        Those checkpoints stay until their steps are made again.
-        """
+        """On rank 0: let the tracker, which exports go by, name no checkpoint that has read packs which `plan` leaves out."""
         named = self.latest()
         if named is None or self.fits(named, plan):
             return
@@ -83,10 +80,7 @@ class OwnCheckpoints(Checkpoints):
         return self._work is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
-
-        Errors are those of `save`.
-        """
+        """Take a save as far as it has come, or to its end, on all ranks and their main threads. Errors: as of `save`."""
         while self.saving and (block or self._done_on_all()):
             futures.wait([self._work])
             self._work = None  # an error ends the save
@@ -223,10 +217,9 @@ class OwnCheckpoints(Checkpoints):
 def superfluous(
     older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
 ) -> list[int]:
-    """The steps of `older` checkpoints that may go beside a newer one: none where neither rule is given.
+    """Return the steps of `older` checkpoints that may go next to a newer one: none if neither rule is given.
 
-    The `keep_last` newest stay, the newer one counted (1 if only `keep_every` is given), the multiples of `keep_every`
-    and `keep_steps`.
+    The `keep_last` newest stay, the newer one counted (1 unless given), the multiples of `keep_every`, and `keep_steps`.
     """
     if keep_last is None and keep_every is None:
         return []

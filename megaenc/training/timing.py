@@ -21,10 +21,9 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
 class Stopwatch:
-    """Seconds of the parts of a step, on this rank: `wall` by the clock, `processor` those in which this thread computed.
+    """Seconds of the parts of a step on this rank, by the clock and those in which this thread computed.
 
-    Nothing waits for a device here. The parts end where a step waits for it in any case: forward_backward with its sums,
-    optimizer with the norm of the gradient.
+    Parts end where a step waits for the device in any case: forward_backward with its sums, optimizer with the gradient's norm.
     """
 
     def __init__(self) -> None:

@@ -21,10 +21,7 @@ Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in th
 
 
 class ShardedWrite:
-    """megatron-core's sharded state dict on its way to the disk: constructed, written and completed.
-
-    All ranks construct and complete it together, on the main thread; `write` can be called on another.
-    """
+    """A sharded state dict on its way to the disk; all ranks construct and complete it together, on the main thread."""
 
     def __init__(self, state: dict[str, Any], folder: Path, copy: bool) -> None:
         """Plan how `state` goes into the empty `folder`, and take this rank's shards off the accelerator.

@@ -46,10 +46,7 @@ Comparison = tuple[str, Tensor, Tensor]
 
 
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: Widths) -> Verdict:
-    """Try the kernel called `name`, one of `CHECKS`, in `dtype` (float32 or bfloat16) on `device`.
-
-    Beside the widths of the model it is tried on some that fill no block. Whatever a compiler raises is the verdict's `why`.
-    """
+    """Try the kernel `name` of `CHECKS` in float32 or bfloat16, on the `widths` of the model and some that fill no block."""
     worst = Verdict(name, True, 0.0, ALLOWED[dtype], "")
     try:
         for what, found, expected in CHECKS[name](_Draw(device, dtype), widths):

@@ -71,10 +71,7 @@ def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) ->
 
 
 def to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
-    """`logits_nV`, overwritten by the loss's gradient for them: exp(score - top) / sum, less 1 at the label; 0 in padding.
-
-    `top_n` and `sum_n`, float32: of the whole vocabulary.
-    """
+    """Overwrite logits by the loss's gradient: exp(score - top) / sum of all ranks, less 1 at the label; 0 in padding."""
     rows, width = logits_nV.shape
     if rows:
         constants = strip(width)

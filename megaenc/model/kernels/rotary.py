@@ -30,10 +30,7 @@ def rotary_kernel(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [S, 1, heads, dim] turned by the angles of cos and sin, float32[S, 1, 1, dim / 2], in the numbers of `x`.
-
-    The angles' cosines stay float32 whatever numbers `x` has: they weigh little beside it.
-    """
+    """Turn x [S, 1, heads, dim] by the angles of cos and sin, float32[S, 1, 1, dim / 2] whatever numbers `x` has."""
     return _Rotate.apply(x, cos.contiguous(), sin.contiguous())
 
 
