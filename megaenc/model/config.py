@@ -84,8 +84,8 @@ class ModelConfig:
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return the operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
 
-        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional). Kernels leave out
-        the scores that a causal mask hides.
+        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional). Kernels leave
+        out the scores that a causal mask hides.
         """
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
