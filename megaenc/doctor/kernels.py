@@ -57,7 +57,8 @@ def float8_products(asked: Asked) -> list[Finding]:
 
     prepare_megatron()
     share_cores()
-    from megaenc.model.float8 import check_products, float8
+    from megaenc.model.float8 import float8
+    from megaenc.model.linear import check_products
 
     what, backend = "float8 products", detect()
     try:
