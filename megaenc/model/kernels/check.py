@@ -115,20 +115,21 @@ def _check_norm(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
 
 
 def _check_rotary(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
-    from megaenc.model.kernels.rotary import rotate
+    from megaenc.model.elementwise import Rotation
 
     # Slices, as queries and keys are of the joint projection; rows at round addresses have a variant of their own.
     shapes = (7, 3, widths.head, 16), (7, 3, widths.head, 5), (5, 18, 96, 5), (3, 40, 64, 5), (1, 1, 10, 5), (0, 2, 64, 5)
     for tokens, heads, dim, beside in shapes:
         angles = draw(tokens, 1, 1, dim // 2, size=1000.0).detach().float()
         cos, sin = angles.cos(), angles.sin()
+        rotation = Rotation(cos, sin, fused=True)
 
         def formula(x: Tensor, cos: Tensor = cos, sin: Tensor = sin, dim: int = dim) -> Tensor:
             first, second = x[..., :dim].chunk(2, -1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
         x = draw(tokens, 1, heads, dim + beside)
-        yield from _against(lambda x, cos=cos, sin=sin, dim=dim: rotate(x[..., :dim], cos, sin), formula, draw, "x", x)
+        yield from _against(lambda x, dim=dim, rotation=rotation: rotation(x[..., :dim]), formula, draw, "x", x)
 
 
 def _check_swiglu(draw: _Draw, widths: Widths) -> Iterator[Comparison]:

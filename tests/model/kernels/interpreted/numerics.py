@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaenc.model.elementwise import Rotation
 from megaenc.model.kernels.choice import Fused
 from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
 from megaenc.model.kernels.norm import rms_norm
-from megaenc.model.kernels.rotary import rotate
 from megaenc.model.kernels.swiglu import swiglu
 from megaenc.model.loss import combined, rows_at_once, summed_loss
 
@@ -79,7 +79,7 @@ def test_rotary(tokens, heads, dim, dtype):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     # A slice, as queries and keys are of the joint projection.
-    same(lambda x: rotate(x[..., 2:-3], cos, sin), formula, draw(tokens, 1, heads, dim + 5, dtype=dtype))
+    same(lambda x: Rotation(cos, sin, fused=True)(x[..., 2:-3]), formula, draw(tokens, 1, heads, dim + 5, dtype=dtype))
 
 
 @both
@@ -174,6 +174,6 @@ def test_nothing_is_kept_but_what_came(group):
     x, weight = draw(5, 1, 64), draw(64)
     cos = torch.ones(5, 1, 1, 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        rms_norm(x, weight, 1e-5), swiglu(x), rotate(x[:, :, None], cos, cos)
+        rms_norm(x, weight, 1e-5), swiglu(x), Rotation(cos, cos, fused=True)(x[:, :, None])
     given = {tensor.data_ptr() for tensor in (x, weight, cos)}
     assert len(kept) == 5 and {tensor.data_ptr() for tensor in kept} == given
