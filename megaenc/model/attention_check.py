@@ -96,10 +96,9 @@ def check_backend(
 
 
 def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[Row, int, int]]:
-    """(row, heads of queries, of keys and values) of each trial.
+    """Yield row, heads of queries, and of keys and values for each trial.
 
-    On an accelerator one with a document as long as the run's may be: of one group, for what is wrong with a length is so in
-    each, and the formula takes its time on the host.
+    On an accelerator one has a document as long as the run's may be, and one group: the formula takes its time on the host.
     """
     if device.type == "cpu":
         yield _HOST, heads, groups

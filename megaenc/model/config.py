@@ -90,10 +90,9 @@ class ModelConfig:
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
-        """Operations of the matrix products of a row, forward and backward, as executed: documents and predictions.
+        """Return the operations of a row's matrix products as executed, forward and backward, for `predicted` positions.
 
-        `spans`: (start, prefix, stop) of each document, as `Packing.spans` has them; the head computes `predicted` positions.
-        What recomputation repeats is not counted, nor what padding of the vocabulary adds.
+        `spans`: see `Packing.spans`. What recomputation repeats and what padding of the vocabulary adds is not counted.
         """
         head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(

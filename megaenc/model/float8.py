@@ -39,10 +39,7 @@ class Float8:
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
     def scaled(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`x` [rows, columns] in `dtype` under the scale that `top` (see `highest`) leads to, and float32[] to multiply it by.
-
-        That is NaN where `top` is no finite number, so that every product is.
-        """
+        """Return `x` in `dtype` under the scale of `top`, and float32[] to multiply it by: NaN if `top` is not finite."""
         if self.triton:
             from megaenc.model import float8_kernels
 
@@ -82,10 +79,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @functools.cache
 def float8(fp8_format: str, backend: Backend) -> Float8:
-    """What `--fp8-format` is on this machine. InputError where it has no such products.
-
-    The kernels of our own are taken on accelerators, where they do what torch's do, bit by bit; else a line says so.
-    """
+    """Return what `--fp8-format` is here, by our kernels if they do bit by bit what torch's do; InputError if none."""
     forward, wide = _types(fp8_format, backend)
     plain = Float8(forward, wide if fp8_format == "hybrid" else forward)
     if backend.is_host:

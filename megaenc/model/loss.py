@@ -158,11 +158,7 @@ def combined(all_R4n: Tensor) -> tuple[Tensor, ...]:
 
 
 def add_product(sum_VH: Tensor | None, a_Vn: Tensor, b_nH: Tensor, *, in_float32: bool) -> Tensor:
-    """Return float32 `sum_VH` + a b, in place; None is a sum of nothing.
-
-    `in_float32`: the product reaches the sum unrounded, which torch can on accelerators; otherwise it is first rounded to its own
-    numbers and read once more.
-    """
+    """Return float32 `sum_VH` (None: 0) + a b, in place; `in_float32`: unrounded, which torch can on accelerators."""
     if in_float32 and a_Vn.dtype != torch.float32:
         if sum_VH is None:
             return torch.mm(a_Vn, b_nH, out_dtype=torch.float32)

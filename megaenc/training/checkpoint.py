@@ -32,10 +32,9 @@ class Checkpoints(CheckpointFolder):
     """The step that `check` came to last, and what loading it unpickles, written anew."""
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
+        """Return the JSON of the checkpoint of `step` once every byte is known to be as saved; all ranks call this together.
 
-        Damaged names the file that is not. InputError where the run that saved it was not that of `identity`, or where one of
-        its pickles would do more than hold tensors and plain values.
+        Damaged names a file that is not; InputError for a run of another `identity`, or a pickle of more than plain values.
         """
         state = on_rank_0(lambda: self.state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -73,10 +72,9 @@ class Checkpoints(CheckpointFolder):
             yield on_all(lay_out)[rank()]
 
     def newest_good(self, plan: Plan) -> dict[str, Any] | None:
-        """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
+        """Return the JSON of the newest whole checkpoint up to the tracker's that `plan` agrees with, if any; all ranks together.
 
-        Those up to the step that the tracker names are looked at, but for those that have read packs which `plan` leaves out. A
-        damaged one is named in a line; InputError if all are.
+        A damaged one is named in a line; InputError if all are.
         """
         identity = plan.identity
         steps = on_rank_0(lambda: [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)])

@@ -67,10 +67,9 @@ def _newest(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def leave_out(plan: Plan, step: int, kept: Sequence[int]) -> Plan:
-    """`plan` without the packs of the `--rewind-skip-iters` updates up to number `step`, to go back to before them.
+    """Return `plan` without the packs of the `--rewind-skip-iters` updates up to `step`, to go back to before them.
 
-    `kept` are the steps with a checkpoint. Where all of them lie among those updates, only what was read after the oldest is
-    left out: rather that than to make the whole run again.
+    `kept`: steps with a checkpoint. If all are among those updates, only what came after the oldest is left out.
     """
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(kept, default=0)) + 1

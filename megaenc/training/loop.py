@@ -40,10 +40,7 @@ class Rewind(Exception):
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train from the newest checkpoint of `--save`, or the plan's start, to `--train-iters` or the next `--exit-interval`.
-
-    False where a signal or `--exit-duration-in-mins` ended it before; then it is saved too, where there is a `--save`.
-    """
+    """Train from the newest checkpoint, or the plan's start, to the end; False if it was stopped (and saved, if to be)."""
     output = plan.settings.output
     checkpoints = None
     if output.save:

@@ -77,10 +77,9 @@ def _name(value: Any) -> str:
 
 
 class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change the attributes of a class it names
-    """A reader of the opcodes that a save writes, in the protocol that it writes them in.
+    """A reader of the opcodes, in the protocol, that a save writes.
 
-    None of them imports anything, and none but those that `_spend` counts takes more memory than a fixed number of bytes for each
-    byte of the pickle.
+    None imports anything; none but those `_spend` counts takes more memory than a fixed number of bytes for each of the pickle.
     """
 
     PROTOCOL = 2
@@ -197,10 +196,7 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
 
 
 def check_saved(folder: Path) -> None:
-    """Raise RuntimeError if a checkpoint that was just written holds what `rewrite_pickles` would refuse when it is loaded.
-
-    An optimizer of another library could keep a tensor among the plain values: that must stop the first save, not a resume.
-    """
+    """Raise RuntimeError if `rewrite_pickles` would refuse a new checkpoint: that must stop the first save, not a resume."""
     try:
         _plain_values(read_regular(folder / COMMON, _LIMITS[COMMON]))
         if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:
@@ -217,10 +213,7 @@ def _plain_values(content: bytes) -> Any:
 
 
 def _without_objects(metadata: dcp.Metadata) -> dcp.Metadata:
-    """Return what loading reads of `metadata`, with the objects among the tensors taken from EXTRA_STATES.
-
-    torch unpickles these freely. A save writes none but the extra state of layers, which no layer here reads.
-    """
+    """Return what loading reads of `metadata`, with EXTRA_STATES for objects among tensors, which torch unpickles freely."""
     kinds, places = dict(metadata.state_dict_metadata), {}
     stand_in = filesystem._StorageInfo(EXTRA_STATES, 0, len(_archive([None])))
     for index, info in metadata.storage_data.items():

@@ -107,10 +107,9 @@ class RunFolder:
         self.lock.undo()
 
     def cut(self, step: int) -> None:
-        """Drop the rows beyond `step` from all files of rows: steps that are about to be made again.
+        """Drop the rows beyond `step` from all files: those steps are about to be made again.
 
-        LocalInputError, naming the line, for a row that no run writes before one of `step` or earlier; the last ones may be
-        damaged: a kill may have cut them off.
+        LocalInputError, naming the line, for a row that no run writes before one up to `step`; a kill may cut off the last.
         """
         rows = {file: _rows_up_to(self.path / file, step) for file in (METRICS, VALIDATION, STRAGGLERS)}
         self._started = True

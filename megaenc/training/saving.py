@@ -62,10 +62,9 @@ class OwnCheckpoints(Checkpoints):
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
 
-        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows, and what the
-        save made superfluous goes. Without `block` a thread does most of that from a copy while training goes on; `finish_save`
-        is to be called until it is done. A save that is not done yet is waited for first. InputError where that cannot be: then
-        nothing of the attempt is left, and the checkpoints that were there are as they were.
+        It is written under a name of this attempt and renamed once it is on the disk; then the tracker is, and superfluous ones
+        go. Without `block` a thread does most of that from a copy: call `finish_save` until it is done. A save under way is
+        finished first. InputError if it fails: then nothing of the attempt is left, and the others are as they were.
         """
         self.finish_save()
         self._parts = self._save(engine, step, progress, copy=not block)
@@ -110,10 +109,7 @@ class OwnCheckpoints(Checkpoints):
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not.
-
-        The module is used up: what megatron-core would copy to write it, matrices that it takes apart, leaves it one by one.
-        """
+        """Write `module`, a whole model without optimizer, as the checkpoint of step 0, using it up matrix by matrix."""
         attempt = self._begin(0)
         state = module.sharded_state_dict(prefix="model.")
         for name, whole in state.items():
@@ -184,11 +180,10 @@ class OwnCheckpoints(Checkpoints):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def retain(self, newest: int, plan: Plan | None = None) -> None:
-        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is older and of no use.
+        """Remove on rank 0, after a save of step `newest`, what `superfluous` names, and what is older and of no use.
 
-        Of no use is what is damaged or has read packs that `plan` leaves out: neither is one of the last that stay. Nothing goes
-        unless `newest` is whole. Steps beyond it, left by a run that has gone back, stay until they are made again. What cannot
-        be removed now is tried after the next save, and what cannot be read now stays: that may pass.
+        Of no use, and none of the last that stay, is what is damaged or has read packs that `plan` leaves out. Nothing goes
+        unless `newest` is whole; steps beyond it stay until they are made again, as does what cannot be read or removed now.
         """
         if not any(self._keep) or not self.is_whole(newest):
             return

@@ -54,10 +54,7 @@ def on_rank_0(work: Callable[[], Result]) -> Result:
 
 
 def check_alike(plan: Plan) -> None:
-    """InputError where the processes have different plans, naming what differs and where; all ranks call this together.
-
-    Another learning rate or list of left-out packs on one node would train on without a sign, another interval would hang.
-    """
+    """Raise InputError on all ranks if their plans differ, naming what and where: a run would diverge or hang."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _OF_A_NODE}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
     (_, first), *others = on_all(lambda: (socket.gethostname(), values))
