@@ -108,7 +108,10 @@ def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: Packing,
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Attend by torch's own product, exact everywhere, a document at a time; split once, or each gradient would be a row."""
+    """Attend by torch's scaled dot product on each document by itself: exact everywhere.
+
+    Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
+    """
     spans = packing.spans()
     sizes = [stop - start for start, _, stop in spans]
     documents = zip(*(x.transpose(0, 1)[None].split(sizes, dim=2) for x in (q, k, v)), strict=True)  # [1, heads, length, D]

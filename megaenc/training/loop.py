@@ -40,7 +40,10 @@ class Rewind(Exception):
 
 
 def pretrain(plan: Plan, backend: Backend) -> bool:
-    """Train from the newest checkpoint, or the plan's start, to the end; False if it was stopped (and saved, if to be)."""
+    """Train from the newest checkpoint of `--save`, or the plan's start, to the end or the next `--exit-interval`.
+
+    Return False if a signal or `--exit-duration-in-mins` ended it, after a save if there is a `--save`.
+    """
     output = plan.settings.output
     checkpoints = None
     if output.save:

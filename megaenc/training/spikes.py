@@ -30,7 +30,10 @@ class RecentLosses:
         """JSON-ready: by objective its last `step` and its `losses`, at most WINDOW."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Add the loss of `step`; return its `deviations`, None if there are too few, as after SHORTEST steps of others."""
+        """Add the loss of update `step` and return its `deviations` from those before, None if there are too few.
+
+        An objective that comes back after more than SHORTEST steps of others begins anew: the model has changed meanwhile.
+        """
         if loss is None or not math.isfinite(loss):
             return None
         window = self.state.get(objective)
