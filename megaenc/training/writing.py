@@ -39,7 +39,7 @@ class ShardedWrite:
         self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []  # none: nothing to write here
         if copy:  # but for what is a copy already, as megatron-core makes of parts of tensors
             self._buckets = [
-                (path, name, (plain, [(item, _copied(tensor, in_use)) for item, tensor in tensors]))
+                (path, name, (plain, [(item, each.clone() if _address(each) in in_use else each) for item, each in tensors]))
                 for path, name, (plain, tensors) in self._buckets
             ]
 
@@ -104,19 +104,11 @@ def _one_line(folder: Path, kind: type[InputError]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_writers(error):
+        full = "PytorchStreamWriter" in str(error) or "inline_container" in str(error)  # as torch's writer in C++ says it
+        if isinstance(error, RuntimeError) and not full:
             raise
         raise kind(cannot_be_written(folder, error)) from None
 
 
-def _is_writers(error: RuntimeError) -> bool:
-    """Return whether it is how torch's writer in C++ reports a full disk."""
-    return "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
-
-
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _copied(tensor: torch.Tensor, in_use: set[int]) -> torch.Tensor:
-    return tensor.clone() if _address(tensor) in in_use else tensor
