@@ -87,7 +87,8 @@ def _pretrain(
     run = _Run(plan, backend, folder, checkpoints, watchdog, saved)
     with run.monitor, checkpoints.finished() if checkpoints else contextlib.nullcontext():
         for step in range(run.done + 1, total + 1):
-            run.update(step)
+            if shorter := run.update(step):
+                break
             last = step == total
             if last or _due(step, settings.eval_every):
                 run.validate(step)
@@ -101,6 +102,8 @@ def _pretrain(
             if leave and not last:
                 break
         watchdog.beat("end", step)
+    if shorter:
+        raise Rewind(shorter)
     say(conclusion(step, total, run.result, output.save, asked))
     return last or not asked
 
@@ -145,8 +148,8 @@ class _Run:
         if not saved:
             self.validate(self.done)
 
-    def update(self, step: int) -> None:
-        """Make and report update `step`. Raise Rewind at a spike to go back from, InputError after too many skipped updates."""
+    def update(self, step: int) -> Plan | None:
+        """Make and report update `step`; return the plan to go back by at a spike. InputError after too many skipped updates."""
         plan, progress = self.plan, self._progress
         self._watchdog.beat("step", step)
         with self.monitor.over(step):
@@ -165,17 +168,16 @@ class _Run:
             report_skipped(self._engine, step, result, progress["skipped_updates"])
         if spike:
             say(spike_found(plan, step, result, deviations))
-            if len(plan.rewinds) < plan.settings.health.max_rewinds:
-                self._rewind(step)
+        return self._without_spike(step) if spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
 
-    def _rewind(self, step: int) -> None:
-        """Raise Rewind with the plan without the packs that led to the spike at `step`, once that is on the disk."""
+    def _without_spike(self, step: int) -> Plan:
+        """Return the plan without the packs that led to the spike at `step`, once that is on the disk."""
         self._watchdog.beat("rewind", step)
         self._checkpoints.finish_save()
         kept = on_rank_0(lambda: [at for at in self._checkpoints.fitting(self.plan) if at < step])
         shorter = leave_out(self.plan, step, kept)
         on_rank_0(lambda: self._folder.record(shorter))
-        raise Rewind(shorter)
+        return shorter
 
     def validate(self, step: int) -> None:
         """Look at the held-out text after `step`, if there is any."""
