@@ -66,10 +66,7 @@ class Backend:
         return f"cpu, {torch.get_num_threads()} threads" if self.is_host else torch.cuda.get_device_name(self.device)
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """FLOP/s that this process can reach in `dtype`: from the table of accelerators, or measured by a matrix product on CPU.
-
-        0.0 means unknown.
-        """
+        """Return the FLOP/s this process can reach in `dtype`: of a known accelerator, or measured on a CPU; 0.0 if unknown."""
         if self.is_host:
             return _measured_gemm(dtype)
         return peak_bf16(torch.cuda.get_device_name(self.device)) if dtype == torch.bfloat16 else 0.0

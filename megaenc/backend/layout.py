@@ -65,9 +65,9 @@ class Layout:
             raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
 
     def split(self, num_layers: int) -> tuple[int, ...]:
-        """Layers of each part of the model, in the order in which data visits them; part p is on stage p % stages.
+        """Return the layers of each part of the model in the order of the data; part p is on stage p % stages.
 
-        As many parts as stages, or a multiple of it (interleaved). InputError if `num_layers` cannot be cut as asked for.
+        There are as many parts as stages, or a multiple of it (interleaved). InputError if `num_layers` cannot be cut so.
         """
         stages, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
         for flag, given in (

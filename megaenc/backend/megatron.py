@@ -42,10 +42,9 @@ def _without(*modules: str) -> Iterator[None]:
 
 @functools.cache
 def import_megatron() -> None:
-    """Import megatron.core without W&B and TensorBoard: it would load both, for a second, where nobody asks for them.
+    """Import megatron.core without W&B and TensorBoard, which take a second, and without an accelerator without triton.
 
-    Without an accelerator triton stays out as well, unless its interpreter is asked for: nothing would use it, and processes that
-    end with an error would say that it leaves something behind.
+    Triton is imported if its interpreter is asked for. Unused, it would complain in processes that end with an error.
     """
     import torch
 

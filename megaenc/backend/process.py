@@ -1,5 +1,6 @@
 """The processes of a run: threads, process groups, model parallelism."""
 
+import ctypes
 import os
 from datetime import timedelta
 
@@ -7,21 +8,20 @@ import torch
 import torch.distributed as dist
 
 from megaenc.backend.device import Backend, detect
-from megaenc.backend.host_memory import keep_freed_memory
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.rendezvous import meet
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
+
 
 def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Join the process groups of this run and lay the model-parallel ones out; returns the backend.
+    """Join the process groups of this run and lay out the model-parallel ones, under torchrun or alone; return the backend.
 
-    `chunks`: parts of the model that each pipeline stage holds (`Layout.chunks`). `timeout`: how long a collective may wait for
-    processes that do not come.
-
-    Works under torchrun and, as a world of one, in a plain process. InputError if the processes do not fit the layout.
+    `chunks`: parts of the model on each pipeline stage (`Layout.chunks`). `timeout`: how long a collective waits for processes.
+    InputError if the processes do not fit the layout.
     """
     layout.check(world_size())
     backend = detect()
@@ -60,10 +60,22 @@ def stop() -> None:
 
 
 def share_cores() -> None:
-    """Give each process of this node its share of the cores as threads; one process alone has them all.
+    """Give each process of this node its share of the cores as threads.
 
-    OMP_NUM_THREADS is honoured for one process; torchrun sets it to 1 for several, so there it tells nothing of the user's wish.
+    OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
     """
     if local_world_size() == 1 and "OMP_NUM_THREADS" in os.environ:
         return
     torch.set_num_threads(max(1, usable_cores() // local_world_size()))
+
+
+def keep_freed_memory() -> bool:
+    """Have malloc keep what is freed, for the rest of this process; return whether it does.
+
+    It would return tensors above 32 MB to the kernel, which clears the pages of each new one: with bfloat16 instructions up to a
+    fifth of a training step (docs/performance.md). A malloc with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
+    """
+    if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(mallopt and mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))

@@ -11,11 +11,10 @@ _POLL_SECONDS = 0.05
 
 
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """A store that holds nothing but what the processes of this very attempt put there, this one's rank, and how many there are.
+    """Return a store with nothing but the keys of this attempt, the rank, and the number of processes.
 
-    torchrun lends its workers one store for as long as it lives: what those before a restart left in it, addresses of processes
-    that are gone among others, would be taken for this attempt's. So the attempt gets a name of its own in front of every key.
-    RuntimeError where not all processes are there after `timeout`.
+    torchrun lends its workers one store for as long as it lives, with addresses of processes from before a restart: so the
+    attempt puts a name of its own in front of every key. RuntimeError if not all processes are there after `timeout`.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

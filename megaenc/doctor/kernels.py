@@ -30,9 +30,11 @@ def kernel(asked: Asked, name: str) -> list[Finding]:
     import torch
 
     from megaenc.backend.device import detect
+    from megaenc.backend.megatron import prepare_megatron
     from megaenc.backend.process import share_cores
     from megaenc.model.kernels.check import Widths, check_kernel
 
+    prepare_megatron()
     share_cores()
     widths, worst = Widths(_HIDDEN, _HEAD, _FFN, _VOCABULARY), 0.0
     for dtype in (torch.bfloat16, torch.float32):
@@ -57,7 +59,8 @@ def float8_products(asked: Asked) -> list[Finding]:
 
     prepare_megatron()
     share_cores()
-    from megaenc.model.float8 import check_products, float8
+    from megaenc.model.float8 import float8
+    from megaenc.model.linear import check_products
 
     what, backend = "float8 products", detect()
     try:

@@ -11,7 +11,7 @@ from megaenc.estimate.machines import Rates
 from megaenc.estimate.work import Work
 
 LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
-LOGIT_BYTES_AT_ONCE = 2**30  # as megaenc.model.kernels.loss has it, on accelerators
+LOGIT_BYTES_AT_ONCE = 2**30  # as it has with the kernels of accelerators
 
 
 @dataclass(frozen=True)

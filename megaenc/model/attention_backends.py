@@ -63,10 +63,7 @@ def lacking(name: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 Kernel = Callable[..., Tensor]
-"""(q, k, v, cu_seqlens of queries, of keys, longest of queries, of keys, *, scale, causal) -> like q.
-
-If causal and with fewer queries than keys, the last of both stand side by side.
-"""
+"""(q, k, v, cu_seqlens of queries, of keys, longest of each, *, scale, causal) -> like q; causal aligns the last of both."""
 
 
 def _varlen(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, causal):
@@ -111,7 +108,7 @@ def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: Packing,
 
 
 def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """torch's scaled dot product on each document by itself: exact everywhere, and nothing is computed across an edge.
+    """Attend by torch's scaled dot product on each document by itself: exact everywhere.
 
     Split and put together once: the gradient of a slice would be a whole row of zeros for each document.
     """

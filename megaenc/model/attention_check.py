@@ -6,7 +6,7 @@ documents, as a run would run it, and compared with the formula, written out in 
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megaenc.backend.device import rounds_to_tf32
 from megaenc.model.attention_backends import attend_by, lacking
+from megaenc.model.kernels.check import Verdict
 from megaenc.model.packing import Packing
 from megaenc.model.padded_attention import MOST_MASK_BYTES, mask_bytes
-from megaenc.model.verdict import Verdict
 from megaenc.objectives import Attention
 from megaenc.randomness import normal_rows
 
@@ -96,10 +96,9 @@ def check_backend(
 
 
 def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[Row, int, int]]:
-    """(row, heads of queries, of keys and values) of each trial.
+    """Yield row, heads of queries, and of keys and values for each trial.
 
-    On an accelerator one with a document as long as the run's may be: of one group, for what is wrong with a length is so in
-    each, and the formula takes its time on the host.
+    On an accelerator one has a document as long as the run's may be, and one group: the formula takes its time on the host.
     """
     if device.type == "cpu":
         yield _HOST, heads, groups
@@ -159,12 +158,17 @@ def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: 
 
 
 def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.device) -> Results:
-    q, k, v, upstream = (x.detach().to(device) for x in inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    with torch.enable_grad():
-        q, k, v = leaves
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
-        out = attend_by(name, q, k, part, packing)
+        return attend_by(name, q, k, part, packing)
+
+    return _with_gradients(attend, *(x.to(device) for x in inputs))
+
+
+def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> Results:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.enable_grad():
+        out = attend(*leaves)
         gradients = torch.autograd.grad(out, leaves, upstream)
     return tuple(x.detach().float().cpu() for x in (out, *gradients))
 
@@ -179,18 +183,16 @@ def _made(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> Results:
-    """Attention with its gradients by their formulas, a document after the other. `spans`: see Packing.spans."""
-    heads, width = q.shape[1:]
-    each = heads // k.size(1)
-    k, v = (x.repeat_interleave(each, dim=1) for x in (k, v))
-    results = []
-    for start, prefix, stop in spans:
-        queries, keys, values, above = (x[start:stop].transpose(0, 1) for x in (q, k, v, upstream))  # [heads, length, dim]
-        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
-        seen[: prefix - start, : prefix - start] = True
-        weights = (queries @ keys.mT * width**-0.5).masked_fill(~seen, float("-inf")).softmax(-1)
-        out = weights @ values
-        of_scores = weights * (above @ values.mT - (above * out).sum(-1, keepdim=True)) * width**-0.5
-        results.append((out, of_scores @ keys, of_scores.mT @ queries, weights.mT @ above))
-    out, of_q, of_k, of_v = (torch.cat(parts, dim=1).transpose(0, 1) for parts in zip(*results, strict=True))
-    return out, of_q, *(x.unflatten(1, (-1, each)).sum(2) for x in (of_k, of_v))
+    """Return attention by its formula, a document after the other, and its gradients. `spans`: see Packing.spans."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        each, parts = q.size(1) // k.size(1), []
+        q, k, v = (x.transpose(0, 1) for x in (q, k.repeat_interleave(each, dim=1), v.repeat_interleave(each, dim=1)))
+        for start, prefix, stop in spans:
+            seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            seen[: prefix - start, : prefix - start] = True
+            scores = (q[:, start:stop] @ k[:, start:stop].mT * q.size(-1) ** -0.5).masked_fill(~seen, float("-inf"))
+            parts.append(scores.softmax(-1) @ v[:, start:stop])
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+    return _with_gradients(attend, q, k, v, upstream)

@@ -82,19 +82,17 @@ class ModelConfig:
         return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
-        """Operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
+        """Return the operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
 
-        q is the width of all heads; p, the `prefix`, counts tokens that see each other: none under causal attention, all s under
-        bidirectional attention.
-        The half of the scores that a causal mask hides is not counted: kernels leave it out.
+        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional). Kernels leave
+        out the scores that a causal mask hides.
         """
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
-        """Operations of the matrix products of a row, forward and backward, as executed: documents and predictions.
+        """Return the operations of a row's matrix products as executed, forward and backward, for `predicted` positions.
 
-        `spans`: (start, prefix, stop) of each document, as `Packing.spans` has them; the head computes `predicted` positions.
-        What recomputation repeats is not counted, nor what padding of the vocabulary adds.
+        `spans`: see `Packing.spans`. What recomputation repeats and what padding of the vocabulary adds is not counted.
         """
         head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(

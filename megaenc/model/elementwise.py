@@ -64,10 +64,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rotation:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864): the halves of a head's width as points, turned by a token's angles.
-
-    cos and sin: float32[S, 1, 1, dim / 2].
-    """
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864); cos and sin of the angles of each token: float32[S, 1, 1, dim / 2]."""
 
     cos: Tensor
     sin: Tensor
@@ -83,26 +80,27 @@ class Rotation:
         return cls(half.cos(), half.sin(), fused)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [S, 1, heads, dim], turned, computed in its own numbers unless it is fused."""
+        """Turn x [S, 1, heads, dim], computed in its own numbers unless it is fused."""
         if self.fused:
-            from megaenc.model.kernels.rotary import rotate
+            from megaenc.model.kernels.rotary import turned
 
-            return rotate(x, self.cos, self.sin)
+            return _Rotate.apply(x, self.cos.contiguous(), self.sin.contiguous(), turned)
         if x.dtype not in self._rounded:
             self._rounded[x.dtype] = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        return _Rotate.apply(x, *self._rounded[x.dtype])
+        return _Rotate.apply(x, *self._rounded[x.dtype], _turned)
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, turned):
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        ctx.turned = turned
+        return turned(x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return _turned(gradient, *ctx.saved_tensors, -1), None, None
+        return ctx.turned(gradient, *ctx.saved_tensors, -1), None, None, None
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:

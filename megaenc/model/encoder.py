@@ -1,7 +1,13 @@
-"""The encoder: embedding, megatron-core's transformer block, and a head that sees the predicted positions alone."""
+"""The encoder: embedding, megatron-core's transformer block, and a head that sees the predicted positions alone.
+
+Initial weights are a pure function of (seed, name, row): the same model whatever the layout.
+"""
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -15,12 +21,12 @@ from torch import Tensor
 from megaenc.backend import Kernels, Layout, detect
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
-from megaenc.model.initial import draw_weights
 from megaenc.model.kernels.check import Widths
 from megaenc.model.kernels.choice import NONE, Fused, fused_kernels
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
 from megaenc.model.packing import Packing
+from megaenc.randomness import normal_rows
 
 _USUAL = Kernels(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 
@@ -119,9 +125,8 @@ class Encoder(LanguageModule):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss, in one.
-
-    The loss is made in the module that has the weight: what fetches weights when they are used goes by calls of modules.
+    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss: in one module, as weights
+    that are fetched on use are fetched by calls of modules.
     """
 
     def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: Fused = NONE, **others):
@@ -134,11 +139,7 @@ class OutputLayer(ColumnParallelLinear):
         """`weight`: the embedding's, where they are tied. See Encoder.forward."""
         if labels is not None:
             weight = self.weight if weight is None else weight
-            if self.fused.loss:
-                from megaenc.model.kernels.loss import fused_loss
-
-                return fused_loss(hidden_NH, weight, labels, self.columns, self.tp_group, sum_in_float32=self.fused.sum)
-            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group)
+            return summed_loss(hidden_NH, weight, labels, self.columns, self.tp_group, self.fused)
         logits_NV, _ = super().forward(hidden_NH, weight)
         logits_NV[:, self.columns :] = float("-inf")  # padding takes no part in the softmax
         return logits_NV
@@ -154,9 +155,9 @@ def build_chunks(
     seed: int | None,
     kernels: Kernels = _USUAL,
 ) -> list[Encoder]:
-    """This rank's parts of the model on its device, with the initial weights of `seed` (None: left empty, to be loaded).
+    """Build the parts of the model on this rank (several if stages are interleaved), with the weights of `seed` (None: empty).
 
-    One part, or several where pipeline stages are interleaved. InputError if `layout` cannot divide the model.
+    InputError if `layout` cannot divide the model.
     """
     model.check(layout.tensor_model_parallel_size)
     chunks = layout.chunks(model.num_layers)
@@ -167,16 +168,51 @@ def build_chunks(
     return encoders if seed is None else [draw_weights(encoder, model, vocab_size, seed) for encoder in encoders]
 
 
-def build_encoder(
-    model: ModelConfig,
-    vocab_size: int,
-    seq_length: int,
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    seed: int | None,
-    kernels: Kernels = _USUAL,
-) -> Encoder:
-    """The same where each rank has one part."""
-    (encoder,) = build_chunks(model, vocab_size, seq_length, layout, dtype, seed=seed, kernels=kernels)
+def build_encoder(*arguments: Any, **others: Any) -> Encoder:
+    """Return what `build_chunks` builds where each rank has one part."""
+    [encoder] = build_chunks(*arguments, **others)
     return encoder
+
+
+def global_names(encoder: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the parameters of this rank under their names in the whole model; a tied output layer has the embedding's."""
+    offset = encoder.decoder.layers[0].layer_number - 1 if len(encoder.decoder.layers) else 0
+    for name, parameter in encoder.named_parameters():
+        if name.startswith("decoder.layers."):
+            number, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            name = f"decoder.layers.{int(number) + offset}.{rest}"
+        elif name == "output_layer.weight" and encoder.share_embeddings_and_output_weights:
+            name = "embedding.word_embeddings.weight"
+        yield name, parameter
+
+
+@torch.no_grad()
+def draw_weights(encoder: torch.nn.Module, model: ModelConfig, vocab_size: int, seed: int) -> torch.nn.Module:
+    """Fill `encoder`: matrices with N(0, init_method_std), norms with one; biases and rows of padding are zero."""
+    for name, parameter in global_names(encoder):
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+        else:
+            values = _shard(name, parameter, vocab_size, seed) * np.float32(model.init_method_std)
+            parameter.copy_(torch.from_numpy(values))
+    return encoder
+
+
+def _shard(name: str, parameter: torch.nn.Parameter, vocab_size: int, seed: int) -> np.ndarray:
+    """float32: this rank's rows and columns of the standard normal matrix called `name`."""
+    rows, columns = parameter.shape
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    if name.endswith((".linear_proj.weight", ".linear_fc2.weight")):  # row parallel: every rank has all rows, some columns
+        return normal_rows(seed, name, range(rows), columns * size)[:, columns * rank : columns * (rank + 1)]
+    if name.endswith(".linear_fc1.weight"):  # a rank holds its part of the gate, then its part of the up projection
+        half = rows // 2
+        gate, up = (half * (rank + part * size) for part in (0, 1))
+        return np.concatenate([normal_rows(seed, name, range(start, start + half), columns) for start in (gate, up)])
+    start = rows * rank
+    stop = start + rows
+    if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        stop = max(start, min(stop, vocab_size))
+    values = np.zeros((rows, columns), dtype=np.float32)
+    values[: stop - start] = normal_rows(seed, name, range(start, stop), columns)
+    return values

@@ -6,7 +6,6 @@ rounds nothing, and where a matrix is shared among ranks, its parts are rounded 
 
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,7 @@ from megaenc.backend.kernels import FLOAT8_WIDTH
 from megaenc.console import say
 from megaenc.errors import InputError
 
-_ROWS = 100  # of the matrices that the start tries
+ROWS = 100  # of the matrices that the start tries
 _SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-100, infinity and NaN as float32
 
 
@@ -40,10 +39,7 @@ class Float8:
         return torch.linalg.vector_norm(x.detach(), math.inf, dtype=torch.float32).abs().view(torch.int32)
 
     def scaled(self, x: Tensor, top: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`x` [rows, columns] in `dtype` under the scale that `top` (see `highest`) leads to, and float32[] to multiply it by.
-
-        That is NaN where `top` is no finite number, so that every product is.
-        """
+        """Return `x` in `dtype` under the scale of `top`, and float32[] to multiply it by: NaN if `top` is not finite."""
         if self.triton:
             from megaenc.model import float8_kernels
 
@@ -85,10 +81,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @functools.cache
 def float8(fp8_format: str, backend: Backend) -> Float8:
-    """What `--fp8-format` is on this machine. InputError where it has no such products.
-
-    The kernels of our own are taken on accelerators, where they do what torch's do, bit by bit; else a line says so.
-    """
+    """Return what `--fp8-format` is here, by our kernels if they do bit by bit what torch's do; InputError if none."""
     forward, wide = _types(fp8_format, backend)
     plain = Float8(forward, wide if fp8_format == "hybrid" else forward)
     if backend.is_host:
@@ -122,7 +115,7 @@ def _unlike(own: Float8, plain: Float8, device: torch.device) -> str:
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(_ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
+            x = torch.randn(ROWS, 3 * 208, dtype=dtype, device=device, generator=generator).exp_()[:, 208:416]
             tops = own.highest(x), plain.highest(x)
             if not torch.equal(*tops):
                 return f"the largest of {dtype} differs"
@@ -135,50 +128,3 @@ def _unlike(own: Float8, plain: Float8, device: torch.device) -> str:
     except Exception as error:  # of a compiler, whatever it raises: without it all goes on, slower
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
-
-
-def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """InputError unless layers of `widths` (output, input) compute here what float32 does, but for the rounding of their types.
-
-    The tolerance of each of the three products, as a norm relative to the result's: the roots of the mean squares of both
-    matrices' rounding errors, added as independent ones are, and 2^-7 for results in bfloat16 and sums that are added up fast.
-    """
-    kind, generator = float8(fp8_format, backend), torch.Generator().manual_seed(0)
-    forward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.forward))
-    backward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.gradient))
-    for out, width in sorted(set(widths)):
-        x, weight, gradient = (
-            torch.randn(*shape, generator=generator).to(backend.device, dtype)
-            for shape in ((_ROWS, width), (out, width), (_ROWS, out))
-        )
-        expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
-        try:
-            found = products(kind, x, weight, gradient)
-            errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
-        except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
-            said = " ".join(str(error).split())[:200]
-            raise InputError(
-                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: {said}; "
-                "leave the flag out"
-            ) from None
-        for name, error, most in zip(_PRODUCTS, errors, (forward, backward, backward), strict=True):
-            if not error <= most:
-                raise InputError(
-                    f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is {100 * error:.2g} % off float32's on "
-                    f"{backend.description}, expected {100 * most:.2g} % at most; leave the flag out"
-                )
-
-
-_PRODUCTS = ("output", "gradient of the input", "gradient of the weight")
-
-
-def products(kind: Float8, x_TK: Tensor, weight_NK: Tensor, gradient_TN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three of a layer without anything else: output [T, N], gradients of its input [T, K] and of its weight [N, K]."""
-    x8, x_inverse = kind.scaled(x_TK, kind.highest(x_TK), kind.forward)
-    w8, w_inverse = kind.scaled(weight_NK, kind.highest(weight_NK), kind.forward)
-    g8, g_inverse = kind.scaled(gradient_TN, kind.highest(gradient_TN), kind.gradient)
-    return (
-        kind.product(x8, w8, x_inverse, w_inverse, x_TK.dtype, fast=True),
-        kind.product(g8, kind.turned(w8), g_inverse, w_inverse, x_TK.dtype),
-        kind.product(kind.turned(g8), kind.turned(x8), g_inverse, x_inverse, x_TK.dtype),
-    )

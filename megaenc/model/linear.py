@@ -3,6 +3,7 @@
 What is sent between ranks, and when, is as in megatron-core's own; but for the sequence-parallel input, which is sent in float8.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.backend import Backend, Kernels
+from megaenc.errors import InputError
 from megaenc.model import transformer_engine
-from megaenc.model.float8 import Float8, check_products
+from megaenc.model.float8 import ROWS, Float8, float8, rounding
 
 
 def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
@@ -22,6 +24,47 @@ def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int
         transformer_engine.check_installed(kernels.fp8_format)
     elif kernels.fp8_format:
         check_products(kernels.fp8_format, backend, widths, dtype)
+
+
+def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+    """InputError unless layers of `widths` (output, input) compute here what float32 does, but for the rounding of their types.
+
+    The tolerance of each of the three products, as a norm relative to the result's: the roots of the mean squares of both
+    matrices' rounding errors, added as independent ones are, and 2^-7 for results in bfloat16 and sums that are added up fast.
+    """
+    names = "output", "gradient of the input", "gradient of the weight"
+    kind, generator = float8(fp8_format, backend), torch.Generator().manual_seed(0)
+    forward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.forward))
+    backward = 2**-7 + math.hypot(rounding(kind.forward), rounding(kind.gradient))
+    for out, width in sorted(set(widths)):
+        x, weight, gradient = (
+            torch.randn(*shape, generator=generator).to(backend.device, dtype)
+            for shape in ((ROWS, width), (out, width), (ROWS, out))
+        )
+        expected = x.float() @ weight.float().t(), gradient.float() @ weight.float(), gradient.float().t() @ x.float()
+        try:
+            found = _products(kind, x, weight, gradient)
+            errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
+        except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
+            said = " ".join(str(error).split())[:200]
+            raise InputError(
+                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: {said}; "
+                "leave the flag out"
+            ) from None
+        for name, error, most in zip(names, errors, (forward, backward, backward), strict=True):
+            if not error <= most:
+                raise InputError(
+                    f"--fp8-format {fp8_format}: the {name} of a {out} x {width} layer is {100 * error:.2g} % off float32's on "
+                    f"{backend.description}, expected {100 * most:.2g} % at most; leave the flag out"
+                )
+
+
+def _products(kind: Float8, x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    """Return the output of a layer on one rank and, for its `gradient`, those of input and weight."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (x, weight)]
+    with torch.enable_grad():
+        out = _Linear.apply(*leaves, None, kind, None, False)
+    return out.detach(), *torch.autograd.grad(out, leaves, gradient)
 
 
 class _InFloat8:

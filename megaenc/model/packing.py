@@ -56,10 +56,7 @@ class Packing(PackedSeqParams):
 
     @classmethod
     def of(cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None) -> "Packing":
-        """Documents between neighbouring `edges` (the cu_seqlens: 0 first, the row's length last).
-
-        `prefixes`: int64[D] under Attention.PREFIX, at least 0 and less than the document's length; else ValueError.
-        """
+        """Build it of documents between `edges` (0 first, the row's length last); ValueError if their `prefixes` do not fit."""
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):
             raise ValueError(f"{attention} attention: found prefixes {prefixes}, expected them under prefix attention alone")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megaenc.model.kernels.launch import power_of_2
 from megaenc.model.packing import Packing, to_device
 from megaenc.objectives import Attention
 
@@ -52,7 +53,7 @@ class Padded:
             found = np.flatnonzero(sort == length)
             rows += [np.arange(start, stop) for start, _, stop in spans[found]]
             places = [at * length + np.arange(lengths[document]) for at, document in enumerate(found)]
-            count = _power_of_2(len(found))
+            count = power_of_2(len(found))
             # Those that fill the batch up have one token: a softmax over nothing would be no number.
             sizes = np.ones((2, count), dtype=np.int64)
             sizes[:, : len(found)] = lengths[found], prefixes[found]
@@ -67,13 +68,8 @@ class Padded:
 
 def mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
     """Of the masks of a micro-batch whose documents fill their packs, which is about the most that there can be."""
-    length = max(_SHORTEST, _power_of_2(seq_length))
-    return _power_of_2(packs) * length**2 * dtype.itemsize
-
-
-def _power_of_2(number: int) -> int:
-    """The smallest that is not below `number`."""
-    return 1 << max(number - 1, 0).bit_length()
+    length = max(_SHORTEST, power_of_2(seq_length))
+    return power_of_2(packs) * length**2 * dtype.itemsize
 
 
 def _bias(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:

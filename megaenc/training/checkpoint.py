@@ -21,7 +21,7 @@ from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import SHARD, rewrite_pickles
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import difference
-from megaenc.training.sharded_state import fill, fill_module, sharded_state
+from megaenc.training.sharded_state import fill, fill_model, model_state, sharded_state
 from megaenc.training.together import on_all, on_rank_0
 
 
@@ -32,10 +32,9 @@ class Checkpoints(CheckpointFolder):
     """The step that `check` came to last, and what loading it unpickles, written anew."""
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON of the checkpoint of `step`, once every byte is known to be what was saved; all ranks call this together.
+        """Return the JSON of the checkpoint of `step` once every byte is known to be as saved; all ranks call this together.
 
-        Damaged names the file that is not. InputError where the run that saved it was not that of `identity`, or where one of
-        its pickles would do more than hold tensors and plain values.
+        Damaged names a file that is not; InputError for a run of another `identity`, or a pickle of more than plain values.
         """
         state = on_rank_0(lambda: self.state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -57,17 +56,15 @@ class Checkpoints(CheckpointFolder):
         """
         if self._checked is None or self._checked[0] != step:
             self.check(step)
-        path, (_, contents) = self.path(step).absolute(), self._checked
         with contextlib.ExitStack() as stack:
 
             def lay_out() -> str:
                 try:
                     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megaenc-")))
-                    for name, content in contents.items():
+                    for name, content in self._checked[1].items():
                         (folder / name).write_bytes(content)
-                    for shard in path.iterdir():
-                        if SHARD.fullmatch(shard.name):
-                            (folder / shard.name).symlink_to(shard)
+                    for shard in filter(lambda file: SHARD.fullmatch(file.name), self.path(step).absolute().iterdir()):
+                        (folder / shard.name).symlink_to(shard)
                 except OSError as error:
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
@@ -75,12 +72,12 @@ class Checkpoints(CheckpointFolder):
             yield on_all(lay_out)[rank()]
 
     def newest_good(self, plan: Plan) -> dict[str, Any] | None:
-        """The JSON of the newest checkpoint that `check` finds whole, None where there is no checkpoint; all ranks together.
+        """Return the JSON of the newest whole checkpoint up to the tracker's that `plan` agrees with, if any; all ranks together.
 
-        Those up to the step that the tracker names are looked at, but for those that have read packs which `plan` leaves out. A
-        damaged one is named in a line; InputError if all are.
+        A damaged one is named in a line; InputError if all are.
         """
-        identity, steps = plan.identity, on_rank_0(lambda: self._candidates(plan))
+        identity = plan.identity
+        steps = on_rank_0(lambda: [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)])
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
                 return self.check(step, identity)
@@ -89,10 +86,6 @@ class Checkpoints(CheckpointFolder):
                     raise InputError(f"{damage}; no other is there; delete {self.folder} to start anew") from None
                 say(f"{damage}: trying that of step {before}")
         return None
-
-    def _candidates(self, plan: Plan) -> list[int]:
-        """Newest first."""
-        return [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)]
 
     def fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
         """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""
@@ -113,15 +106,12 @@ class Checkpoints(CheckpointFolder):
     def load_weights(self, engine: Engine, step: int) -> None:
         """Put the weights alone of the checkpoint of `step`, which `check` found whole, into `engine`, with a new optimizer."""
         with self.readable(step) as folder:
-            _load_model(folder, [chunk.module for chunk in engine.chunks])
+            fill_model(engine, dist_checkpointing.load({"model": model_state(engine)}, folder)["model"])
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
 def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
-    """Put the weights of the checkpoint of `step` into `module`, all of a model in this process, once `check` finds it whole.
-
-    Memory holds them once.
-    """
+    """Put the weights of the checkpoint of `step`, once `check` finds it whole, into `module`, a whole model, without a copy."""
     try:
         checkpoints.check(step, identity)
     except Damaged as damage:
@@ -129,30 +119,15 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None
     with checkpoints.readable(step) as folder:
-        _load_in_place(folder, module)
-
-
-def _load_in_place(folder: str, module: torch.nn.Module) -> None:
-    """What is read goes to the weights themselves; whole matrices made of two, the MLP's, are not put together a second time.
-
-    Those of the vocabulary come first: a weight is read whole before it is put in its place, and the others take no memory yet.
-    """
-    layers, others = {}, {}
-    for name, value in module.sharded_state_dict(prefix="model.").items():
-        for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
-            if isinstance(part, ShardedTensor):
-                (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
-    for wanted in (others, layers):
-        places = {name: part.data for name, part in wanted.items()}
-        loaded = dist_checkpointing.load({"model": {"0": wanted}}, folder)["model"]["0"]
-        for name, place in places.items():
-            if place.data_ptr() != loaded[name].data_ptr():
-                place.copy_(loaded[name])
-
-
-def _load_model(folder: str, chunks: list[torch.nn.Module]) -> None:
-    """A model in one part or, where pipeline stages are interleaved, in several."""
-    wanted = {str(number): chunk.sharded_state_dict(prefix="model.") for number, chunk in enumerate(chunks)}
-    loaded = dist_checkpointing.load({"model": wanted}, folder)
-    for number, chunk in enumerate(chunks):
-        fill_module(chunk, loaded["model"][str(number)])
+        layers, others = {}, {}
+        for name, value in module.sharded_state_dict(prefix="model.").items():
+            # A matrix made of two, the MLP's, is not put together a second time: its parts are read into their places.
+            for number, part in enumerate(value.build() if isinstance(value, ShardedTensorFactory) else [value]):
+                if isinstance(part, ShardedTensor):
+                    (layers if name.startswith("model.decoder.") else others)[f"{name} {number}"] = part
+        for wanted in (others, layers):  # the vocabulary's first: one is read whole, and the layers take no memory yet
+            places = {name: part.data for name, part in wanted.items()}
+            loaded = dist_checkpointing.load({"model": {"0": wanted}}, folder)["model"]["0"]
+            for name, place in places.items():
+                if place.data_ptr() != loaded[name].data_ptr():
+                    place.copy_(loaded[name])

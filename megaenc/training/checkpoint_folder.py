@@ -82,9 +82,6 @@ class CheckpointFolder:
         return True
 
     def up_to_tracker(self) -> list[int]:
-        """The steps of the checkpoints up to the one that the tracker names, there or not: a run may leave others beyond it.
-
-        Without a tracker, which a save that was cut off may not have written yet, all count. In order.
-        """
+        """Return in order the steps up to that of the tracker, there or not (later ones may be left), or all without one."""
         named, steps = self.latest(), self.steps()
         return steps if named is None else sorted({step for step in steps if step < named} | {named})

@@ -11,10 +11,7 @@ from megaenc.processes import die_with_launcher
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> None:
-    """Read the flags, work the run out, join the process groups, train.
-
-    What was stopped, or refused for a wrong input, is not begun again by the torchrun that started it.
-    """
+    """Train by the flags in `argv`. torchrun does not restart what was stopped or refused."""
     die_with_launcher()
     leave_if_told()
     quiet()

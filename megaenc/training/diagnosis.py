@@ -2,67 +2,22 @@
 
 import math
 import socket
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.ranks import rank
-from megaenc.training.engine import Engine
-from megaenc.training.plan import Plan
-from megaenc.training.results import BatchResult
+from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.skipped import SkippedPacks
 from megaenc.training.together import on_all
 
 _SHOWN = 8  # ranges of packs or ranks that a line names
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What was found out about update number `step` by running its packs once more, the same on every rank."""
+def diagnose(engine: Engine, step: int) -> tuple[str, str]:
+    """Run the packs of update `step` once more, each alone, on all ranks together; weights and optimizer stay the same.
 
-    step: int
-    packs: dict[int, tuple[int, ...]]
-    """The samples whose pack alone gives no finite loss or gradient, each with the ranks that saw it."""
-    read: int
-    """Packs of the step."""
-    losses: tuple[int, ...]
-    """The ranks whose share of the loss was no finite number in the step itself."""
-    hosts: dict[int, str]
-    """Of each rank named above."""
-
-    def describe(self, plan: Plan) -> str:
-        """What it comes from, as the end of a sentence."""
-        if not self.packs:
-            where = f"; in the step itself the loss of {self._places(self.losses)} was none" if self.losses else ""
-            return f"from none of its {self.read} packs when each is run alone, which points to the hardware{where}"
-        if len(self.packs) == self.read > 1:
-            return f"from each of its {self.read} packs: the weights themselves are no good"
-        corpora = {plan.data.corpora[plan.packs.corpus_of_sample(sample)].prefix for sample in self.packs}
-        places = self._places({place for ranks in self.packs.values() for place in ranks})
-        return f"from pack{'s' * (len(self.packs) > 1)} {_listed(self.packs)} of {', '.join(sorted(corpora))} on {places}"
-
-    def remedy(self, plan: Plan) -> str:
-        """What to do next."""
-        if not self.packs:
-            return "give the same command again, on other machines if it comes back"
-        if len(self.packs) == self.read > 1:
-            return "begin anew or from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
-        skipped = plan.skipped | SkippedPacks.of((sample, sample) for sample in self.packs)
-        return f"give the same command with --skip-packs {' '.join(skipped.texts)}"
-
-    def _places(self, ranks: Iterable[int]) -> str:
-        """`rank 3 (node-1)`, or several with their hosts."""
-        ranks = sorted(ranks)
-        hosts = sorted({self.hosts[rank] for rank in ranks})
-        return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} ({', '.join(hosts)})"
-
-
-def diagnose(engine: Engine, step: int) -> Findings:
-    """Run the packs of update number `step` once more, each alone; all ranks call this together, after the update.
-
-    Weights and optimizer stay as they are.
+    Return what the fault comes from, as the end of a sentence, and what to do next; the same on every rank.
     """
     plan, layout = engine.plan, engine.layout
     objective = plan.schedule.objective(step)
@@ -72,33 +27,40 @@ def diagnose(engine: Engine, step: int) -> Findings:
         rows = [[sample] for row in rows for sample in row]  # else one pack cannot be cut along its length
     with engine.unreduced():
         mine = {tuple(row): all(map(math.isfinite, engine.gradient_alone(row, objective))) for row in rows}
-    bad: dict[int, list[int]] = defaultdict(list)
-    read: set[int] = set()
     answers = on_all(lambda: (rank(), socket.gethostname(), loss_was_finite, mine))
-    for where, _, _, finite in answers:
-        read |= {sample for row in finite for sample in row}
-        for sample in (sample for row, is_finite in finite.items() if not is_finite for sample in row):
-            bad[sample].append(where)
-    return Findings(
-        step,
-        {sample: tuple(ranks) for sample, ranks in sorted(bad.items())},
-        len(read),
-        tuple(where for where, _, finite, _ in answers if not finite),
-        {where: host for where, host, _, _ in answers},
-    )
+    seen = [(where, sample, is_finite) for where, _, _, finite in answers for row, is_finite in finite.items() for sample in row]
+    packs = {sample for _, sample, is_finite in seen if not is_finite}  # whose own loss or gradient is not finite
+    read = len({sample for _, sample, _ in seen})
+    if not packs:
+        losses = [answer for answer in answers if not answer[2]]
+        where = f"; in the step itself the loss of {_places(losses)} was none" if losses else ""
+        cause = f"from none of its {read} packs when each is run alone, which points to the hardware{where}"
+        return cause, "give the same command again, on other machines if it comes back"
+    if len(packs) == read > 1:
+        remedy = "begin anew or from an earlier checkpoint with a lower --lr or longer --lr-warmup-iters"
+        return f"from each of its {read} packs: the weights themselves are no good", remedy
+    corpora = {plan.data.corpora[plan.packs.corpus_of_sample(sample)].prefix for sample in packs}
+    ranks = {where for where, _, is_finite in seen if not is_finite}
+    places = _places(answer for answer in answers if answer[0] in ranks)
+    skipped = plan.skipped | SkippedPacks.of((sample, sample) for sample in packs)
+    cause = f"from pack{'s' * (len(packs) > 1)} {_listed(packs)} of {', '.join(sorted(corpora))} on {places}"
+    return cause, f"give the same command with --skip-packs {' '.join(skipped.texts)}"
 
 
 def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int) -> None:
-    """Say that update number `step` was left out, the `skipped`th of the run, and why; all ranks call this together.
-
-    InputError beyond `--max-skipped-updates`.
-    """
-    findings, limit = diagnose(engine, step), engine.plan.settings.health.max_skipped_updates
+    """Report on all ranks why update `step` was left out, the `skipped`th; InputError beyond `--max-skipped-updates`."""
+    (cause, remedy), limit = diagnose(engine, step), engine.plan.settings.health.max_skipped_updates
     what = "gradient" if math.isfinite(result.loss_sum) else "loss"
-    line = f"step {step}: {what} is no finite number, {findings.describe(engine.plan)}; update skipped, {skipped} so far"
+    line = f"step {step}: {what} is no finite number, {cause}; update skipped, {skipped} so far"
     if skipped > limit:
-        raise InputError(f"{line}, --max-skipped-updates allows {limit}; {findings.remedy(engine.plan)}")
+        raise InputError(f"{line}, --max-skipped-updates allows {limit}; {remedy}")
     say(line)
+
+
+def _places(answers: Iterable[tuple]) -> str:
+    """Return `rank 3 (node-1)`, or several with their hosts, of answers that begin with both."""
+    ranks, hosts = zip(*(answer[:2] for answer in answers), strict=True)
+    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} ({', '.join(sorted(set(hosts)))})"
 
 
 def _listed(numbers: Iterable[int]) -> str:

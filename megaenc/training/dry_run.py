@@ -9,7 +9,6 @@ from rich import box
 from rich.table import Table
 
 from megaenc.console import rich_console
-from megaenc.objectives import Phase
 from megaenc.randomness import SampleRandomness
 from megaenc.ranks import rank, world_size
 from megaenc.training.plan import Plan, validated_objectives
@@ -26,8 +25,12 @@ def describe(plan: Plan) -> None:
     console = rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
     total = settings.total_iters
-    millions = settings.shape.parameters(plan.vocab_size) / 1e6
-    console.print(f"{settings.model_name}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, {_layout(plan)}")
+    processes, millions = world_size(), settings.shape.parameters(plan.vocab_size) / 1e6
+    layout = settings.layout.describe(settings.shape.num_layers, processes)
+    console.print(
+        f"{settings.model_name}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, "
+        f"{processes} process{'es' if processes > 1 else ''}: {layout}"
+    )
     console.print(
         f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
@@ -37,22 +40,14 @@ def describe(plan: Plan) -> None:
     console.print(_data(plan))
     console.print(_phases(plan))
     console.print(_objectives(plan))
-    rate = plan.learning_rate
+    rate, validation = plan.learning_rate, "none"
+    if plan.validation:
+        objectives = ", ".join(validated_objectives(plan.schedule, plan.vocabulary))
+        validation = f"every {settings.eval_every:,} steps under {objectives}"
     console.print(
         f"learning rate: to {rate.peak:g} over {rate.warmup:,} steps, constant, to 0 over the last {rate.decay:,} steps\n"
-        f"validation: {_validation(plan)}"
+        f"validation: {validation}"
     )
-
-
-def _layout(plan: Plan) -> str:
-    processes, settings = world_size(), plan.settings
-    return f"{processes} process{'es' if processes > 1 else ''}: {settings.layout.describe(settings.shape.num_layers, processes)}"
-
-
-def _validation(plan: Plan) -> str:
-    if not plan.validation:
-        return "none"
-    return f"every {plan.settings.eval_every:,} steps under {', '.join(validated_objectives(plan.schedule, plan.vocabulary))}"
 
 
 def _data(plan: Plan) -> Table:
@@ -66,9 +61,8 @@ def _phases(plan: Plan) -> Table:
     table = _table("phase", "steps", "tokens", "tokens so far")
     phases = plan.schedule.phases
     for phase in phases[:_SHOWN_PHASES]:
-        steps = _steps(phase)
-        before, after = (plan.settings.tokens_after(step) for step in (steps[0] - 1, steps[-1]))
-        table.add_row(phase.text, f"{steps[0]:,} to {steps[-1]:,}", f"{after - before:,}", f"{after:,}")
+        before, after = (plan.settings.tokens_after(step) for step in (phase.first_step - 1, phase.last_step))
+        table.add_row(phase.text, f"{phase.first_step:,} to {phase.last_step:,}", f"{after - before:,}", f"{after:,}")
     if len(phases) > _SHOWN_PHASES:
         table.add_row(f"... {len(phases) - _SHOWN_PHASES:,} more phases", f"to {phases[-1].last_step:,}", "", "")
     return table
@@ -82,7 +76,7 @@ def _objectives(plan: Plan) -> Table:
     estimated: set[str] = set()
     for phase in plan.schedule.phases:
         # A mixture is looked at step by step, a long one at so many of its steps, each of which stands for those that follow.
-        stride = len(_steps(phase)) if len(phase.choices) == 1 else max(1, len(_steps(phase)) // _LOOKED_AT_STEPS)
+        stride = len(phase) if len(phase.choices) == 1 else max(1, len(phase) // _LOOKED_AT_STEPS)
         for first in range(phase.first_step, phase.last_step + 1, stride):
             part = range(first, min(first + stride, phase.last_step + 1))
             text = plan.schedule.text_at(first)
@@ -109,10 +103,6 @@ def _predicted_share(plan: Plan, parts: list[range]) -> float:
         step = parts[at][place - ends[at]]  # counted from the end of the part
         predicted += len(plan.schedule.objective(step).targets(pack, randomness).labels)
     return predicted / (_LOOKED_AT * plan.settings.data.seq_length)
-
-
-def _steps(phase: Phase) -> range:
-    return range(phase.first_step, phase.last_step + 1)
 
 
 def _table(first: str, *others: str) -> Table:

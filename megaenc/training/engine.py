@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import tee
 
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
@@ -20,13 +22,45 @@ from megaenc.data.packs import Packs
 from megaenc.model.encoder import build_chunks
 from megaenc.model.linear import check_linears
 from megaenc.objectives import Objective
-from megaenc.training.ahead import Ahead
 from megaenc.training.attention_choice import attention_of
-from megaenc.training.batches import MicroBatch, Share, Wanted
+from megaenc.training.batches import Ahead, MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
-from megaenc.training.results import BatchResult, Update
-from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch, megatron_timers, reset_timers
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
 from megaenc.training.together import on_all
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Sums over one or more global batches, the same on every rank. `flops`: forward and backward, of the matrix products."""
+
+    loss_sum: float = 0.0
+    predicted: int = 0
+    correct: int = 0
+    flops: float = 0.0
+
+    def __add__(self, other: "BatchResult") -> "BatchResult":
+        return BatchResult(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+
+    @property
+    def loss(self) -> float | None:
+        """Mean over the predicted tokens; None where there were none."""
+        return self.loss_sum / self.predicted if self.predicted else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the predicted tokens whose most likely guess was right."""
+        return self.correct / self.predicted if self.predicted else None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one update has come to, the same on every rank."""
+
+    result: BatchResult
+    grad_norm: float
+    """Of the gradient before clipping."""
+    made: bool
+    """Not where loss or gradient are no finite numbers: then weights and optimizer stay as they were."""
 
 
 class Engine:
@@ -60,11 +94,12 @@ class Engine:
         self.fused = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.watch = Stopwatch()
+        self.watch = Stopwatch()  # of one update
         # A host's cores all compute in any case: there a thread would but take turns with them.
         self._make = partial(Wanted.made, device=backend.device)
         self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
-        self.timers = self.config.timers = megatron_timers(settings.monitoring.timing_log_level)
+        level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
+        self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
         data_parallel = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -107,11 +142,6 @@ class Engine:
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
-    @property
-    def keeps_masters(self) -> bool:
-        """Whether the optimizer has a float32 copy of each weight."""
-        return self.plan.settings.bf16
-
     def gather_parameters(self) -> None:
         """Wait until this rank has all weights of the last update (with `--overlap-param-gather` they come when needed)."""
         if self.layout.overlap_param_gather:
@@ -120,8 +150,9 @@ class Engine:
 
     def update(self, step: int) -> Update:
         """Make update number `step` (1, 2, ...)."""
-        self.watch.reset()
-        reset_timers(self.timers)
+        self.watch = Stopwatch()
+        for timer in self.timers._timers.values() if self.timers else ():
+            timer.reset()
         self.clear_gradient()
         with self.watch.measure(FORWARD_BACKWARD):
             following = self._wanted(step + 1) if self._ahead and step < self.plan.settings.total_iters else ()
@@ -164,15 +195,20 @@ class Engine:
         return grad_norm, finite
 
     @contextlib.contextmanager
+    def _all_parameters(self) -> Iterator[None]:
+        """Fetch all weights at once and let nothing fetch them on use: that belongs to updates."""
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks if self.layout.overlap_param_gather else ():
+                chunk.disable_forward_pre_hook()  # which waits for what is under way
+                stack.callback(chunk.enable_forward_pre_hook)
+            yield
+
+    @contextlib.contextmanager
     def unreduced(self) -> Iterator[None]:
         """Let `gradient_alone` leave each rank its own gradient: nothing is added up over the copies of the model."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
-        self.gather_parameters()
-        with contextlib.ExitStack() as stack:
-            for chunk in self.chunks if self.layout.overlap_param_gather else ():
-                chunk.disable_forward_pre_hook()
-                stack.callback(chunk.enable_forward_pre_hook)
+        with self._all_parameters():
             for name in names:
                 setattr(self.config, name, None)
             try:
@@ -201,22 +237,16 @@ class Engine:
         """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
-            if self.layout.overlap_param_gather:  # all weights at once; what fetches them on use belongs to updates
-                chunk.disable_forward_pre_hook()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
         wanted = [[Wanted(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
-        results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
+        with self._all_parameters():
+            results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
         for chunk in self.chunks:
             chunk.train()
-            if self.layout.overlap_param_gather:
-                chunk.enable_forward_pre_hook()
         return sum(results, BatchResult())
 
     def _run(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> BatchResult:
-        """The global batch of which this rank reads `wanted` through the pipeline, forward and, to train, backward.
-
-        `following` is what will be wanted next.
-        """
+        """Run the global batch of which this rank reads `wanted` forward and, to train, backward; `following` is wanted next."""
         sums = self._sums(wanted, following, train)
         if train:
             self.own_loss = sums[0].clone()

@@ -4,15 +4,12 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend, Kernels
 from megaenc.objectives import Phase
+from megaenc.training.engine import BatchResult
 from megaenc.training.plan import Plan
-from megaenc.training.results import BatchResult
 
 
 def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str, bool], resumed: int) -> str:
-    """Model, machine, layout and kernels, phases and batch, how often the data are read.
-
-    `kernels`: those that were chosen; `fused`: whether each fused kernel is used; `resumed`: the step it goes on after, or 0.
-    """
+    """Describe the run; `fused`: whether each kernel is used, by name; `resumed`: the step it continues after, or 0."""
     settings = plan.settings
     where = f"{dist.get_world_size()} x {backend.description}"
     parallel = settings.layout.describe(settings.shape.num_layers, dist.get_world_size())

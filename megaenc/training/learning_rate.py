@@ -36,10 +36,7 @@ class LearningRate:
 
 
 def steps_of(flag: str, iters: int | None, fraction: float | None, total: int, default: float = 0.05) -> int:
-    """Steps of a part of the run, given as `--flag-iters` or `--flag-fraction` (half rounded up); `default` is a fraction.
-
-    InputError if both are given or one is out of range.
-    """
+    """Return the steps of `--flag-iters` or `--flag-fraction` (half rounded up). InputError if both or out of range."""
     if iters is not None and fraction is not None:
         raise InputError(f"--{flag}-iters and --{flag}-fraction: found both, expected one")
     if iters is not None:

@@ -34,10 +34,7 @@ def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
 
 
 def read_alike(plan: Plan, state: dict[str, Any]) -> bool:
-    """Whether the run that saved a checkpoint with the JSON `state` had read what `plan` reads up to there.
-
-    It had not if a rewind has left packs out since.
-    """
+    """Return whether the checkpoint of `state` has read what `plan` reads up to there: not if a rewind left packs out since."""
     there = SkippedPacks.read(state.get("skip_packs", ()))
     return there.agrees(plan.skipped, plan.start.skip_samples, plan.samples_by(state["step"]))
 
@@ -70,10 +67,9 @@ def _newest(plan: Plan, recorded: SkippedPacks) -> int:
 
 
 def leave_out(plan: Plan, step: int, kept: Sequence[int]) -> Plan:
-    """`plan` without the packs of the `--rewind-skip-iters` updates up to number `step`, to go back to before them.
+    """Return `plan` without the packs of the `--rewind-skip-iters` updates up to `step`, to go back to before them.
 
-    `kept` are the steps with a checkpoint. Where all of them lie among those updates, only what was read after the oldest is
-    left out: rather that than to make the whole run again.
+    `kept`: steps with a checkpoint. If all are among those updates, only what came after the oldest is left out.
     """
     first = max(step - plan.settings.health.rewind_skip_iters, plan.start.step)
     first = max(first, min(kept, default=0)) + 1

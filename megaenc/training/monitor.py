@@ -11,26 +11,28 @@ import torch.distributed as dist
 
 from megaenc.backend import Backend
 from megaenc.console import ProgressLine
-from megaenc.training.engine import Engine
+from megaenc.training.engine import Engine, Update
 from megaenc.training.plan import Plan
 from megaenc.training.profiling import Profiler
-from megaenc.training.results import Update
 from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
-from megaenc.training.sinks import Sinks
+from megaenc.training.sinks import boards
 from megaenc.training.stragglers import Stragglers
 from megaenc.training.timing import highest, longest, memory
 
+_GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
+
 
 class Monitor:
-    """Makes the rows, on all ranks alike, and shows them; `folder` is there on rank 0 of a run with `--save` alone.
+    """Makes the rows, on all ranks alike, and shows them; `folder` is there only on rank 0 of a run with `--save`.
 
-    As a context it holds the progress line, which begins at step `done`, and closes what the rows go to.
+    As a context it holds the progress line, from step `done` on, and closes what the rows go to.
     """
 
     def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
         self._plan, self._backend, self._engine = plan, backend, engine
-        self._sinks = Sinks(plan, folder)
+        self._folder, self._boards = folder, boards(plan, folder)
         monitoring, save = plan.settings.monitoring, plan.settings.output.save
+        self._shows = bool(save or monitoring.tensorboard_dir or monitoring.wandb_project)  # the same on all ranks
         self._profiler = Profiler(monitoring, backend, save, done) if monitoring.profile else None
         self._stragglers = Stragglers(engine, backend, monitoring.straggler_interval) if monitoring.log_straggler else None
         self._between = {"evaluation": 0.0, "save": 0.0}
@@ -45,7 +47,8 @@ class Monitor:
         self._line.__exit__(kind, error, trace)
         if self._profiler:
             self._profiler.close()
-        self._sinks.close()
+        for board in self._boards:
+            board.close()
 
     @contextlib.contextmanager
     def over(self, step: int) -> Iterator[None]:
@@ -56,24 +59,21 @@ class Monitor:
             self._seconds = perf_counter() - clock
 
     def step(self, step: int, update: Update, progress: dict[str, Any], deviations: float | None) -> None:
-        """Show update number `step`; `progress` is that of the run so far, `deviations` that of `spikes.RecentLosses.add`.
-
-        A spike and an update that was not made have their row whatever the interval.
-        """
+        """Show update `step`, a spike or one not made whatever the interval; `deviations`: those of `RecentLosses.add`."""
         row = self._row(step, update, progress) | {"loss_deviations": deviations}
         notable = not update.made or self._plan.settings.health.is_spike(deviations)
         due = notable or step % self._plan.log_every == 0 or step == self._plan.settings.total_iters
-        if due and Sinks.wanted(self._plan):
-            self._sinks.log(METRICS, row | self._of_all_ranks())
+        if due and self._shows:
+            self._log(METRICS, row | self._of_all_ranks())
         if self._stragglers and (report := self._stragglers.step(step)):
-            self._sinks.log(STRAGGLERS, report)
+            self._log(STRAGGLERS, report)
         self._line.update(step, description=row["objective"], **_shown(row))
 
     def validation(self, step: int, progress: dict[str, Any], validate: Callable[[Engine], dict[str, Any]]) -> None:
         """Let `validate` look at the model after `step` and show what it finds (see `Validation`)."""
         with self.timing("evaluation"):
             found = validate(self._engine)
-        self._sinks.log(VALIDATION, {"step": step, **progress, **found})
+        self._log(VALIDATION, {"step": step, **progress, **found})
 
     @contextlib.contextmanager
     def timing(self, what: Literal["evaluation", "save"]) -> Iterator[None]:
@@ -82,13 +82,26 @@ class Monitor:
         yield
         self._between[what] += perf_counter() - clock
 
+    def _log(self, file: str, row: dict[str, Any]) -> None:
+        """Give `row`, which has a `step`, to the run folder and the boards."""
+        if self._folder:
+            self._folder.log(file, row)
+        for board in self._boards:
+            board.do("log", _GROUPS[file], row)
+
     def cut(self, step: int) -> None:
-        """Steps beyond `step` are about to be made, or made again: rows of them that are there no longer count."""
-        self._sinks.cut(step)
+        """Drop the rows of steps beyond `step`, which are about to be made, or made again."""
+        if self._folder:
+            self._folder.cut(step)
+        for board in self._boards:
+            board.do("cut", step)
 
     def sync(self) -> None:
         """Put the rows on the disk, before a checkpoint says that they are there."""
-        self._sinks.sync()
+        if self._folder:
+            self._folder.sync()
+        for board in self._boards:
+            board.flush()
 
     def _row(self, step: int, update: Update, progress: dict[str, Any]) -> dict[str, Any]:
         """What is said of one step; tokens, predicted_tokens and flops are those of the run so far."""

@@ -178,10 +178,8 @@ class MonitoringSettings:
                 f"--wandb-project {self.wandb_project}: found neither --save nor --wandb-save-dir, "
                 "expected a folder for its files"
             )
-        if self.profile:
-            self._check_profile(save, steps, world_size)
-
-    def _check_profile(self, save: str, steps: int, world_size: int) -> None:
+        if not self.profile:
+            return
         if not save:
             raise InputError("--profile: found no --save, expected the run folder that the trace goes to")
         if not 1 <= self.profile_step_start <= self.profile_step_end <= steps:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular
-from megaenc.objectives import Phase, Schedule
+from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import STATE, CheckpointFolder, Damaged
 from megaenc.training.learning_rate import LearningRate
 from megaenc.training.plan import Plan
@@ -27,10 +27,7 @@ _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
 def find_start(plan: Plan) -> Start:
-    """What the settings of `plan`, which is complete but for its start, say. Raises InputError, naming what does not fit.
-
-    A run that has a checkpoint of its own goes by what its folder says and asks no other run.
-    """
+    """Return what `plan` starts from: what its folder says if that has a checkpoint. InputError for what does not fit."""
     given = plan.settings.start
     recorded = _recorded(plan.settings)
     found = recorded if recorded and _checkpoints(plan.settings.output.save).steps() else None
@@ -75,28 +72,19 @@ class Parent:
         self.settings = settings_from(str(self.path / CONFIG))
 
     def samples_by(self, step: int) -> int:
-        """Packs that its steps up to `step` have read."""
+        """Return how many packs its steps up to `step` have read."""
         return self.settings.batch_sizes.first_sample(step + 1)
 
-    def data_end(self, step: int) -> int:
-        """The sample after the last one that its steps up to `step` have read."""
-        return self.left_out(step).end(self.start.skip_samples, self.samples_by(step))
-
-    @property
-    def learning_rate(self) -> LearningRate:
-        """Of each of its steps. InputError if its run.json does not tell."""
-        values = [self.identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
-        if type(values[0]) not in (int, float) or not all(type(value) is int for value in values[1:]):
-            raise InputError(f"{self.path / FACTS}: found no learning rate in `identity`; expected what a run wrote there")
-        return LearningRate(*values)
-
-    def schedule(self, plan: Plan) -> Schedule:
-        """What it trained. InputError where one of its objectives is not installed here."""
-        settings = self.settings
+    def saved(self, step: int) -> dict[str, Any]:
+        """Return the PROGRESS of its checkpoint of `step`, and as `skip_packs` what that was told to leave out."""
         try:
-            return Schedule.build(settings.objective_schedule, settings.total_iters, plan.vocabulary, settings.seed)
-        except InputError as error:
-            raise InputError(f"{self.flag}: its schedule cannot be read here ({error})") from None
+            values = self.checkpoints.state(step)
+            return {name: values[name] for name in PROGRESS} | {"skip_packs": SkippedPacks.read(values["skip_packs"])}
+        except Damaged as damage:
+            raise InputError(f"{damage}; choose another") from None
+        except KeyError as error:
+            path = self.checkpoints.path(step) / STATE
+            raise InputError(f"{path}: {error!r}; expected what a save wrote, choose another checkpoint") from None
 
     def check_kept(self, flag: str, step: int | None) -> int:
         """`step`, if there is a checkpoint of it; InputError names those that there are."""
@@ -111,24 +99,6 @@ class Parent:
         there, here = ({name: values.get(name) for name in names} for values in (self.identity, plan.identity))
         if other := difference(there, here):
             raise InputError(f"{self.flag}: {other}; {why}")
-
-    def progress(self, step: int) -> dict[str, Any]:
-        """The PROGRESS of its checkpoint of `step`."""
-        return {name: self._saved(step)[name] for name in PROGRESS}
-
-    def left_out(self, step: int) -> SkippedPacks:
-        """The packs that its checkpoint of `step` was told to leave out."""
-        return SkippedPacks.read(self._saved(step)["skip_packs"])
-
-    def _saved(self, step: int) -> dict[str, Any]:
-        try:
-            values = self.checkpoints.state(step)
-            return {name: values[name] for name in (*PROGRESS, "skip_packs")}
-        except Damaged as damage:
-            raise InputError(f"{damage}; choose another") from None
-        except KeyError as error:
-            path = self.checkpoints.path(step) / STATE
-            raise InputError(f"{path}: {error!r}; expected what a save wrote, choose another checkpoint") from None
 
 
 def _checkpoints(run: str) -> CheckpointFolder:
@@ -167,24 +137,21 @@ def _branch(plan: Plan, parent: Parent) -> Start:
         )
     _check_schedule(plan, parent, at)
     _check_rate(plan.learning_rate, parent, at)
-    if not parent.left_out(at).agrees(parent.skipped, parent.start.skip_samples, parent.samples_by(at)):
+    saved = parent.saved(at)
+    if not saved["skip_packs"].agrees(parent.skipped, parent.start.skip_samples, parent.samples_by(at)):
         raise InputError(
             f"--branch-at {at}: {parent.run} has gone back since and left packs out that this step read; choose another"
         )
-    return Start(
-        kind="branch",
-        run=parent.run,
-        at=at,
-        parent=digest(parent.identity),
-        skip_samples=parent.start.skip_samples,
-        **parent.progress(at),
-        skip_packs=parent.skipped.texts,
-        before=parent.start.before,
-    )
+    saved |= {"skip_samples": parent.start.skip_samples, "skip_packs": parent.skipped.texts, "before": parent.start.before}
+    return Start("branch", parent.run, at, digest(parent.identity), **saved)
 
 
 def _check_schedule(plan: Plan, parent: Parent, at: int) -> None:
-    there = parent.schedule(plan)
+    settings = parent.settings
+    try:
+        there = Schedule.build(settings.objective_schedule, settings.total_iters, plan.vocabulary, settings.seed)
+    except InputError as error:
+        raise InputError(f"{parent.flag}: its schedule cannot be read here ({error})") from None
     step = first_difference(plan.schedule, there, at)
     if step:
         raise InputError(
@@ -201,7 +168,10 @@ def _check_schedule(plan: Plan, parent: Parent, at: int) -> None:
 
 
 def _check_rate(here: LearningRate, parent: Parent, at: int) -> None:
-    there = parent.learning_rate
+    values = [parent.identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
+    if type(values[0]) not in (int, float) or not all(type(value) is int for value in values[1:]):
+        raise InputError(f"{parent.path / FACTS}: found no learning rate in `identity`; expected what a run wrote there")
+    there = LearningRate(*values)
     step = next((step for step in range(1, at + 1) if here(step) != there(step)), None)
     if step is None:
         return
@@ -225,19 +195,15 @@ def first_difference(one: Schedule, other: Schedule, last: int) -> int | None:
     while step <= last:
         here, there = one.at(step), other.at(step)
         end = min(here.last_step, there.last_step, last)
-        if not _alike(here, there) or one.seed != other.seed:
+        # Phases of the same choices train the same if nothing changes over them, or if they are as long.
+        steady = all(choice.start == choice.end for choice in here.choices)
+        steady |= (here.first_step, here.last_step) == (there.first_step, there.last_step)
+        if not steady or here.choices != there.choices or one.seed != other.seed:
             for number in range(step, end + 1):
                 if one.objective(number) != other.objective(number):
                     return number
         step = end + 1
     return None
-
-
-def _alike(here: Phase, there: Phase) -> bool:
-    """Whether two phases train the same wherever they overlap, as can be told without a look at each step."""
-    steady = all(choice.start == choice.end for choice in here.choices)
-    bounds = (here.first_step, here.last_step) == (there.first_step, there.last_step)
-    return here.choices == there.choices and (steady or bounds)
 
 
 def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
@@ -252,7 +218,7 @@ def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
     skip = 0
     if given.skip_samples == "parent":
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
-        skip = parent.data_end(at)
+        skip = parent.saved(at)["skip_packs"].end(parent.start.skip_samples, parent.samples_by(at))
     tokens, schedule = parent.samples_by(at) * parent.settings.data.seq_length, parent.settings.objective_schedule
     stages = () if parent.converted else (Stage(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
     return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))

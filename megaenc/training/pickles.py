@@ -1,12 +1,13 @@
 """The pickles inside a checkpoint, read through allow-lists and written anew before torch and megatron-core unpickle them."""
 
+import contextlib
 import hashlib
 import io
 import json
 import pickle
 import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,11 +25,8 @@ METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 EXTRA_STATES = "extra_states"
 """File that stands for every object among the tensors, next to the files that are written anew."""
 SHARD = re.compile(r"__\d+_\d+\.distcp")
-_LIMITS = {
-    METADATA: 32 << 20,
-    COMMON: 1 << 20,
-    FORMAT: 1 << 10,
-}  # bytes; `.metadata` takes some 400 for each shard of a tensor, of which 1b on 8 ranks has 8,000
+# Bytes; `.metadata` takes some 400 for each shard of a tensor, of which 1b on 8 ranks has 8,000.
+_LIMITS = {METADATA: 32 << 20, COMMON: 1 << 20, FORMAT: 1 << 10}
 _WRITTEN_FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _WRITTEN_FORMAT |= {"common_backend": "torch", "common_backend_version": 1}
 
@@ -79,10 +77,9 @@ def _name(value: Any) -> str:
 
 
 class _Reader(pickle._Unpickler):  # in Python: the C one lets a pickle change the attributes of a class it names
-    """A reader of the opcodes that a save writes, in the protocol that it writes them in.
+    """A reader of the opcodes, in the protocol, that a save writes.
 
-    None of them imports anything, and none but those that `_spend` counts takes more memory than a fixed number of bytes for each
-    byte of the pickle.
+    None imports anything; none but those `_spend` counts takes more memory than a fixed number of bytes for each of the pickle.
     """
 
     PROTOCOL = 2
@@ -155,12 +152,8 @@ class _MetadataReader(_Reader):
     def load_reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack[-1]
         kinds = _CALLS.get(function, ()) if callable(function) else ()
-        if (
-            not kinds
-            or type(arguments) is not tuple
-            or len(arguments) != len(kinds)
-            or not all(map(isinstance, arguments, kinds))
-        ):
+        expected = type(arguments) is tuple and len(arguments) == len(kinds) and all(map(isinstance, arguments, kinds))
+        if not (kinds and expected):
             raise _Refused("builtins.getattr" if function is _member else f"{_name(function)} as no save does")
         self._spend(len(arguments[0]) if function is torch.Size else 1)
         self.stack[-1] = function(*arguments)
@@ -203,10 +196,7 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
 
 
 def check_saved(folder: Path) -> None:
-    """Raise RuntimeError if a checkpoint that was just written holds what `rewrite_pickles` would refuse when it is loaded.
-
-    An optimizer of another library could keep a tensor among the plain values: that must stop the first save, not a resume.
-    """
+    """Raise RuntimeError if `rewrite_pickles` would refuse a new checkpoint: that must stop the first save, not a resume."""
     try:
         _plain_values(read_regular(folder / COMMON, _LIMITS[COMMON]))
         if (size := (folder / METADATA).stat().st_size) > _LIMITS[METADATA]:
@@ -223,10 +213,7 @@ def _plain_values(content: bytes) -> Any:
 
 
 def _without_objects(metadata: dcp.Metadata) -> dcp.Metadata:
-    """Return what loading reads of `metadata`, with the objects among the tensors taken from EXTRA_STATES.
-
-    torch unpickles these freely. A save writes none but the extra state of layers, which no layer here reads.
-    """
+    """Return what loading reads of `metadata`, with EXTRA_STATES for objects among tensors, which torch unpickles freely."""
     kinds, places = dict(metadata.state_dict_metadata), {}
     stand_in = filesystem._StorageInfo(EXTRA_STATES, 0, len(_archive([None])))
     for index, info in metadata.storage_data.items():
@@ -268,23 +255,20 @@ def _check_tree(value: Any, most: int) -> None:
             raise ValueError("its values would take much more memory than its size allows")
 
 
-class _expected:
-    """Turns what reading the pickles of `file` raises into one line."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, _Refused):
-            raise InputError(
-                f"{self.file}: unpickling it would call {_short(str(error))}, expected tensors and plain values; "
-                "it was not read: do not use this checkpoint"
-            ) from None
-        if isinstance(error, Exception) and not isinstance(error, InputError):  # of a pickle that no save wrote
-            raise InputError(f"{self.file}: not what a save wrote ({_short(repr(error))}); do not use this checkpoint") from None
+@contextlib.contextmanager
+def _expected(file: Path) -> Iterator[None]:
+    """Turn what reading the pickles of `file` raises into one line."""
+    try:
+        yield
+    except _Refused as error:
+        raise InputError(
+            f"{file}: unpickling it would call {_short(str(error))}, expected tensors and plain values; "
+            "it was not read: do not use this checkpoint"
+        ) from None
+    except InputError:
+        raise
+    except Exception as error:  # of a pickle that no save wrote
+        raise InputError(f"{file}: not what a save wrote ({_short(repr(error))}); do not use this checkpoint") from None
 
 
 def _short(text: str) -> str:

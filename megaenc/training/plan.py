@@ -134,11 +134,7 @@ class Plan:
 
 
 def validated_objectives(schedule: Schedule, vocabulary: Vocabulary) -> dict[str, Objective]:
-    """By text: `clm` and `mlm` with their defaults, then the objectives of the schedule.
-
-    The first two are the same in every run, so that any two runs can be laid over each other; without a mask token there is no
-    `mlm`.
-    """
+    """Return by text `clm` and `mlm` (if there is a mask token), for any two runs to be compared, then the schedule's own."""
     always: list[Objective] = [CausalLanguageModeling(vocabulary)]
     if vocabulary.mask_id is not None:
         always.append(MaskedLanguageModeling(vocabulary))

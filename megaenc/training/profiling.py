@@ -1,9 +1,7 @@
 """torch's profiler over chosen steps and ranks: a trace for a viewer and a table for the eye."""
 
 import contextlib
-import gzip
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,11 +60,7 @@ class Profiler:
         by = "self_cpu_time_total" if self._host else "self_device_time_total"
         table = finished.key_averages().table(sort_by=by, row_limit=ROWS, max_name_column_width=60)
         (self._folder / f"{name}.txt").write_text(table, encoding="utf-8")
-        trace = self._folder / f".{name}.json"
+        trace = self._folder / f".{name}.json.gz"
         finished.export_chrome_trace(str(trace))
-        packed = self._folder / f".{name}.json.gz"
-        with open(trace, "rb") as plain, gzip.open(packed, "wb", compresslevel=5) as stream:
-            shutil.copyfileobj(plain, stream)
-        trace.unlink()
-        packed.rename(self._folder / f"{name}.json.gz")
+        trace.rename(self._folder / f"{name}.json.gz")
         say(f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt beside it the table")

@@ -5,10 +5,10 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
@@ -41,13 +41,13 @@ class RunFolder:
         self.path = path
         self._computed_by: dict[str, Any] = {}
         self._started = False
-        self._undo: list[Callable[[], None]] = []
-        self._lock = FolderLock(path, patience=_PATIENCE if started_by_torchrun() else 0.0)
+        self._before: dict[Path, bytes | None] = {}  # what was there when this process came, None where nothing was
+        self.lock = FolderLock(path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         try:
             self._begin(plan)
         except BaseException:
             self.undo()
-            self.close()
+            self.lock.close()
             raise
 
     def _begin(self, plan: "Plan") -> None:
@@ -60,20 +60,22 @@ class RunFolder:
         for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
             remove(stale)  # what a start that was killed has left
         for file in (path / FACTS, path / CONFIG):
-            self._undo.append(_restoration(file))
+            try:
+                self._before[file] = read_regular(file)
+            except FileNotFoundError:
+                self._before[file] = None
+            except OSError as error:
+                raise InputError(f"{file}: {error.strerror}; expected what a run wrote there") from None
         self.record(plan)
         if not (path / TOKENIZER).exists():
-            self._undo.append(partial(remove, path / TOKENIZER))
+            self._before[path / TOKENIZER] = None
             with whole_folder(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
     def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
-        """Write what `plan` is to run.json and config.yaml, and by which kernels the run computes, once they are chosen.
-
-        `fused`: whether each fused kernel is used, by name.
-        """
+        """Write `plan` to run.json and config.yaml, with the kernels once chosen; `fused`: whether each is used, by name."""
         path = self.path
-        self._lock.check()
+        self.lock.check()
         if kernels:
             self._computed_by = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
         # First: it is what makes the folder a run.
@@ -82,24 +84,32 @@ class RunFolder:
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
 
-    def close(self) -> None:
-        """Release the lock; the end of the process releases it too."""
-        self._lock.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Undo what an InputError has left without effect, and release the lock; the end of the process releases it too."""
+        if isinstance(error, InputError):
+            self.undo()
+        self.lock.close()
 
     def undo(self) -> None:
         """Put the folder back to what it was before this process came to it, unless rows were written or dropped since."""
-        if self._started or not self._lock.is_held():
+        if self._started or not self.lock.is_held():
             return
-        for step in reversed(self._undo):
+        for file, content in reversed(self._before.items()):
             with contextlib.suppress(InputError, OSError):  # the error that led here is the one to report
-                step()
-        self._lock.undo()
+                if content is None:
+                    remove(file)
+                    continue
+                with whole_files(file) as [temporary]:
+                    temporary.write_bytes(content)
+        self.lock.undo()
 
     def cut(self, step: int) -> None:
-        """Drop the rows beyond `step` from all files of rows: steps that are about to be made again.
+        """Drop the rows beyond `step` from all files: those steps are about to be made again.
 
-        LocalInputError, naming the line, for a row that no run writes before one of `step` or earlier; the last ones may be
-        damaged: a kill may have cut them off.
+        LocalInputError, naming the line, for a row that no run writes before one up to `step`; a kill may cut off the last.
         """
         rows = {file: _rows_up_to(self.path / file, step) for file in (METRICS, VALIDATION, STRAGGLERS)}
         self._started = True
@@ -121,15 +131,11 @@ class RunFolder:
             with contextlib.suppress(FileNotFoundError), self._one_line(file), open(self.path / file, "rb") as stream:
                 os.fsync(stream.fileno())
 
-    def check_lock(self) -> None:
-        """Raise InputError if another process may be writing to the folder; call it before each save."""
-        self._lock.refresh()
-
     @contextlib.contextmanager
     def _one_line(self, file: str) -> Iterator[None]:
         """A full disk or a lost lock is noticed by rank 0 alone: LocalInputError."""
         try:
-            self._lock.check()
+            self.lock.check()
             yield
         except FileNotFoundError:
             raise
@@ -137,22 +143,6 @@ class RunFolder:
             raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
         except InputError as error:  # of `write_whole`
             raise LocalInputError(str(error)) from None
-
-
-def _restoration(file: Path) -> Callable[[], None]:
-    """Return what puts `file` back to what it is now: its content or its absence. InputError if it cannot be read."""
-    try:
-        content = read_regular(file)
-    except FileNotFoundError:
-        return partial(remove, file)
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; expected what a run wrote there") from None
-
-    def put_back() -> None:
-        with whole_files(file) as [temporary]:
-            temporary.write_bytes(content)
-
-    return put_back
 
 
 def _rows_up_to(file: Path, step: int) -> list[str] | None:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -27,10 +27,9 @@ from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
-from megaenc.training.retention import superfluous
 from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import Digests, HostMemory, ShardedWrite, cannot_be_written, sync_all
+from megaenc.training.writing import Digests, ShardedWrite, cannot_be_written, sync_all
 
 
 class OwnCheckpoints(Checkpoints):
@@ -44,17 +43,13 @@ class OwnCheckpoints(Checkpoints):
         self._keep = (keep_last, keep_every)
         self._keep_steps = keep_steps
         self._thread = ThreadPoolExecutor(1)  # the end of the process waits for it, or ends it
-        self._memory = HostMemory()
         self._work: Future | None = None  # of a save that is under way: what the thread is at
         self._attempt: Path | None = None
         self.last_look: Callable[[], None] = lambda: None
         """Called on rank 0 right before a checkpoint gets its name; if it raises InputError, it gets none."""
 
     def leave_behind(self, plan: Plan) -> None:
-        """On rank 0: let the tracker name no checkpoint that has read packs which `plan` leaves out; exports go by it.
-
-        Those checkpoints stay until their steps are made again.
-        """
+        """On rank 0: let the tracker, which exports go by, name no checkpoint that has read packs which `plan` leaves out."""
         named = self.latest()
         if named is None or self.fits(named, plan):
             return
@@ -67,13 +62,12 @@ class OwnCheckpoints(Checkpoints):
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
 
-        It is written under a name of this attempt and renamed when all of it is on the disk; the tracker follows, and what the
-        save made superfluous goes. Without `block` a thread does most of that from a copy while training goes on; `finish_save`
-        is to be called until it is done. A save that is not done yet is waited for first. InputError where that cannot be: then
-        nothing of the attempt is left, and the checkpoints that were there are as they were.
+        It is written under a name of this attempt and renamed once it is on the disk; then the tracker is, and superfluous ones
+        go. Without `block` a thread does most of that from a copy: call `finish_save` until it is done. A save under way is
+        finished first. InputError if it fails: then nothing of the attempt is left, and the others are as they were.
         """
         self.finish_save()
-        self._parts = self._save(engine, step, progress, None if block else self._memory)
+        self._parts = self._save(engine, step, progress, copy=not block)
         self._work = next(self._parts)
         self._device = engine.device
         if block:
@@ -85,10 +79,7 @@ class OwnCheckpoints(Checkpoints):
         return self._work is not None
 
     def finish_save(self, block: bool = True) -> None:
-        """Take a save that was begun as far as it has come, or to its end; all ranks call this together, on the main thread.
-
-        Errors are those of `save`.
-        """
+        """Take a save as far as it has come, or to its end, on all ranks and their main threads. Errors: as of `save`."""
         while self.saving and (block or self._done_on_all()):
             futures.wait([self._work])
             self._work = None  # an error ends the save
@@ -96,15 +87,15 @@ class OwnCheckpoints(Checkpoints):
 
     def _done_on_all(self) -> bool:
         done = torch.tensor([self._work.done()], dtype=torch.int, device=self._device)
-        dist.all_reduce(done, dist.ReduceOp.MIN)
+        dist.all_reduce(done, dist.ReduceOp.MIN)  # one for each step: no objects
         return bool(done)
 
-    def _save(self, engine: Engine, step: int, progress: dict[str, Any], memory: HostMemory | None) -> Iterator[Future]:
+    def _save(self, engine: Engine, step: int, progress: dict[str, Any], copy: bool) -> Iterator[Future]:
         """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
         self._attempt = attempt = on_rank_0(lambda: self._begin(step))
         state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
         try:
-            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, memory)
+            sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, copy)
             yield (writing := self._thread.submit(sharded.write))
             shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
             sharded.complete()
@@ -118,10 +109,7 @@ class OwnCheckpoints(Checkpoints):
             raise type(error)(f"{error}; step {step} is not saved, {self._kept(step)}") from None
 
     def save_weights(self, module: torch.nn.Module, identity: dict[str, Any]) -> None:
-        """Write `module`, all of a model in this process, as the checkpoint of step 0, with no optimizer. InputError if not.
-
-        The module is used up: what megatron-core would copy to write it, matrices that it takes apart, leaves it one by one.
-        """
+        """Write `module`, a whole model without optimizer, as the checkpoint of step 0, using it up matrix by matrix."""
         attempt = self._begin(0)
         state = module.sharded_state_dict(prefix="model.")
         for name, whole in state.items():
@@ -130,7 +118,7 @@ class OwnCheckpoints(Checkpoints):
                 for part in nested_values(state[name]):
                     part.data = part.data.clone()
                 whole.data.untyped_storage().resize_(0)
-        weights = ShardedWrite({"model": {"0": state}}, attempt, None)
+        weights = ShardedWrite({"model": {"0": state}}, attempt, copy=False)
         shards = weights.write()
         weights.complete()
         self._publish(attempt, {"step": 0, "identity": identity}, shards)
@@ -192,11 +180,10 @@ class OwnCheckpoints(Checkpoints):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def retain(self, newest: int, plan: Plan | None = None) -> None:
-        """After a save of step `newest`, on rank 0: remove what `superfluous` names, and what is older and of no use.
+        """Remove on rank 0, after a save of step `newest`, what `superfluous` names, and what is older and of no use.
 
-        Of no use is what is damaged or has read packs that `plan` leaves out: neither is one of the last that stay. Nothing goes
-        unless `newest` is whole. Steps beyond it, left by a run that has gone back, stay until they are made again. What cannot
-        be removed now is tried after the next save, and what cannot be read now stays: that may pass.
+        Of no use, and none of the last that stay, is what is damaged or has read packs that `plan` leaves out. Nothing goes
+        unless `newest` is whole; steps beyond it stay until they are made again, as does what cannot be read or removed now.
         """
         if not any(self._keep) or not self.is_whole(newest):
             return
@@ -220,3 +207,18 @@ class OwnCheckpoints(Checkpoints):
         """Remove what attempts and removals that were killed have left. For rank 0, under the lock of the run folder."""
         for stale in (*self.folder.glob(".iter_*"), *self.folder.glob(".*.tmp")):
             remove(stale)
+
+
+def superfluous(
+    older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
+) -> list[int]:
+    """Return the steps of `older` checkpoints that may go next to a newer one: none if neither rule is given.
+
+    The `keep_last` newest stay, the newer one counted (1 unless given), the multiples of `keep_every`, and `keep_steps`.
+    """
+    if keep_last is None and keep_every is None:
+        return []
+    steps = sorted(older)
+    others = (keep_last or 1) - 1
+    old = (step for step in steps[: max(0, len(steps) - others)] if step not in keep_steps)
+    return [step for step in old if not keep_every or step % keep_every]

@@ -74,7 +74,9 @@ class PretrainSettings:
             for name in names:
                 if isinstance(values[name], (int, float)) and not right(values[name]):
                     raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
-        self._check_rewinds()
+        if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
+            missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
+            raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
         self._check_float8()
         if min(self.output.save_steps, default=1) < 1:
             raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
@@ -118,12 +120,6 @@ class PretrainSettings:
                 f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a step); "
                 f"expected at most {_MOST_TOKENS:,}"
             )
-
-    def _check_rewinds(self) -> None:
-        """InputError where a run that may go back could not."""
-        if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
-            missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
-            raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
 
     def _check_float8(self) -> None:
         """InputError where `--fp8-format` asks for matrices that its products do not take."""

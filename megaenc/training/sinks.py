@@ -1,11 +1,14 @@
-"""Where the rows of a run go: its folder, TensorBoard, Weights & Biases. Each gets the same row; only the first can end a run."""
+"""TensorBoard and Weights & Biases, each fed by a thread of its own; whatever one raises is reported once, and the run continues.
+
+Each has `log(group, row)` to show a row under names that begin with `group`/, `cut(step)`, called before the first row too, after
+which what was shown of later steps no longer counts, `flush()` to put what was shown on the disk, and `close()`.
+"""
 
 import json
 import os
 import queue
 import secrets
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -20,7 +23,7 @@ from megaenc.files import write_whole
 from megaenc.ranks import rank
 from megaenc.training.options import MonitoringSettings
 from megaenc.training.plan import Plan
-from megaenc.training.run_folder import METRICS, STRAGGLERS, VALIDATION, RunFolder
+from megaenc.training.run_folder import RunFolder
 from megaenc.training.start import digest
 
 WANDB_ID = "wandb_run_id"
@@ -29,81 +32,24 @@ WANDB_ID = "wandb_run_id"
 TENSORBOARD_RUN = "megaenc_run"
 """File of TensorBoard's folder: which run writes there."""
 
-_GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
+
+def boards(plan: Plan, folder: RunFolder | None) -> list["Background"]:
+    """Open those that `plan` asks for, on rank 0; `folder` keeps the id of the run at Weights & Biases."""
+    monitoring, opened = plan.settings.monitoring, []
+    if rank():
+        return opened
+    if monitoring.tensorboard_dir:
+        run = digest(plan.identity)
+        opened.append(Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, run, _config(plan))))
+    if monitoring.wandb_project:
+        save = plan.settings.output.save
+        opened.append(
+            Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), _config(plan)))
+        )
+    return opened
 
 
-class Sinks:
-    """All of them that `plan` asks for. Rank 0 holds them, as it holds the run folder; elsewhere nothing happens."""
-
-    def __init__(self, plan: Plan, folder: RunFolder | None):
-        monitoring = plan.settings.monitoring
-        self._folder = folder
-        self._boards: list[_Background] = []
-        if rank():
-            return
-        if monitoring.tensorboard_dir:
-            run = digest(plan.identity)
-            self._boards.append(_Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, run, _config(plan))))
-        if monitoring.wandb_project:
-            save = plan.settings.output.save
-            self._boards.append(
-                _Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), _config(plan)))
-            )
-
-    @staticmethod
-    def wanted(plan: Plan) -> bool:
-        """Whether rows go anywhere; the same on all ranks."""
-        monitoring = plan.settings.monitoring
-        return bool(plan.settings.output.save or monitoring.tensorboard_dir or monitoring.wandb_project)
-
-    def log(self, file: str, row: dict[str, Any]) -> None:
-        """Give `row`, which has a `step`, to all of them; `file`: METRICS, VALIDATION or STRAGGLERS."""
-        if self._folder:
-            self._folder.log(file, row)
-        for board in self._boards:
-            board.do("log", _GROUPS[file], row)
-
-    def cut(self, step: int) -> None:
-        """Steps beyond `step` are about to be made (again): their rows, if there are any, no longer count."""
-        if self._folder:
-            self._folder.cut(step)
-        for board in self._boards:
-            board.do("cut", step)
-
-    def sync(self) -> None:
-        """Put the rows on the disk, before a checkpoint says that they are there."""
-        if self._folder:
-            self._folder.sync()
-        for board in self._boards:
-            board.flush()
-
-    def close(self) -> None:
-        """No more rows; the run folder is closed by who opened it."""
-        for board in self._boards:
-            board.close()
-
-
-class Board(ABC):
-    """Something that shows numbers by step. Whatever it raises is said once, and the run goes on without it."""
-
-    @abstractmethod
-    def log(self, group: str, row: dict[str, Any]) -> None:
-        """Show `row` as it is in the run folder, under names that begin with `group`/."""
-
-    @abstractmethod
-    def cut(self, step: int) -> None:
-        """What was shown of steps beyond `step` no longer counts; called before the first row too."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Put what was shown on the disk."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The end."""
-
-
-class TensorBoard(Board):
+class TensorBoard:
     """Event files in `folder`, of one run. Numbers are float64, as in metrics.jsonl; the usual scalars (float32) would round."""
 
     def __init__(self, folder: str, run: str, config: dict[str, Any]):
@@ -143,7 +89,7 @@ class TensorBoard(Board):
         self._writer.close()
 
 
-class WeightsAndBiases(Board):
+class WeightsAndBiases:
     """A run of `--wandb-project`, drawn over `step`. Without a key or a network it is kept in its folder, for `wandb sync`."""
 
     def __init__(self, monitoring: MonitoringSettings, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
@@ -164,9 +110,7 @@ class WeightsAndBiases(Board):
                 dir=folder,
                 config=config,
                 mode=mode,
-                settings=wandb.Settings(
-                    console="off", silent=True, init_timeout=patience if mode is None else 90, finish_timeout=30
-                ),
+                settings=wandb.Settings(console="off", silent=True, init_timeout=90 if mode else patience, finish_timeout=30),
             )
 
         if os.environ.get("WANDB_MODE"):
@@ -187,19 +131,19 @@ class WeightsAndBiases(Board):
         self._run.log({"step": row["step"], **flat(row, group)})
 
     def cut(self, step: int) -> None:
-        """Nothing can be taken back there: steps that are made again stand there again, and the later row counts."""
+        """Do nothing: nothing can be taken back there; steps that are made again stand there twice, and the later row counts."""
 
     def flush(self) -> None:
-        """There is no such call: its own process writes what it is given, a moment later."""
+        """Do nothing: its own process writes what it is given, a moment later."""
 
     def close(self) -> None:
         self._run.finish()
 
 
-class _Background:
-    """A Board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
+class Background:
+    """A board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
 
-    def __init__(self, name: str, make: Callable[[], Board]):
+    def __init__(self, name: str, make: Callable[[], Any]):
         self._name, self._make = name, make
         self._todo: queue.SimpleQueue = queue.SimpleQueue()
         self._opened = threading.Event()

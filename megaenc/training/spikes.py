@@ -30,7 +30,7 @@ class RecentLosses:
         """JSON-ready: by objective its last `step` and its `losses`, at most WINDOW."""
 
     def add(self, step: int, objective: str, loss: float | None) -> float | None:
-        """Take the `loss` of update number `step` in; its `deviations` from those before, None where there are too few.
+        """Add the loss of update `step` and return its `deviations` from those before, None if there are too few.
 
         An objective that comes back after more than SHORTEST steps of others begins anew: the model has changed meanwhile.
         """

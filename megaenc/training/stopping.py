@@ -15,9 +15,8 @@ _TIME = 1000  # beyond every signal's number
 class Stop:
     """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run; the second SIGINT ends the process at once.
 
-    Once the end is asked for, no other signal changes how the process ends, also after the context: they are ignored there.
-    `minutes`: the time after which the run is asked to end too, None for no such time. `by_signals=False`: signals do what they
-    do outside. For the main thread.
+    From then on other signals are ignored, also after the context. `minutes`: after which the run is to end too, if any.
+    `by_signals=False`: signals do what they do outside. For the main thread.
     """
 
     def __init__(self, minutes: float | None, device: torch.device, by_signals: bool = True) -> None:

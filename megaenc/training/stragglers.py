@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megaenc.backend import Backend
 from megaenc.console import say
 from megaenc.training.engine import Engine
-from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
+from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER
 
 SLOW, IN_A_ROW, SHOWN = 1.2, 3, 4
 """How many times the median is slow; how many reports make a straggler; how many of the slowest ranks a report shows."""
@@ -35,7 +35,7 @@ class Stragglers:
     """Compares the ranks each `interval` steps; all ranks construct and call it together."""
 
     def __init__(self, engine: Engine, backend: Backend, interval: int):
-        self._watch, self._backend, self._interval = engine.watch, backend, interval
+        self._engine, self._backend, self._interval = engine, backend, interval
         self._forward = None if backend.is_host else ForwardTime(engine.chunks)
         place = {
             "rank": dist.get_rank(),
@@ -52,10 +52,13 @@ class Stragglers:
 
     def step(self, step: int) -> dict[str, Any] | None:
         """Count update number `step`; the report where one is due, with a line on the console if a rank was slow repeatedly."""
-        compute = _own_seconds(self._watch) if self._forward is None else self._forward.take()
+        watch = self._engine.watch
+        compute = watch.processor[FORWARD_BACKWARD] - watch.processor[DATA] + watch.processor[OPTIMIZER]  # of this thread
+        if self._forward:
+            compute = self._forward.take()
         self._steps += 1
         if self._steps:
-            self._sums.update(data_seconds=self._watch.wall[DATA], compute_seconds=compute)
+            self._sums.update(data_seconds=watch.wall[DATA], compute_seconds=compute)
         if step % self._interval or not self._steps:
             return None
         means = [self._sums["data_seconds"] / self._steps, self._sums["compute_seconds"] / self._steps]
@@ -100,11 +103,6 @@ def compared(ranks: list[dict[str, Any]]) -> dict[str, Any]:
         judged.append(each | {"ratio": max(own, device), "slow_in": slow_in})
     judged.sort(key=lambda each: -each["ratio"])
     return {"slowest_rank": judged[0]["rank"], "slowest_ratio": judged[0]["ratio"], "ranks": judged}
-
-
-def _own_seconds(watch: Stopwatch) -> float:
-    """What this thread computed in a step, but for its data."""
-    return watch.processor[FORWARD_BACKWARD] - watch.processor[DATA] + watch.processor[OPTIMIZER]
 
 
 class ForwardTime:

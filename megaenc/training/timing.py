@@ -21,20 +21,14 @@ DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
 class Stopwatch:
-    """Seconds of the parts of a step, on this rank: `wall` by the clock, `processor` those in which this thread computed.
+    """Seconds of the parts of a step on this rank, by the clock and those in which this thread computed.
 
-    Nothing waits for a device here. The parts end where a step waits for it in any case: forward_backward with its sums,
-    optimizer with the norm of the gradient.
+    Parts end where a step waits for the device in any case: forward_backward with its sums, optimizer with the gradient's norm.
     """
 
     def __init__(self) -> None:
         self.wall: Counter[str] = Counter()
         self.processor: Counter[str] = Counter()
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.wall.clear()
-        self.processor.clear()
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
@@ -77,17 +71,6 @@ def highest(values: dict[str, float], device: torch.device) -> dict[str, float]:
     found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return dict(zip(values, found.tolist(), strict=True))
-
-
-def megatron_timers(level: int) -> Timers | None:
-    """For megatron-core's configurations; None at level 0, where nothing is timed. Each timer waits for the device."""
-    return Timers(level, "max") if level else None
-
-
-def reset_timers(timers: Timers | None) -> None:
-    """Forget what they have counted so far."""
-    for timer in timers._timers.values() if timers else ():
-        timer.reset()
 
 
 def longest(timers: Timers) -> dict[str, float]:

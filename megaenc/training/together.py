@@ -1,7 +1,9 @@
 """What one rank finds out or runs into, all ranks know: none goes on alone, none waits for one that has left."""
 
 import contextlib
+import dataclasses
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,30 +12,20 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
 from megaenc.launcher import for_good
 from megaenc.ranks import rank
+from megaenc.training.plan import Plan
+from megaenc.training.run_folder import difference
 
 Result = TypeVar("Result")
+_OF_A_NODE = ("config", "data_path", "tokenizer")  # what they lead to is compared instead
 _WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
-def on_rank_0(work: Callable[[], Result]) -> Result:
-    """`work()`, called on rank 0, its result given to all; an InputError of it is raised on all."""
-    answer: list = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = work()
-        except InputError as error:
-            answer[1] = error
-    dist.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
-
-
 def on_all(work: Callable[[], Result]) -> list[Result]:
-    """`work()`, called on each rank: the results in the order of the ranks; the first InputError is raised on all."""
+    """Call `work` on each rank and return the results in the order of the ranks; the first InputError is raised on all."""
     answer: tuple = (None, None)
     try:
         answer = (work(), None)
@@ -45,6 +37,30 @@ def on_all(work: Callable[[], Result]) -> list[Result]:
         if error is not None:
             raise error
     return [result for result, _ in answers]
+
+
+def on_rank_0(work: Callable[[], Result]) -> Result:
+    """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
+    answer: list = [None, None]
+    if rank() == 0:
+        try:
+            answer[0] = work()
+        except InputError as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def check_alike(plan: Plan) -> None:
+    """Raise InputError on all ranks if their plans differ, naming what and where: a run would diverge or hang."""
+    values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _OF_A_NODE}
+    values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
+    (_, first), *others = on_all(lambda: (socket.gethostname(), values))
+    for number, (host, theirs) in enumerate(others, start=1):
+        if other := difference(first, theirs, names=("on rank 0", f"on rank {number} ({host})")):
+            raise InputError(f"{other}; expected the same command and the same files on every node")
 
 
 @contextlib.contextmanager
@@ -69,7 +85,11 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
             while not left.wait(poll_seconds):
                 if store.check([_FAILED]):
                     try:
-                        _wait_until_told(store, poll_seconds)
+                        if store.check([_WRONG]):
+                            for_good(2)
+                        deadline = time.monotonic() + 20  # a launcher ends all when the first has gone
+                        while time.monotonic() < deadline and not store.check([_TOLD]):
+                            time.sleep(poll_seconds)
                     finally:
                         os._exit(2)
 
@@ -92,12 +112,3 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
     finally:
         left.set()
         watcher.join()
-
-
-def _wait_until_told(store: dist.Store, poll_seconds: float) -> None:
-    """Until the rank that failed has said why: a launcher ends all when the first has gone."""
-    if store.check([_WRONG]):
-        for_good(2)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and not store.check([_TOLD]):
-        time.sleep(poll_seconds)

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc.json_files import parse_json
 from megaenc.ranks import rank, world_size
+from megaenc.training.skipped import SkippedPacks
 
 HUNG = 70  # sysexits.h: EX_SOFTWARE
 STACKS = "stacks"
@@ -58,7 +59,7 @@ class Watchdog:
         self._margin = margin(self._limit)
         self._poll = min(1.0, self._limit / 10)
         self._known: set[str] = set()
-        self._written = self._ending = False
+        self._ending = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         # A connection of its own: the main thread may hang in a call to the store, and holds it then.
@@ -87,19 +88,19 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._left.wait(self._poll):
-            if time.monotonic() > self._now[3] or self._is_told():
+            told = False
+            with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
+                told = self._store.check([_KEY])
+            if told or time.monotonic() > self._now[3]:
                 self._end()
-
-    def _is_told(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # the store's process may be gone: the collectives will notice
-            return self._store.check([_KEY])
-        return False
 
     def _end(self) -> None:
         """Write the stacks, exchange with the other ranks where each stands, say it, and end this process."""
         self._ending = True
         faulthandler.cancel_dump_traceback_later()
-        threading.Thread(target=self._end_at_last, daemon=True).start()
+        at_last = threading.Timer(_ANSWER_SECONDS + 5 * self._margin, os._exit, (HUNG,))  # if store or file system are silent too
+        at_last.daemon = True
+        at_last.start()
         kind, step, since, _ = self._now
         here = {"doing": doing(kind, step), "at": _place(), "quiet": time.monotonic() - since, "stacks": self._write()}
         with contextlib.suppress(RuntimeError):
@@ -113,33 +114,29 @@ class Watchdog:
             self._collect(2 * self._margin)  # who is silent holds the interpreter's lock: its own stacks come a margin later
         os._exit(HUNG)
 
-    def _end_at_last(self) -> None:
-        """Where the store or the file system does not answer either."""
-        time.sleep(_ANSWER_SECONDS + 5 * self._margin)
-        os._exit(HUNG)
-
     def _write(self) -> str:
-        """Write the stacks of this process; returns where to. A file system that hangs itself gets them on standard error."""
+        """Write the stacks of this process and return where to: standard error, if the file system hangs itself."""
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank()} of {world_size()}, process {os.getpid()} on "
         head += f"{socket.gethostname()}, {doing(*self._now[:2])}"
+        written = []
+
+        def write_file() -> None:
+            with contextlib.suppress(OSError):
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with open(self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8") as file:  # of each attempt
+                    print(head, file=file, flush=True)
+                    faulthandler.dump_traceback(file)
+                    print(file=file)
+                written.append(str(self._folder))
+
         if self._folder:
-            writer = threading.Thread(target=self._write_file, args=(head,), daemon=True)
+            writer = threading.Thread(target=write_file, daemon=True)
             writer.start()
             writer.join(self._margin)
-            if self._written:
-                return str(self._folder)
-        print(head, file=sys.__stderr__, flush=True)
-        faulthandler.dump_traceback(sys.__stderr__)
-        return "standard error"
-
-    def _write_file(self, head: str) -> None:
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with open(self._folder / f"rank_{rank():05d}.txt", "a", encoding="utf-8") as file:  # the next attempt may hang too
-                print(head, file=file, flush=True)
-                faulthandler.dump_traceback(file)
-                print(file=file)
-            self._written = True
+        if not written:
+            print(head, file=sys.__stderr__, flush=True)
+            faulthandler.dump_traceback(sys.__stderr__)
+        return written[0] if written else "standard error"
 
     def _collect(self, seconds: float) -> dict[int, dict[str, Any]]:
         """What each rank says of itself, as soon as all have; after `seconds`, of those that have."""
@@ -185,9 +182,9 @@ def _line(found: dict[int, dict[str, Any]]) -> str:
 
 def doing(kind: str, step: int) -> str:
     """`step 5`, `save of step 5`, `validation after step 5`, `start`."""
-    joint = {"step": "step", "save": "save of step", "load": "load of step", "validation": "validation after step"}
-    joint |= {"diagnosis": "diagnosis of step", "rewind": "rewind at step"}
-    return f"{joint[kind]} {step}" if kind in joint else kind
+    joint = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
+    joint["validation"] = "validation after "
+    return f"{joint[kind]}step {step}" if kind in joint else kind
 
 
 def _place() -> str:
@@ -199,13 +196,7 @@ def _place() -> str:
 
 
 def _ranks(numbers: list[int]) -> str:
-    """`rank 1`, `ranks 0, 2-191`: in order, neighbours joined, the end of a long list left out."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    """Return `rank 1`, `ranks 0, 2-191`: the end of a long list left out."""
+    texts = list(SkippedPacks.of((number, number) for number in numbers).texts)
     shown = ", ".join(texts if len(texts) <= 8 else [*texts[:8], "..."])
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}"

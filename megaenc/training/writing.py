@@ -20,41 +20,14 @@ Digests = dict[str, dict[str, Any]]
 Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in the metadata, (items and bytes, items and tensors)
 
 
-class HostMemory:
-    """Memory for a copy of this rank's shards, the same for each save: to ask for it anew costs more than to copy.
-
-    Copies from an accelerator are in memory that torch keeps for the next ones; these are for weights that are in host memory.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
-
-    def copies(self, buckets: list[Bucket], in_use: set[int]) -> list[Bucket]:
-        """`buckets` with a copy of each tensor whose storage's address is `in_use`; they hold until the next call."""
-        return [
-            (path, name, (plain, [(item, self._copy(item.index, tensor, in_use)) for item, tensor in tensors]))
-            for path, name, (plain, tensors) in buckets
-        ]
-
-    def _copy(self, index: Any, tensor: torch.Tensor, in_use: set[int]) -> torch.Tensor:
-        if _address(tensor) not in in_use:  # megatron-core has copied what is a part of another tensor
-            return tensor
-        if index not in self._kept:
-            self._kept[index] = torch.empty_like(tensor)
-        return self._kept[index].copy_(tensor)
-
-
 class ShardedWrite:
-    """megatron-core's sharded state dict on its way to the disk: constructed, written and completed.
+    """A sharded state dict on its way to the disk; all ranks construct and complete it together, on the main thread."""
 
-    All ranks construct and complete it together, on the main thread; `write` can be called on another.
-    """
-
-    def __init__(self, state: dict[str, Any], folder: Path, memory: HostMemory | None) -> None:
+    def __init__(self, state: dict[str, Any], folder: Path, copy: bool) -> None:
         """Plan how `state` goes into the empty `folder`, and take this rank's shards off the accelerator.
 
-        With `memory` they are copied from host memory too, and `state` may change before they are written. LocalInputError,
-        for `together.shared_fate` to spread, where rank 0 cannot write to the folder.
+        With `copy` those in host memory are copied too, and `state` may change before they are written. LocalInputError, for
+        `together.shared_fate` to spread, where rank 0 cannot write to the folder.
         """
         self.folder = folder
         in_use = {_address(each.data) for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor)}
@@ -64,8 +37,11 @@ class ShardedWrite:
         with _one_line(folder, LocalInputError):
             self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []  # none: nothing to write here
-        if memory:
-            self._buckets = memory.copies(self._buckets, in_use)
+        if copy:  # but for what is a copy already, as megatron-core makes of parts of tensors
+            self._buckets = [
+                (path, name, (plain, [(item, each.clone() if _address(each) in in_use else each) for item, each in tensors]))
+                for path, name, (plain, tensors) in self._buckets
+            ]
 
     def write(self) -> Digests:
         """Write this rank's shards, each by a thread that then reads it again, from memory still, for its checksum.
@@ -78,8 +54,7 @@ class ShardedWrite:
             return {}
         [transforms, _] = self._request.async_fn.args
         buckets, self._buckets = self._buckets, []
-        results: queue.Queue = queue.Queue()
-        running: queue.Queue = queue.Queue()
+        results, running = queue.Queue(), queue.Queue()
 
         def write(number: int) -> tuple[str, dict[str, Any]]:
             running.put(number)
@@ -129,14 +104,10 @@ def _one_line(folder: Path, kind: type[InputError]) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _is_writers(error):
+        full = "PytorchStreamWriter" in str(error) or "inline_container" in str(error)  # as torch's writer in C++ says it
+        if isinstance(error, RuntimeError) and not full:
             raise
         raise kind(cannot_be_written(folder, error)) from None
-
-
-def _is_writers(error: RuntimeError) -> bool:
-    """Whether it is how torch's writer in C++ reports a full disk."""
-    return "PytorchStreamWriter" in str(error) or "inline_container" in str(error)
 
 
 def _address(tensor: torch.Tensor) -> int:

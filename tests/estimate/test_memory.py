@@ -54,20 +54,9 @@ def test_stages_hold_what_the_pipeline_has_in_flight():
 
 
 def test_the_chunked_loss_is_the_models_own():
-    import inspect
+    from megaenc.model import loss
 
-    from megaenc.model.loss import summed_loss
-
-    assert inspect.signature(summed_loss).parameters["at_once"].default == LOGITS_AT_ONCE
-
-
-def test_so_is_that_of_accelerators():
-    pytest.importorskip("triton")
-    import inspect
-
-    from megaenc.model.kernels.loss import fused_loss
-
-    assert inspect.signature(fused_loss).parameters["at_once"].default == LOGIT_BYTES_AT_ONCE
+    assert (loss.LOGITS_AT_ONCE, loss.FUSED_BYTES_AT_ONCE) == (LOGITS_AT_ONCE, LOGIT_BYTES_AT_ONCE)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -169,7 +169,7 @@ def test_layers_are_exactly_what_their_rounded_matrices_give():
 
 
 def test_an_input_of_bfloat16_has_results_of_bfloat16():
-    from megaenc.model.float8 import products
+    from megaenc.model.linear import _products as products
 
     x, weight, gradient = (torch.randn(*shape).bfloat16() for shape in ((TOKENS, WIDTH), (OUT, WIDTH), (TOKENS, OUT)))
     assert [(each.dtype, tuple(each.shape)) for each in products(kind(), x, weight, gradient)] == [
@@ -182,7 +182,7 @@ def test_an_input_of_bfloat16_has_results_of_bfloat16():
 def test_the_start_finds_what_computes_something_else(monkeypatch):
     """A kernel that forgets the scale, which is what a wrong build would do."""
     from megaenc.backend import detect
-    from megaenc.model import float8 as module
+    from megaenc.model import linear as module
 
     widths = [(OUT, WIDTH), (WIDTH, OUT)]
     module.check_products("hybrid", detect(), widths, torch.float32)
@@ -212,7 +212,7 @@ def test_a_processor_computes_what_torch_s_kernel_does(a):
 def test_what_the_products_raise_is_one_line(monkeypatch):
     """So that `on_all` tells it to every rank, and none waits for one that has left with a traceback."""
     from megaenc.backend import detect
-    from megaenc.model import float8 as module
+    from megaenc.model import linear as module
 
     def no_kernel(*_, **__):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")

@@ -8,7 +8,7 @@ import time
 import pytest
 import runs
 
-from megaenc.training.ahead import DEPTH, Ahead
+from megaenc.training.batches import DEPTH, Ahead
 
 
 def test_results_come_in_order_and_the_next_are_begun():
@@ -62,14 +62,14 @@ def test_the_thread_is_set_up_and_leaves_with_its_owner():
 
 
 def test_a_process_ends_though_more_was_begun_than_is_taken():
-    code = "from megaenc.training.ahead import Ahead; ahead = Ahead(abs); print(next(ahead.over(range(100), range(100, 200))))"
+    code = "from megaenc.training.batches import Ahead; ahead = Ahead(abs); print(next(ahead.over(range(100), range(100, 200))))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and ended.stdout == "0\n", ended.stderr
 
 
 WITH_A_THREAD = """
 from megaenc.training import engine
-from megaenc.training.ahead import Ahead
+from megaenc.training.batches import Ahead
 if __name__ == '__main__':
     build = engine.Engine.__init__
     def with_a_thread(self, *arguments):

@@ -24,7 +24,7 @@ def choose(asked, backend, masks=tuple(Attention)):
 @pytest.fixture
 def machine(monkeypatch, one_process):
     """A machine on which each backend is what it is said to be: right, wrong or missing; says which were tried."""
-    from megaenc.model.verdict import Verdict
+    from megaenc.model.kernels.check import Verdict
     from megaenc.training import attention_choice
 
     def machine(**kinds):

@@ -141,7 +141,7 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk
             assert sorted(small_disk.iterdir()) == [filler]
         else:
             folder.undo()
-            folder.close()
+            folder.lock.close()
             assert sorted(small_disk.iterdir()) == [filler]
             break
     else:

@@ -8,8 +8,7 @@ import pytest
 import runs
 from checkpoint_helpers import whole_checkpoint
 
-from megaenc.training.retention import superfluous
-from megaenc.training.saving import OwnCheckpoints
+from megaenc.training.saving import OwnCheckpoints, superfluous
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megaenc.training.run_folder import METRICS, RunFolder
 def opened(path) -> RunFolder:
     """A run folder whose rows can be read and written; nothing else of it is there."""
     folder = object.__new__(RunFolder)
-    folder.path, folder._lock = path, FolderLock(path)
+    folder.path, folder.lock = path, FolderLock(path)
     return folder
 
 
@@ -100,7 +100,7 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
 def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
     folder = opened(tmp_path)
     os.utime(tmp_path / ".lock", (1, 1))
-    folder.check_lock()
+    folder.lock.refresh()
     assert (tmp_path / ".lock").stat().st_mtime > 1
 
 

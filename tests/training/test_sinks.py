@@ -12,7 +12,7 @@ from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.options import MonitoringSettings
-from megaenc.training.sinks import Board, TensorBoard, WeightsAndBiases, _Background
+from megaenc.training.sinks import Background, TensorBoard, WeightsAndBiases
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_the_events_of_another_run_are_left_alone(tmp_path):
 
 def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    board = _Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), "0123456789abcdef", {}))
+    board = Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), "0123456789abcdef", {}))
     board.do("cut", -1)
     for step in range(5):
         board.do("log", "train", {"step": step, "loss": 1.0})
@@ -95,14 +95,14 @@ def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
 
 
 def test_a_board_that_hangs_holds_nothing_up(capfd):
-    class Hanging(Board):
+    class Hanging:
         def log(self, group, row): ...
         def cut(self, step): ...
         def close(self): ...
         def flush(self):
             time.sleep(60)
 
-    board = _Background("slow", Hanging)
+    board = Background("slow", Hanging)
     began = time.monotonic()
     board.do("cut", -1)
     while not board._opened.is_set():

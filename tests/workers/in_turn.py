@@ -27,7 +27,7 @@ def beginning_with(weights: str | None) -> Iterator[None]:
     from megaenc.backend import prepare_megatron
 
     prepare_megatron()
-    from megaenc.model.initial import global_names
+    from megaenc.model.encoder import global_names
     from megaenc.training import engine
 
     given, build = torch.load(weights), engine.build_chunks

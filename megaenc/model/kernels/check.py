@@ -7,11 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaenc.model.verdict import Verdict
-
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
 once, which puts a bfloat16 out by half of that where it is rounded to the nearest; triton's interpreter cuts off instead."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a check of a kernel or an attention backend, which says what `error` and `allowed` are relative to."""
+
+    name: str
+    available: bool
+    """Whether it could be tried at all."""
+    error: float | None
+    """The largest that was found; None where nothing was computed."""
+    allowed: float
+    why: str
+    """What speaks against it, for the console; empty where it is right."""
+
+    @property
+    def right(self) -> bool:
+        """Whether a run may use it."""
+        return not self.why
 
 
 @dataclass(frozen=True)
@@ -29,10 +46,7 @@ Comparison = tuple[str, Tensor, Tensor]
 
 
 def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: Widths) -> Verdict:
-    """Try the kernel called `name`, one of `CHECKS`, in `dtype` (float32 or bfloat16) on `device`.
-
-    Beside the widths of the model it is tried on some that fill no block. Whatever a compiler raises is the verdict's `why`.
-    """
+    """Try the kernel `name` of `CHECKS` in float32 or bfloat16, on the `widths` of the model and some that fill no block."""
     worst = Verdict(name, True, 0.0, ALLOWED[dtype], "")
     try:
         for what, found, expected in CHECKS[name](_Draw(device, dtype), widths):
@@ -92,7 +106,7 @@ def _check_norm(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
     from megaenc.model.kernels.norm import rms_norm
 
     def formula(x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+        return F.rms_norm(x, weight.shape, weight, 1e-5)
 
     several = 2 * resident(draw.device) + 3  # each program of the backward kernel goes round more than once
     for shape in ((5, 1, widths.hidden), (several, 1, 1728), (67, 1, 3, widths.head), (1, 1, 96), (200, 33), (0, 1, 96)):
@@ -101,20 +115,21 @@ def _check_norm(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
 
 
 def _check_rotary(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
-    from megaenc.model.kernels.rotary import rotate
+    from megaenc.model.elementwise import Rotation
 
     # Slices, as queries and keys are of the joint projection; rows at round addresses have a variant of their own.
     shapes = (7, 3, widths.head, 16), (7, 3, widths.head, 5), (5, 18, 96, 5), (3, 40, 64, 5), (1, 1, 10, 5), (0, 2, 64, 5)
     for tokens, heads, dim, beside in shapes:
         angles = draw(tokens, 1, 1, dim // 2, size=1000.0).detach().float()
         cos, sin = angles.cos(), angles.sin()
+        rotation = Rotation(cos, sin, fused=True)
 
         def formula(x: Tensor, cos: Tensor = cos, sin: Tensor = sin, dim: int = dim) -> Tensor:
             first, second = x[..., :dim].chunk(2, -1)
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
         x = draw(tokens, 1, heads, dim + beside)
-        yield from _against(lambda x, cos=cos, sin=sin, dim=dim: rotate(x[..., :dim], cos, sin), formula, draw, "x", x)
+        yield from _against(lambda x, dim=dim, rotation=rotation: rotation(x[..., :dim]), formula, draw, "x", x)
 
 
 def _check_swiglu(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
@@ -155,7 +170,7 @@ def _check_loss(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
 
 
 def _check_sum(draw: _Draw, widths: Widths) -> Iterator[Comparison]:
-    from megaenc.model.kernels.products import add_product
+    from megaenc.model.loss import add_product
 
     for rows, columns, width in ((128, 256, widths.hidden), (40, 130, 72)):
         (a, b), (c, d) = ((draw(rows, columns).detach(), draw(rows, width).detach()) for _ in range(2))

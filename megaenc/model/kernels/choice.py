@@ -26,10 +26,9 @@ NONE = Fused()
 
 
 def fused_kernels(wanted: bool, device: torch.device, dtype: torch.dtype, widths: Widths) -> Fused:
-    """The kernels for a model of `widths` in `dtype` on `device`; every process of a run calls it together with the same.
+    """Return the kernels for a model of `widths`; all processes of a run call it together. Those left out are named.
 
-    Each that is left to torch is named with the reason, in a line. On the host there are none, except under triton's interpreter,
-    as tests have it (TRITON_INTERPRET=1).
+    On the host there are none, except under triton's interpreter, as tests have it (TRITON_INTERPRET=1).
     """
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not wanted or (device.type == "cpu" and not interpreted):

@@ -53,11 +53,11 @@ def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, col
 
 
 def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """float32[4, n] of this rank's share of the vocabulary, whose ids begin with `first`: of each row the highest score, the sum
-    of exp(score - highest), the label's score (0 where it is another rank's) and the likeliest token, the lowest of equals.
+    """Return float32[4, n] of this rank's share of the vocabulary, whose ids begin with `first`.
 
-    Columns from `columns` on are padding: where there is nothing else, float32's lowest number, 0, 0 and `first`. Ids below
-    2^24 are exact.
+    Of each row the highest score, the sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest
+    token, the lowest of equals, exact below 2^24. Columns from `columns` on are padding. A share of nothing else gives float32's
+    lowest number, 0, 0 and `first`.
     """
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)
@@ -71,10 +71,7 @@ def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) ->
 
 
 def to_gradient_(logits_nV: Tensor, labels_n: Tensor, top_n: Tensor, sum_n: Tensor, first: int, columns: int) -> Tensor:
-    """`logits_nV`, overwritten by the loss's gradient for them: exp(score - top) / sum, less 1 at the label; 0 in padding.
-
-    `top_n` and `sum_n`, float32: of the whole vocabulary.
-    """
+    """Overwrite logits by the loss's gradient: exp(score - top) / sum of all ranks, less 1 at the label; 0 in padding."""
     rows, width = logits_nV.shape
     if rows:
         constants = strip(width)

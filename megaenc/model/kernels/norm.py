@@ -45,10 +45,7 @@ def rms_norm_backward_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x [..., H] / rms(x) * weight [H], in the numbers of `x`, computed in float32.
-
-    Nothing is kept for backward but both: it finds the root mean square again, from numbers that it reads anyway.
-    """
+    """Return x [..., H] / rms(x) * weight [H] in the numbers of `x`, computed in float32; only both are kept for backward."""
     return _RMSNorm.apply(x, weight, epsilon)
 
 

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megaenc.model.kernels.launch import UNSEEN, power_of_2, tile
 
@@ -29,27 +28,8 @@ def rotary_kernel(
     tl.store(there + half, (second * along + first * across).to(out.dtype.element_ty), mask=inside)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [S, 1, heads, dim] turned by the angles of cos and sin, float32[S, 1, 1, dim / 2], in the numbers of `x`.
-
-    The angles' cosines stay float32 whatever numbers `x` has: they weigh little beside it.
-    """
-    return _Rotate.apply(x, cos.contiguous(), sin.contiguous())
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient):
-        return _turned(gradient, *ctx.saved_tensors, -1), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Turn x [S, 1, heads, dim] by `sign` times the angles of cos and sin, contiguous float32[S, 1, 1, dim / 2]."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, _, heads, width = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -31,7 +31,7 @@ MISTAKES = [
     ("norm", norm, "- normed * along", "+ normed * along", "the gradient of x"),
     ("norm", norm, "rows, tl.num_programs(0) * ROWS)", "rows, 2 * tl.num_programs(0) * ROWS)", "the gradient of"),
     ("norm", norm, "to_weight_PH.sum(0)", "to_weight_PH[0]", "the gradient of weight"),
-    ("rotary", rotary, "*ctx.saved_tensors, -1)", "*ctx.saved_tensors, 1)", "the gradient of x"),
+    ("rotary", rotary, "SIGN=sign", "SIGN=1", "the gradient of x"),
     ("rotary", rotary, "head * head_stride", "head * 2 * half", "the output"),
     ("swiglu", swiglu, "sigmoid + silu * (1.0 - sigmoid)", "sigmoid", "the gradient of x"),
     ("swiglu", swiglu, "1.0 / (1.0 + tl.exp(-gate))", "tl.exp(gate) / (1.0 + tl.exp(gate))", "the gradient of x is nan off"),
@@ -62,7 +62,7 @@ def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, 
 
 
 def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
-    plant(rotary, "*ctx.saved_tensors, -1)", "*ctx.saved_tensors, 1)", tmp_path, monkeypatch)
+    plant(rotary, "SIGN=sign", "SIGN=1", tmp_path, monkeypatch)
     found = choice.fused_kernels(True, HOST, torch.float32, WIDTHS)
     choice._chosen.cache_clear()
     assert found == choice.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaenc.model.elementwise import Rotation
+from megaenc.model.kernels.choice import Fused
 from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
-from megaenc.model.kernels.loss import fused_loss, rows_at_once
 from megaenc.model.kernels.norm import rms_norm
-from megaenc.model.kernels.rotary import rotate
 from megaenc.model.kernels.swiglu import swiglu
-from megaenc.model.loss import combined, summed_loss
+from megaenc.model.loss import combined, rows_at_once, summed_loss
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -79,7 +79,7 @@ def test_rotary(tokens, heads, dim, dtype):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
     # A slice, as queries and keys are of the joint projection.
-    same(lambda x: rotate(x[..., 2:-3], cos, sin), formula, draw(tokens, 1, heads, dim + 5, dtype=dtype))
+    same(lambda x: Rotation(cos, sin, fused=True)(x[..., 2:-3]), formula, draw(tokens, 1, heads, dim + 5, dtype=dtype))
 
 
 @both
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
     expected = torch.autograd.grad(plain * 0.5, (hidden, weight))
     off = 1e-6 if dtype == torch.float32 else 2**-7
     for at_once in (2**30, 130 * 1000 * dtype.itemsize):
-        loss, correct = fused_loss(hidden, weight, labels, 937, group, sum_in_float32=False, at_once=at_once)
+        loss, correct = summed_loss(hidden, weight, labels, 937, group, Fused(loss=True), at_once)
         assert loss.dtype == torch.float32 and int(correct) == int(plain_correct)
         torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-4)
         found = torch.autograd.grad(loss * 0.5, (hidden, weight))  # as the schedules scale it
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_torchs_operations(predictions, dtype, group):
             assert (here - there).norm() <= off * there.norm()
         assert (found[1][937:] == 0).all()
     with torch.no_grad():
-        assert float(fused_loss(hidden, weight, labels, 937, group, sum_in_float32=False)[0]) == float(loss)
+        assert float(summed_loss(hidden, weight, labels, 937, group, Fused(loss=True))[0]) == float(loss)
 
 
 def test_parts_are_few_and_even():
@@ -174,6 +174,6 @@ def test_nothing_is_kept_but_what_came(group):
     x, weight = draw(5, 1, 64), draw(64)
     cos = torch.ones(5, 1, 1, 32)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
-        rms_norm(x, weight, 1e-5), swiglu(x), rotate(x[:, :, None], cos, cos)
+        rms_norm(x, weight, 1e-5), swiglu(x), Rotation(cos, cos, fused=True)(x[:, :, None])
     given = {tensor.data_ptr() for tensor in (x, weight, cos)}
     assert len(kept) == 5 and {tensor.data_ptr() for tensor in kept} == given
