@@ -25,20 +25,20 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one split; all shares are fractions."""
+    """Scores of one split, in the order in which results have them; all shares are fractions."""
 
     score: float
     """The study's metric."""
-    scores_i: list[float]
-    """The study's metric of each example, in the order of the examples."""
     metrics: dict[str, float]
     """The field's standard metrics by name."""
-    metrics_i: dict[str, list[float]]
-    """What the standard metrics are made of, by example."""
     collapsed: str | None
     """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
     baseline: dict[str, float]
     """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
+    scores_i: list[float]
+    """The study's metric of each example, in the order of the examples."""
+    metrics_i: dict[str, list[float]]
+    """What the standard metrics are made of, by example."""
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class Scores:
         means = metrics if metrics is not None else {name: float(np.mean(values)) for name, values in metrics_i.items()}
         by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
         listed = [float(value) for value in scores_i]
-        return cls(float(np.mean(scores_i)), listed, dict(means), by_example, collapsed, dict(baseline))
+        return cls(float(np.mean(scores_i)), dict(means), collapsed, dict(baseline), listed, by_example)
 
 
 class NotFinite(ArithmeticError):
