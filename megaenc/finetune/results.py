@@ -20,6 +20,7 @@ from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, rate_name
 from megaenc.finetune.options import Protocol
 from megaenc.json_files import parse_json, read_regular
+from megaenc.output_paths import make_parent
 
 if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
@@ -34,14 +35,14 @@ _MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each examp
 _HEAD_BYTES = 8192  # of what stands before the scores; it is some 1,200
 _EXPECTED = "expected what a run wrote there; remove it"
 # Inside of a string the quotes of the keys would be escaped. Looking for brackets takes a small part of the time of parsing.
-_LISTS = re.compile(rb'"scores_i":\s*\[([^\]]*+)\]|"metrics_i":\s*\{(?:[^][}]++|\[[^\]]*+\])*+\}')
+_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
 # What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
 # do not tell.
 _CONSTANT = {
-    "sst2": {"constant prediction": (428 / 872, 444 / 872)},
-    "qqp": {"constant prediction": (25545 / 40430, 14885 / 40430)},
-    "mnli_m": {"constant prediction": (3479 / 9815, 3123 / 9815, 3213 / 9815)},
-    "squad_v2": {"never answers": (5945 / 11873,)},
+    "sst2": ("constant prediction", 428 / 872, 444 / 872),
+    "qqp": ("constant prediction", 25545 / 40430, 14885 / 40430),
+    "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
+    "squad_v2": ("never answers", 5945 / 11873),
 }
 
 
@@ -123,10 +124,7 @@ def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {path.parent}: cannot be made: {error.strerror}") from None
+    make_parent(path, "--output")
     lines = [f"{json.dumps(key)}: {_json(value)}" for key, value in values.items()]
     write_whole(path, "{\n  " + ",\n  ".join(lines) + "\n}\n")
 
@@ -248,11 +246,9 @@ def read(path: Path) -> Result | None:
     *_, model, family, dataset, _ = path.parts
     run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
     if (values := read_fields(path / RESULTS)) is not None:
-        splits = [_split(path / RESULTS, dataset, values, split) for split in ("validation", "test")]
-        return Result(*run, path, *splits)
+        return Result(*run, path, *(_split(path / RESULTS, dataset, values, name) for name in ("validation", "test")))
     if (values := read_fields(path / FAILED)) is not None:
-        reason = values.get("reason", "no reason given")
-        return Result(*run, path, None, None, failure=_text(path / FAILED, "reason", reason))
+        return Result(*run, path, None, None, _text(path / FAILED, "reason", values.get("reason", "no reason given")))
     return None
 
 
@@ -285,9 +281,7 @@ def without_lists(content: bytes) -> bytes:
     """Replace each list of scores in `content` by "equal" or null, and each object of them by null."""
 
     def short(found: re.Match[bytes]) -> bytes:
-        if found[1] is None:
-            return b'"metrics_i": null'
-        return b'"scores_i": "equal"' if _all_equal(found[1]) else b'"scores_i": null'
+        return found[1] + (b'"equal"' if found[2] is not None and _all_equal(found[2]) else b"null")
 
     return _LISTS.sub(short, content)
 
@@ -331,10 +325,8 @@ def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Sp
 def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
     if split.get("scores_i") == "equal" and score < 1:
         return "every example scores the same"
-    for why, scores in _CONSTANT.get(dataset, {}).items():
-        if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores):
-            return why
-    return None
+    why, *scores = _CONSTANT.get(dataset, (None,))
+    return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
 
 
 def _fraction(path: Path, field: str, value: Any) -> float:
