@@ -70,17 +70,10 @@ class Cell:
     dataset: str
     train_on: str
     runs: tuple[Result, ...]
-    asked: Asked
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Every seed that a rate needs before it can be chosen."""
-        return self.asked.seeds
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Every rate that was asked for, whether or not it has a run yet."""
-        return self.asked.rates
+    rates: tuple[float, ...]
+    """Every rate that was asked for, whether or not it has a run yet."""
+    seeds: tuple[int, ...]
+    """Every seed that a rate needs before it can be chosen."""
 
     def at(self, rate: float) -> list[Result]:
         """The finished runs of a rate, by seed."""
@@ -114,17 +107,15 @@ def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
     model has on that data set: a model that has fewer yet is not whole.
     """
     found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    rates: dict[tuple[str, ...], set[float]] = defaultdict(set)
-    seeds: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    seen: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
     for result in results:
-        if asked is not None and not (result.learning_rate in asked.rates and result.seed in asked.seeds):
-            continue
-        place = (result.family, result.dataset, result.train_on)
-        found[(result.model, *place)].append(result)
-        rates[place].add(result.learning_rate)
-        seeds[place].add(result.seed)
-    seen = {place: Asked(tuple(sorted(rates[place])), tuple(sorted(seeds[place]))) for place in rates}
-    return [Cell(*key, tuple(runs), asked or seen[key[1:]]) for key, runs in found.items()]
+        if asked is None or (result.learning_rate in asked.rates and result.seed in asked.seeds):
+            place = (result.family, result.dataset, result.train_on)
+            found[(result.model, *place)].append(result)
+            seen[place][0].add(result.learning_rate)
+            seen[place][1].add(result.seed)
+    grids = {place: asked or Asked(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
+    return [Cell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
 
 
 Read = Callable[[Result], float | None]
