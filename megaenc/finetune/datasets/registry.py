@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -65,23 +66,15 @@ def name_and_path(given: str) -> tuple[str, Path | None]:
     name, equals, place = given.partition("=")
     if not equals or "/" in name:
         name, place = "", given
-    path = Path(place)
-    try:
-        there = path.is_file()
-    except OSError:  # a name that is too long
-        there = False
-    return name or (formats.stem(path) if there else None) or path.resolve().name, path
+    path = Path(place)  # os.path.isfile is False for a name that is too long
+    return name or (formats.stem(path) if os.path.isfile(path) else None) or path.resolve().name, path
 
 
 def _existing(given: str) -> tuple[str, Path | None]:
     name, path = name_and_path(given)
     if path is None:
         return given, None
-    try:
-        exists = path.exists()
-    except OSError:
-        exists = False
-    if not exists:
+    if not os.path.exists(path):
         if given.partition("=")[1] or "/" in given:
             raise InputError(f"data set {given}: found no file or folder {path}, expected one with labelled data")
         near = difflib.get_close_matches(given.lower(), [*DATASETS, hub.TRAINING_PAIRS], n=1)
