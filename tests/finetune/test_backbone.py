@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from megaenc.errors import InputError
-from megaenc.finetune import attention
+from megaenc.finetune import backbone as attention
 from megaenc.finetune.backbone import Backbone, rectangles
 from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.packing import pack
