@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT = 1  # of the files on disk, and of the rules below that say which tokens a text has
+_FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
 _AT_ONCE = 1024  # texts whose offsets are held as Python objects
 _LOOK_AGAIN = 0.2  # seconds between two looks at what another process makes
 
@@ -94,7 +95,8 @@ class TextEncoder:
                     f"leave it out with --no-add-{name}"
                 )
         if self.room < 1:
-            raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {self._added} added tokens")
+            added = self.add_bos + self.add_eos
+            raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {added} added tokens")
 
     @cached_property
     def _bos(self) -> int | None:
@@ -107,24 +109,15 @@ class TextEncoder:
         return known.sep_token_id if known.eos_token_id is None else known.eos_token_id
 
     @property
-    def _added(self) -> int:
-        return self.add_bos + self.add_eos
-
-    @property
     def room(self) -> int:
         """Tokens of the text itself in a row, at most."""
-        return self.max_length - self._added
+        return self.max_length - self.add_bos - self.add_eos
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Of the tokenizer, as in megaenc.data.vocabulary.Vocabulary."""
-        return vocabulary_of(self.tokenizer).fingerprint
-
-    @property
     def key(self) -> dict[str, str | int | bool]:
         """What determines the rows of a text."""
         rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
-        return {"format": _FORMAT, "tokenizer": self.fingerprint, **rule}
+        return {"format": _FORMAT, "tokenizer": vocabulary_of(self.tokenizer).fingerprint, **rule}
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
         """int32[at most max_length]: a row of the tokens of a text."""
@@ -141,7 +134,7 @@ class TextEncoder:
         for start in range(0, len(texts), _AT_ONCE):
             self.progress(start, len(texts))
             for tokens in encode_documents(self.tokenizer, texts[start : start + _AT_ONCE]):
-                if not len(tokens) and not self._added:
+                if not len(tokens) and not (self.add_bos or self.add_eos):
                     raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
                 truncated += len(tokens) > self.room
                 rows.append(self.row(tokens))
@@ -180,46 +173,41 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
-    found = _read(path)
-    if found is not None:
-        return found
-    while True:
+    while (found := _read(path)) is None:
         with locked(folder / f".{name}.lock") as mine:
-            if (found := _read(path)) is not None:  # another process has made it meanwhile
-                return found
-            if mine:
+            if mine and (found := _read(path)) is None:  # else another process has made it meanwhile
                 for left in left_behind(path):
                     remove(left)
-                made = make()
+                found = make()
                 with whole_files(path) as [temporary], open(temporary, "wb") as stream:
-                    np.savez(stream, **_arrays(made))
-                return made
+                    np.savez(stream, **_arrays(found))
+        if found is not None:
+            break
         waiting()
         time.sleep(_LOOK_AGAIN)
+    return found
 
 
 def _arrays(made: Parts) -> dict[str, np.ndarray]:
+    """All arrays under the names of their part, if there are several, and their own."""
     arrays = {}
     for part, rows in (made if isinstance(made, dict) else {"": made}).items():
         own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
-        arrays |= {f"{part}:{name}": array for name, array in own.items()}
-        arrays |= {f"{part}:columns:{name}": array for name, array in rows.columns.items()}
+        arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
     return arrays
 
 
 def _read(path: Path) -> Parts | None:
+    found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        parts = {}
-        for part in dict.fromkeys(name.split(":")[0] for name in arrays):
-            columns = {
-                name.removeprefix(f"{part}:columns:"): array
-                for name, array in arrays.items()
-                if name.startswith(f"{part}:columns:")
-            }
-            own = [arrays[f"{part}:{name}"] for name in ("tokens", "starts", "truncated")]
-            parts[part] = Encoded(own[0], own[1], int(own[2]), columns)
+            for whole in stored.files:
+                part, _, name = whole.partition(":")
+                found[part][name] = stored[whole]
+        parts = {
+            part: Encoded(arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays)
+            for part, arrays in found.items()
+        }
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return parts[""] if list(parts) == [""] else parts
