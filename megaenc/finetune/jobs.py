@@ -111,24 +111,26 @@ def make_jobs(
     _all_different("--model", [model.name for model in named])
     _all_different("--datasets", [dataset.name for _, dataset in found])
     _all_different("--learning-rates", rates)
-    trainings: dict[tuple[str, str], list[tuple[str, Dataset]]] = defaultdict(list)
+    trainings: dict[tuple[Family, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
     weights_of = model_fingerprints([model.where for model in named], output)
     jobs = []
-    for members in trainings.values():
-        family, train_on, trained = members[0][1].family, members[0][1].train_on, members[0][1].train_fingerprint
+    for (family, train_on), members in trainings.items():
+        first = members[0][1]
         for _, other in members:
-            if other.train_fingerprint != trained:
-                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {members[0][1].name} has")
+            if other.train_fingerprint != first.train_fingerprint:
+                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first.name} has")
         evaluate_on = tuple(Named(dataset.name, text) for text, dataset in members)
         by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
         for model, weights in zip(named, weights_of, strict=True):
-            of_files = (weights, tokenizer_fingerprint(model.where))
-            fingerprints = Fingerprints(*of_files, trained, by_name, model_stamp(model.where))
-            for seed in seeds:
-                common = {"output": output, "protocol": protocol, "data": data, "fingerprints": fingerprints}
-                jobs += [Job(model, family, train_on, evaluate_on, rate, seed, **common) for rate in rates]
+            tokenizer, stamp = tokenizer_fingerprint(model.where), model_stamp(model.where)
+            fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
+            jobs += [
+                Job(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
+                for seed in seeds
+                for rate in rates
+            ]
     return jobs
 
 
