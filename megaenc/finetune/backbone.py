@@ -1,16 +1,22 @@
-"""A Hugging Face model without its head, which reads packed texts in one direction, whatever the model's own is."""
+"""A Hugging Face model without its head, which reads packed texts in one direction, whatever the model's own is.
+
+Packed texts lie end to end, so that nothing is computed for padding.
+"""
 
 import inspect
+from collections.abc import Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
-
-from megaenc.finetune.packing import Packed
 
 Attention = Literal["bidirectional", "causal"]
 
@@ -18,8 +24,56 @@ Attention = Literal["bidirectional", "causal"]
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _NAME = "megaenc_packed"
 """What transformers knows packed attention by. It has no mask function of that name, so a model builds no mask for it."""
-_READING: ContextVar[tuple["Backbone", Packed]] = ContextVar("reading")
+_READING: ContextVar[tuple["Backbone", "Packed"]] = ContextVar("reading")
 """Who reads what: not every model hands down to its attention what it does not know."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Texts end to end, the shortest first: texts of one length are a rectangle without padding, masks and copies."""
+
+    tokens: Tensor
+    """int64[T]"""
+    lengths: tuple[int, ...]
+    """tokens of each text, at least 1; their sum is T"""
+    position_ids: Tensor
+    """int64[T]: 0, 1, ... in each text"""
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """(texts, tokens of each) of each length."""
+        return [(len(list(same)), length) for length, same in groupby(self.lengths)]
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """int32[texts + 1]: where each text begins, then T."""
+        return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device=self.tokens.device)
+
+
+def pack(texts: Sequence[np.ndarray], device: torch.device | str) -> Packed:
+    """Lay `texts` (integer[tokens]) end to end. Raises ValueError for an empty one, and for one longer than the next."""
+    lengths = [len(text) for text in texts]
+    if not lengths or not lengths[0] or lengths != sorted(lengths):
+        raise ValueError("found no text or an empty one, expected at least one token in each, and the shortest text first")
+    tokens = torch.from_numpy(np.concatenate(texts).astype(np.int64))
+    places = torch.cat([torch.arange(length) for length in lengths])
+    return Packed(tokens.to(device), tuple(lengths), places.to(device))
+
+
+def forwards(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
+    """Return which rows a model reads at once: int64 rows in groups of at most so many tokens, the shortest texts first.
+
+    A text that is longer than that is alone. Every row is in one group; equal lengths keep their order. Texts of one group are
+    of like length, so a model that must pad them pads little.
+    """
+    rows = np.argsort(lengths, kind="stable")
+    groups, start, held = [], 0, 0
+    for at, length in enumerate(lengths[rows].tolist()):
+        if held and held + length > tokens_per_forward:
+            groups.append(rows[start:at])
+            start, held = at, 0
+        held += length
+    return [*groups, rows[start:]] if len(rows) else []
 
 
 class Backbone(nn.Module):
@@ -54,24 +108,22 @@ class Backbone(nn.Module):
         return self.model.device
 
     def states(self, packed: Packed) -> Tensor:
-        """[T, hidden_size]: the last layer's states after the final norm, in the order of `packed.tokens`."""
-        tokens = packed.tokens if packed.order is None else packed.tokens[packed.order]
-        states = self._end_to_end(packed, tokens) if self.packed else self._padded(packed, tokens)
-        return states if packed.back is None else states.index_select(0, packed.back)
+        """[T, hidden_size]: the last layer's states after the final norm."""
+        return self._end_to_end(packed) if self.packed else self._padded(packed)
 
-    def _end_to_end(self, packed: Packed, tokens: Tensor) -> Tensor:
+    def _end_to_end(self, packed: Packed) -> Tensor:
         before = _READING.set((self, packed))
         try:
-            out = self.model(input_ids=tokens[None], position_ids=packed.position_ids[None] + self.first_position)
+            out = self.model(input_ids=packed.tokens[None], position_ids=packed.position_ids[None] + self.first_position)
         finally:
             _READING.reset(before)
         return out.last_hidden_state[0]
 
-    def _padded(self, packed: Packed, tokens: Tensor) -> Tensor:
-        """Rectangles of the texts by length, padded and masked at the texts' ends."""
+    def _padded(self, packed: Packed) -> Tensor:
+        """Rectangles of texts of like length, padded and masked at the texts' ends."""
         shapes = rectangles(packed.groups)
         parts = []
-        for lengths, row in zip(shapes, tokens.split([sum(lengths) for lengths in shapes]), strict=True):
+        for lengths, row in zip(shapes, packed.tokens.split([sum(lengths) for lengths in shapes]), strict=True):
             columns = torch.arange(lengths[-1], device=row.device)
             seen = columns < torch.tensor(lengths, device=row.device)[:, None]
             ids = torch.full(seen.shape, self._padding, device=row.device).masked_scatter(seen, row)
@@ -98,7 +150,7 @@ class Backbone(nn.Module):
                 holder.is_causal = attention == "causal"
 
 
-def rectangles(groups: tuple[tuple[int, int], ...]) -> list[list[int]]:
+def rectangles(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Lengths of texts, shortest first, by the rectangle that pads them: at most 8 tokens or a tenth longer than its first."""
     found: list[list[int]] = []
     for texts, length in groups:
@@ -127,7 +179,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling * q k^T) v inside each text of a row that lies in the order of `Packed`'s texts by length.
+    """softmax(scaling * q k^T) v inside each text of a row.
 
     query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError where a model asks for
     what this does not compute: a score bias, a cap, sinks, more than one row, other keys than those of the row.
@@ -144,7 +196,7 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, dim]
     if backbone.one_kernel and query.is_cuda and query.dtype != torch.float32 and not dropout:
         # One kernel over all texts; it takes 16-bit numbers on an accelerator and drops nothing.
-        ends, longest = packed.cu_seqlens, packed.longest
+        ends, longest = packed.cu_seqlens, packed.lengths[-1]
         out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=reach, **_GROUPED)
     else:
         out = _by_length(q, k, v, packed, reach, scaling, dropout)

@@ -13,9 +13,8 @@ from megaenc.console import say
 from megaenc.convert.hf_folder import HFFolder
 from megaenc.convert.hf_model import config_of, first_line, load_model
 from megaenc.errors import InputError
-from megaenc.finetune.backbone import Attention, Backbone
+from megaenc.finetune.backbone import Attention, Backbone, Packed, pack
 from megaenc.finetune.model_folder import check_model_folder
-from megaenc.finetune.packing import Packed, pack
 
 _CLOSE = 1e-4
 """How far float32 states of two ways to compute the same may be apart, as a share of the largest."""
@@ -185,14 +184,14 @@ class Probe:
     def _mixes_texts(self) -> bool:
         """Whether other texts of a pack move a text's states."""
         first, second, other = self._texts(4, 5, 4)
-        packs = (pack([first, second, other], self.backbone.device), pack([other, second, first], self.backbone.device))
-        return _apart(*(self.backbone.states(texts)[4:9] for texts in packs))
+        packs = (pack([first, other, second], self.backbone.device), pack([other, first, second], self.backbone.device))
+        return _apart(*(self.backbone.states(texts)[8:] for texts in packs))
 
     def _packed_texts(self) -> Packed:
         """Texts of several lengths, some beyond each sliding window."""
         context = self.backbone.context
-        beyond = [min(window + 8, context) for window in self.backbone.windows if window < context]
-        return pack(self._texts(*(min(length, context) for length in (5, 3, 7, 1, 7)), *beyond), self.backbone.device)
+        beyond = sorted(min(window + 8, context) for window in self.backbone.windows if window < context)
+        return pack(self._texts(*(min(length, context) for length in (1, 3, 5, 7, 7)), *beyond), self.backbone.device)
 
     def _texts(self, *lengths: int) -> list[np.ndarray]:
         random = np.random.default_rng(0)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from megaenc.finetune.backbone import _READING, packed_attention
-from megaenc.finetune.packing import pack
+from megaenc.finetune.backbone import _READING, pack, packed_attention
 
 _LENGTHS = (2, 5, 5, 9)
 

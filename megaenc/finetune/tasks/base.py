@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megaenc.finetune.backbone import Backbone, Packed, forwards, pack
 from megaenc.finetune.encoded import Encoded, Parts, TextEncoder
 from megaenc.finetune.examples import Examples, Family
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.packing import Packed, forwards, pack
 
 if TYPE_CHECKING:
-    from megaenc.finetune.backbone import Backbone
     from megaenc.finetune.datasets.registry import Dataset
 
 NO_LABEL = -100
@@ -64,7 +63,7 @@ class NotFinite(ArithmeticError):
 class Model(nn.Module):
     """A backbone and the task's head on its states."""
 
-    def __init__(self, backbone: "Backbone", head: nn.Module) -> None:
+    def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head

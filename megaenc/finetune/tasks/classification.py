@@ -5,9 +5,9 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
+from megaenc.finetune.backbone import Packed
 from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, LabelledText
-from megaenc.finetune.packing import Packed
 from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from megaenc.finetune.backbone import Packed, pack
 from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, Pair
 from megaenc.finetune.examples import Retrieval as Queries
@@ -21,7 +22,6 @@ from megaenc.finetune.metrics.retrieval import (
     reciprocal_rank,
     retrieved_ndcg,
 )
-from megaenc.finetune.packing import Packed, pack
 from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
 
 _DEPTH = 100
