@@ -88,8 +88,8 @@ class TextEncoder:
     """Is told how many of the texts given to a call are done."""
 
     def __post_init__(self) -> None:
-        for name, added, token in [("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)]:
-            if added and token is None:
+        for name, added, tokens in (("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)):
+            if added and tokens == [None]:
                 raise InputError(
                     f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; "
                     f"leave it out with --no-add-{name}"
@@ -99,14 +99,14 @@ class TextEncoder:
             raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {added} added tokens")
 
     @cached_property
-    def _bos(self) -> int | None:
+    def _bos(self) -> list[int | None]:
         known = self.tokenizer
-        return known.cls_token_id if known.bos_token_id is None else known.bos_token_id
+        return [known.cls_token_id if known.bos_token_id is None else known.bos_token_id] * self.add_bos
 
     @cached_property
-    def _eos(self) -> int | None:
+    def _eos(self) -> list[int | None]:
         known = self.tokenizer
-        return known.sep_token_id if known.eos_token_id is None else known.eos_token_id
+        return [known.sep_token_id if known.eos_token_id is None else known.eos_token_id] * self.add_eos
 
     @property
     def room(self) -> int:
@@ -121,12 +121,11 @@ class TextEncoder:
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
         """int32[at most max_length]: a row of the tokens of a text."""
-        return self.beside(tokens, self._bos, self._eos)
+        return np.concatenate([self._bos, tokens[: self.room], self._eos]).astype(np.int32)
 
-    def beside(self, values: np.ndarray, at_bos: int | None, at_eos: int | None) -> np.ndarray:
-        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and those of BOS and EOS."""
-        before, after = [at_bos] * self.add_bos, [at_eos] * self.add_eos
-        return np.array([*before, *values[: self.room].tolist(), *after], dtype=np.int32)
+    def beside(self, values: np.ndarray, other: int) -> np.ndarray:
+        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and `other` for BOS and EOS."""
+        return np.concatenate([[other] * self.add_bos, values[: self.room], [other] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""

@@ -86,9 +86,9 @@ class _Files:
             return self._read(files[split])
         if "train" not in files or len(files) == 1:
             raise InputError(f"{self.path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
-        other = "test" if "test" in files else "validation"
-        role = "" if other == "test" else f", and {files[other].name} is the test split"
-        missing = "validation" if other == "test" else "test"
+        other, missing, role = "test", "validation", ""
+        if "test" not in files:
+            other, missing, role = "validation", "test", f", and {files['validation'].name} is the test split"
         say_once(f"{name}: no {missing} file: 5 % of train validate (seed 42){role}")
         if split == "test":
             return self._read(files[other])
@@ -103,7 +103,7 @@ class _Files:
         examples, left_out = [], 0
         seen: dict[str, str] = {}
         for number, (place, row) in enumerate(formats.rows_of(path)):
-            if self._is_empty(row):
+            if self.family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
                 left_out += 1
                 continue
             examples.append(rows.example(self.family, row, place, f"{number}", self.labels, self.template))
@@ -114,9 +114,6 @@ class _Files:
             _look_at_spans(path, examples, self.labels.labels)
         return examples
 
-    def _is_empty(self, row: dict) -> bool:
-        return self.family is Family.TC and row.get("tokens") == [] and row.get("tags") == []
-
     def _labels(self, first: Path) -> rows.LabelSet | None:
         """The labels that meta.json beside the files lists, else those of the rows of train."""
         if self.family is Family.QA:
@@ -126,7 +123,7 @@ class _Files:
         meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
         listed = meta.get(key, meta.get("labels"))
         if listed is None:
-            return rows.collected(self.family, (found for found in formats.rows_of(first) if not self._is_empty(found[1])))
+            return rows.collected(self.family, formats.rows_of(first))
         names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
         if not names or len(set(listed)) != len(listed):
             raise InputError(f"{file}: key `{key}`: expected a list of names that differ")

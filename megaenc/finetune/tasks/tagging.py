@@ -35,7 +35,7 @@ class Tagging(Task):
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.room
             rows.append(encoder.row(tokens))
-            words.append(encoder.beside(owners, -1, -1))
+            words.append(encoder.beside(owners, -1))
             tags.append(np.where(words[-1] < 0, NO_LABEL, np.asarray(example.tags)[words[-1]]))
         return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 
