@@ -120,23 +120,21 @@ class Backbone(nn.Module):
         return out.last_hidden_state[0]
 
     def _padded(self, packed: Packed) -> Tensor:
-        """Rectangles of texts of like length, padded and masked at the texts' ends."""
         shapes = rectangles(packed.groups)
-        parts = []
-        for lengths, row in zip(shapes, packed.tokens.split([sum(lengths) for lengths in shapes]), strict=True):
-            columns = torch.arange(lengths[-1], device=row.device)
-            seen = columns < torch.tensor(lengths, device=row.device)[:, None]
-            ids = torch.full(seen.shape, self._padding, device=row.device).masked_scatter(seen, row)
-            positions = {"position_ids": (columns + self.first_position).expand_as(ids)} if self.takes_positions else {}
-            parts.append(self.model(input_ids=ids, attention_mask=seen.long(), **positions).last_hidden_state[seen])
-        return torch.cat(parts)
+        rows = packed.tokens.split([sum(lengths) for lengths in shapes])
+        return torch.cat([self._rectangle(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
 
     def read_own_way(self, packed: Packed) -> Tensor:
         """What `states` is compared with: all texts in one rectangle, the model left to find positions by itself. [T, hidden]"""
-        texts = packed.tokens.split(packed.lengths)
-        ids = nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=self._padding)
-        seen = torch.arange(ids.shape[1], device=ids.device) < torch.tensor(packed.lengths, device=ids.device)[:, None]
-        return self.model(input_ids=ids, attention_mask=seen.long()).last_hidden_state[seen]
+        return self._rectangle(packed.tokens, packed.lengths, positions=False)
+
+    def _rectangle(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
+        """States of texts that are padded and masked at their ends, [T, hidden]; `positions`: the model is told them."""
+        columns = torch.arange(lengths[-1], device=tokens.device)
+        seen = columns < torch.tensor(lengths, device=tokens.device)[:, None]
+        ids = torch.full(seen.shape, self._padding, device=tokens.device).masked_scatter(seen, tokens)
+        told = {"position_ids": (columns + self.first_position).expand_as(ids)} if positions and self.takes_positions else {}
+        return self.model(input_ids=ids, attention_mask=seen.long(), **told).last_hidden_state[seen]
 
     def read_packed(self, packed: bool) -> None:
         """Have the model read packed texts, by the attention below, or padded ones by its own."""

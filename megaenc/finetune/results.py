@@ -32,8 +32,6 @@ _FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_
 _WHATEVER_FITS = {"max_length": 0, "precision": ""}
 _MISSING = object()
 _MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
-_HEAD_BYTES = 8192  # of what stands before the scores; it is some 1,200
-_EXPECTED = "expected what a run wrote there; remove it"
 # Inside of a string the quotes of the keys would be escaped. Looking for brackets takes a small part of the time of parsing.
 _LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
 # What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
@@ -139,8 +137,7 @@ def _json(value: Any) -> str:
 
 def sweep(job: Job) -> None:
     """Remove what runs that were killed while they wrote have left. For whoever has the run to oneself."""
-    for dataset in job.evaluate_on:
-        path = folder(job, dataset.name)
+    for path in (folder(job, dataset.name) for dataset in job.evaluate_on):
         for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
             remove(left)
 
@@ -173,7 +170,7 @@ def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -
     """
     try:
         with open(file, "rb") as stream:
-            head, scores, _ = stream.read(_HEAD_BYTES).partition(b',\n  "validation"')
+            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')  # it begins after some 1,200 bytes
         values = parse_json(head + b"}" if scores else head)
     except (OSError, ValueError):
         return None
@@ -262,7 +259,7 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     try:
         values = parse_json(without_lists(content), unique_keys=True)
     except ValueError as error:
-        raise InputError(f"{path}: not JSON ({error}), {_EXPECTED}") from None
+        raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected an object; remove it")
     return values
@@ -308,7 +305,7 @@ def read_examples(path: Path, metric: str | None) -> list[float]:
             raise ValueError("found a score of an example that is no number")
         return numbers if numbers and abs(math.fsum(numbers) / len(numbers) - mean) <= 1e-6 else []
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise InputError(f"{path}: field `test`: {error!r}; {_EXPECTED}") from None
+        raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
 
 
 def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Split:

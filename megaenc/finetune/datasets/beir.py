@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats, rows
 from megaenc.finetune.datasets.base import (
@@ -13,7 +14,6 @@ from megaenc.finetune.datasets.base import (
     QUERY,
     Dataset,
     digest,
-    file_digest,
     say_once,
     too_few,
     validation_half,
@@ -36,7 +36,7 @@ def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     """The data set in `folder`, searched among the documents that validation and test judge, or among all."""
     files = _Folder(name, folder, whole_corpus)
     paths = {"corpus": files.corpus, "queries": files.queries, **files.qrels}
-    fingerprint = digest({"files": {key: file_digest(path) for key, path in paths.items()}, "rules": ["BEIR", whole_corpus]})
+    fingerprint = digest({"files": {key: sha256_of(path) for key, path in paths.items()}, "rules": ["BEIR", whole_corpus]})
     return Dataset(name, Family.IR, (), name, fingerprint, fingerprint, files.split)
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
+from megaenc.finetune.datasets.base import Dataset, digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
 from megaenc.json_files import read_json_object
 
@@ -58,7 +59,7 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
     if flags.task == "IR":
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
     files = _Files(path, flags.task, pair_template)
-    content = {key: file_digest(file) for key, file in sorted(files.files.items())}
+    content = {key: sha256_of(file) for key, file in sorted(files.files.items())}
     labels = files.labels.labels if files.labels else ()
     rules = [files.family, labels, files.template]
     fingerprint = digest({"files": content, "rules": rules})
