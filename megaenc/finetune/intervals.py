@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
 from megaenc.finetune.results import Result
 
@@ -42,13 +41,10 @@ def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
     mean, count = math.fsum(scores) / len(scores), len(scores)
     if count == 1:
         return Interval(mean, math.nan, 1)
-    if kind == "normal":
-        quantile = 1.96
-    else:
-        try:
-            from scipy.stats import t
-        except ImportError:
-            raise InputError("t intervals: scipy is not installed; install it with `pip install scipy`") from None
+    quantile = 1.96
+    if kind == "t":
+        from scipy.stats import t  # takes a second to import
+
         quantile = float(t.ppf(0.975, count - 1))
     return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
 

@@ -13,9 +13,6 @@ from megaenc.finetune.examples import Family
 from megaenc.finetune.model_folder import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
 
-Stage = Literal["loading", "training", "validation", "test"]
-"""What a run is at, in this order; retrieval goes through the last two once for each set that it is evaluated on."""
-
 
 @dataclass(frozen=True)
 class Named:
@@ -39,12 +36,8 @@ class Fingerprints:
 
     def of(self, dataset: str) -> dict[str, str]:
         """What the results of one data set record."""
-        return {
-            "model": self.model,
-            "tokenizer": self.tokenizer,
-            "train_on": self.train_on,
-            "dataset": self.datasets[dataset],
-        }
+        of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
+        return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,8 @@ class Job:
 class Progress:
     """How far a run is in a stage; `total` is 0 where that is not known."""
 
-    stage: Stage
+    stage: Literal["loading", "training", "validation", "test"]
+    """In this order; retrieval goes through the last two once for each set that it is evaluated on."""
     done: float = 0
     total: float = 0
     fields: Mapping[str, float | str] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,12 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 def family_of(path: Path, row: dict[str, Any]) -> Family:
     """What kind of task a row is of. Raises InputError where it is of none."""
-    for keys, family in (
-        (("tokens", "tags"), Family.TC),
-        (("question", "context"), Family.QA),
-        (("text",), Family.SC),
-        (("label",), Family.SC),
-    ):
-        if all(key in row for key in keys):
-            return family
+    if "tokens" in row and "tags" in row:
+        return Family.TC
+    if "question" in row and "context" in row:
+        return Family.QA
+    if "text" in row or "label" in row:
+        return Family.SC
     raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED}; --task says which it is")
 
 
@@ -124,24 +123,23 @@ def _sentences(path: Path) -> Iterator[Row]:
     hits = [sum(len(row) > at and bool(IOB2.fullmatch(row[at])) for row in words) for at in range(width)]
     column = max(range(1, width), key=lambda at: (hits[at], at))
     word_column = 1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
-    row: dict[str, Any] = {"tokens": [], "tags": []}
-    first = 0
-    for number, line, parts in [*cells, (0, "", [])]:
-        if not line.strip():
-            if row["tokens"]:
-                yield f"{path}:{first}", row
-            row = {"tokens": [], "tags": []}
-        elif line.startswith("#") and (len(parts) <= column or not IOB2.fullmatch(parts[column])):
-            if comment := re.match(r"#\s*sent_id\s*=\s*(\S+)", line):
-                row["id"] = comment[1]
-        elif parts[0] != "-DOCSTART-":
-            if len(parts) <= column:
-                raise InputError(f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}")
-            if not IOB2.fullmatch(parts[column]):
-                raise InputError(f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE")
-            first = first if row["tokens"] else number
-            row["tokens"].append(parts[word_column])
-            row["tags"].append(parts[column])
+    for _, sentence in groupby(cells, key=lambda cell: bool(cell[1].strip())):
+        row: dict[str, Any] = {"tokens": [], "tags": []}
+        first = 0
+        for number, line, parts in sentence:
+            if line.startswith("#") and (len(parts) <= column or not IOB2.fullmatch(parts[column])):
+                if comment := re.match(r"#\s*sent_id\s*=\s*(\S+)", line):
+                    row["id"] = comment[1]
+            elif line.strip() and parts[0] != "-DOCSTART-":
+                if len(parts) <= column:
+                    raise InputError(f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}")
+                if not IOB2.fullmatch(parts[column]):
+                    raise InputError(f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE")
+                first = first or number
+                row["tokens"].append(parts[word_column])
+                row["tags"].append(parts[column])
+        if row["tokens"]:
+            yield f"{path}:{first}", row
 
 
 def _squad(path: Path) -> Iterator[Row]:
