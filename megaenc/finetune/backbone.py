@@ -108,7 +108,7 @@ class Backbone(nn.Module):
         return self.model.device
 
     def states(self, packed: Packed) -> Tensor:
-        """[T, hidden_size]: the last layer's states after the final norm."""
+        """Compute the last layer's states after the final norm, [T, hidden_size]."""
         return self._end_to_end(packed) if self.packed else self._padded(packed)
 
     def _end_to_end(self, packed: Packed) -> Tensor:
@@ -149,7 +149,7 @@ class Backbone(nn.Module):
 
 
 def rectangles(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Lengths of texts, shortest first, by the rectangle that pads them: at most 8 tokens or a tenth longer than its first."""
+    """Group lengths, shortest first, into rectangles that are padded: at most 8 tokens or a tenth longer than its first."""
     found: list[list[int]] = []
     for texts, length in groups:
         if not found or length > found[-1][0] + max(8, found[-1][0] // 10):
@@ -177,7 +177,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **others,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling * q k^T) v inside each text of a row.
+    """Compute softmax(scaling * q k^T) v inside each text of a row.
 
     query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError where a model asks for
     what this does not compute: a score bias, a cap, sinks, more than one row, other keys than those of the row.

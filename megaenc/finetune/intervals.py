@@ -34,7 +34,7 @@ class Interval:
 
 
 def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
-    """Mean of at least one score with q * sd(ddof=1) / sqrt(n).
+    """Return the mean of at least one score with q * sd(ddof=1) / sqrt(n).
 
     q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
     """
@@ -97,7 +97,7 @@ class Cell:
 
 
 def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
-    """The results by model, data set and set trained on, in the order in which they come up.
+    """Group results by model, data set and set trained on, in the order in which they come up.
 
     `asked` is the grid that was planned, and results outside of it are left out. Without it, it is every rate and seed that some
     model has on that data set: a model that has fewer yet is not whole.

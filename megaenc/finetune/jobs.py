@@ -95,7 +95,7 @@ def make_jobs(
     data: DataFlags,
     find: Find,
 ) -> list[Job]:
-    """Every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
+    """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
     Models and data sets are looked at. Raises InputError for what no run could be made of.

@@ -25,7 +25,7 @@ _CLOSE_16_BIT = 0.1
 
 
 def load_backbone(folder: str, attention: Attention, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
-    """The model of a Hugging Face folder, reading under `attention`; code that it holds is never run.
+    """Load the model of a Hugging Face folder, reading under `attention`; code that it holds is never run.
 
     Before it is returned, changed tokens have shown what it reads (each state is moved by all tokens of its text and by no other,
     or by no later one), and packed states have been equal to the model's own padded ones. InputError for what cannot be
@@ -124,7 +124,7 @@ class Probe:
         return self.backbone.states(self._packed_texts()).float()
 
     def wrong_in_16_bit(self, exactly: Tensor) -> str | None:
-        """What is wrong with states of 16 bits, `exactly` being what `read` gave in float32; None if nothing is."""
+        """Return what is wrong with states of 16 bits, `exactly` being what `read` gave in float32; None if nothing is."""
         backbone = self.backbone
         try:
             if _apart(self.read(), exactly, _CLOSE_16_BIT):

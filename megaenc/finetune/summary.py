@@ -169,14 +169,14 @@ def _rates(cell: Cell) -> RateRow | None:
 
 
 def shown(mean: float | None, half: float | None) -> str:
-    """`91.65 (0.45)`, as the study prints it; a dash where there is none."""
+    """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
 def tables(summary: Summary) -> list[Any]:
-    """rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
+    """Return rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
     made = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
@@ -239,7 +239,7 @@ def _why(result: Result) -> str | None:
 
 
 def notes(summary: Summary) -> list[str]:
-    """A line for each model and data set with collapsed or failed runs: which, and why."""
+    """Return a line for each model and data set with collapsed or failed runs: which, and why."""
     lines = []
     for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed)):
         groups: dict[tuple, list[Result]] = defaultdict(list)
@@ -252,7 +252,7 @@ def notes(summary: Summary) -> list[str]:
 
 
 def as_text(summary: Summary, suffix: str) -> str:
-    """All numbers as .json, .csv (the scores alone) or .md."""
+    """Return all numbers as .json, .csv (the scores alone) or .md."""
     if suffix == ".json":
         rates = [
             vars(row)

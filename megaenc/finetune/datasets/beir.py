@@ -96,7 +96,7 @@ class _Folder:
     def _judged_texts(
         self, column: int, kind: str, path: Path, text: Callable[[dict[str, Any], str], str], *, everything: bool = False
     ) -> dict[str, str]:
-        """The texts of a file that a column of the judgements names, or all. Raises InputError for one that is not there."""
+        """Return the texts of a file that a column of the judgements names, or all. Raises InputError if one is missing."""
         wanted = {cells[column] for lines in self._lines.values() for _, cells in lines}
         found: dict[str, str] = {}
         seen: dict[str, str] = {}

@@ -223,7 +223,7 @@ def _texts(name: str, part: str, key: str, wanted: set[str]) -> dict[str, str]:
 def _load(
     name: str, split: str, columns: Collection[str], *, repository: str = "", config: str | None = None, revision: str = ""
 ) -> Any:
-    """One split of one repository, its own unless given, from the Hub or the cache of `datasets`, with these columns at least.
+    """Load a split of a repository, its own unless given, from the Hub or the cache of `datasets`, with at least these columns.
 
     Raises Unreachable where trying again later may help, InputError where it will not.
     """

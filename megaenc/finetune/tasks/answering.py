@@ -67,7 +67,7 @@ class Answering(Task):
         )
 
     def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
-        """1 inside, 0 outside."""
+        """Return 1 for what is inside, 0 for what is outside."""
         return data.by_token("inside", rows)
 
     def evaluate(self, model: Model, data: Encoded, examples: list[Question]) -> Scores:

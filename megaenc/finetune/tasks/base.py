@@ -94,14 +94,14 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> Parts:
-        """`examples` as the other methods take them; a pure function of them, the encoder and the task's labels."""
+        """Tokenise `examples` for the other methods; a pure function of them, the encoder and the task's labels."""
 
     @abstractmethod
     def evaluate(self, model: Model, data: Parts, examples: Examples) -> Scores:
         """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
 
     def head(self, hidden_size: int) -> nn.Module:
-        """A new head in float32, drawn by torch's own generator: weights from N(0, 0.02), no bias to begin with."""
+        """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), no bias to begin with."""
         head = nn.Linear(hidden_size, self.outputs_of_head)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -109,19 +109,19 @@ class Task(ABC):
 
     @property
     def outputs_of_head(self) -> int:
-        """One for each label."""
+        """Return how many numbers the head gives: one for each label."""
         return len(self.dataset.labels)
 
     def count(self, data: Parts) -> int:
-        """Training examples."""
+        """Return the number of training examples."""
         return len(data)
 
     def outputs(self, model: Model, packed: Packed) -> Tensor:
-        """What the model says of each text or token of a pack, float32[texts or tokens, ...]: logits of each token."""
+        """Compute the logits of each token of a pack, float32[tokens, labels]; some families: something of each text."""
         return model.logits(model.backbone.states(packed))
 
     def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
-        """int64: the label of each output of these rows, or NO_LABEL."""
+        """Return int64: the label of each output of these rows, or NO_LABEL."""
         raise NotImplementedError
 
     def backward(self, model: Model, data: Parts, rows: np.ndarray) -> float:
@@ -140,7 +140,7 @@ class Task(ABC):
         return total.item()
 
     def forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Places in `lengths` of the texts of each forward pass."""
+        """Return the places in `lengths` of the texts of each forward pass."""
         return forwards(lengths, self.protocol.tokens_per_forward)
 
     @torch.inference_mode()
@@ -166,12 +166,12 @@ class Task(ABC):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
     def constant(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
-        """What is wrong with predictions that are one label for everything, unless that is right; None if nothing is."""
+        """Return what is wrong with predictions that are one label for everything, unless that is right; None if nothing is."""
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
 def mean_states(states: Tensor, packed: Packed) -> Tensor:
-    """float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
+    """Return float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)

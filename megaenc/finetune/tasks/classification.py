@@ -17,17 +17,17 @@ class Classification(Task):
     family: ClassVar[Family] = Family.SC
 
     def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> Encoded:
-        """Rows of the texts; column `labels`, int64[n]."""
+        """Return rows of the texts; column `labels`, int64[n]."""
         rows = encoder.encode([example.text for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
     def outputs(self, model: Model, packed: Packed) -> Tensor:
-        """Logits of each text."""
+        """Compute the logits of each text."""
         return model.logits(mean_states(model.backbone.states(packed), packed))
 
     def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
-        """The classes."""
+        """Return the classes."""
         return data.columns["labels"][rows]
 
     def evaluate(self, model: Model, data: Encoded, examples: list[LabelledText]) -> Scores:

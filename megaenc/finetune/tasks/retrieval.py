@@ -115,7 +115,7 @@ class Retrieval(Task):
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
     def outputs(self, model: Model, packed: Packed) -> Tensor:
-        """float32[texts, hidden]: embeddings, of length 1 each."""
+        """Compute embeddings, float32[texts, hidden], of length 1 each."""
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
     def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, **others: int) -> Tensor:

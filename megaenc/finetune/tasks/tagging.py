@@ -40,7 +40,7 @@ class Tagging(Task):
         return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 
     def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
-        """The tags."""
+        """Return the tags."""
         return data.by_token("tags", rows)
 
     def evaluate(self, model: Model, data: Encoded, examples: list[TaggedWords]) -> Scores:
