@@ -15,7 +15,7 @@ from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import CACHE, Job, check_rate, make_jobs
-from megaenc.finetune.options import Protocol
+from megaenc.finetune.options import Protocol, check_least
 from megaenc.finetune.progress import share
 from megaenc.finetune.unfinished import lock, remaining
 from megaenc.output_paths import check_parent, remove_new_parents_on_error
@@ -57,24 +57,21 @@ def run_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
     quiet()
     settings = flags.parse_with_config(RunSettings, argv, prog="megaenc finetune run", description=__doc__)
-    for flag, value in (("--model", settings.model), ("--dataset", settings.dataset)):
-        if not value:
-            raise InputError(f"{flag}: missing; see megaenc finetune run --help")
+    for name in ("model", "dataset"):
+        if not getattr(settings, name):
+            raise InputError(f"--{name}: missing; see megaenc finetune run --help")
     settings.protocol.check()
     check_process_count("--threads", settings.protocol.threads)
     check_rate("--learning-rate", settings.learning_rate)
-    if settings.seed < 0:
-        raise InputError(f"--seed: found {settings.seed}, expected at least 0")
+    check_least(settings, seed=0)
     if settings.seed >= 2**63:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
     check_parent(output / "model", "--output")
     from megaenc.finetune.datasets import find
 
-    rates, seeds = (settings.learning_rate,), (settings.seed,)
-    [job] = make_jobs(
-        (settings.model,), (settings.dataset,), rates, seeds, settings.output, settings.protocol, settings.data, find
-    )
+    one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
+    [job] = make_jobs(*one, settings.output, settings.protocol, settings.data, find)
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
         cache = output / CACHE

@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-_FORMAT = 1  # of the files on disk, and of the rules below that say which tokens a text has
+_FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
 _AT_ONCE = 1024  # texts whose offsets are held as Python objects
 _LOOK_AGAIN = 0.2  # seconds between two looks at what another process makes
 
@@ -87,53 +88,44 @@ class TextEncoder:
     """Is told how many of the texts given to a call are done."""
 
     def __post_init__(self) -> None:
-        for name, added, token in [("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)]:
-            if added and token is None:
+        for name, added, tokens in (("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)):
+            if added and tokens == [None]:
                 raise InputError(
                     f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; "
                     f"leave it out with --no-add-{name}"
                 )
         if self.room < 1:
-            raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {self._added} added tokens")
+            added = self.add_bos + self.add_eos
+            raise InputError(f"--max-length: found {self.max_length}, expected room for text beside {added} added tokens")
 
     @cached_property
-    def _bos(self) -> int | None:
+    def _bos(self) -> list[int | None]:
         known = self.tokenizer
-        return known.cls_token_id if known.bos_token_id is None else known.bos_token_id
+        return [known.cls_token_id if known.bos_token_id is None else known.bos_token_id] * self.add_bos
 
     @cached_property
-    def _eos(self) -> int | None:
+    def _eos(self) -> list[int | None]:
         known = self.tokenizer
-        return known.sep_token_id if known.eos_token_id is None else known.eos_token_id
-
-    @property
-    def _added(self) -> int:
-        return self.add_bos + self.add_eos
+        return [known.sep_token_id if known.eos_token_id is None else known.eos_token_id] * self.add_eos
 
     @property
     def room(self) -> int:
         """Tokens of the text itself in a row, at most."""
-        return self.max_length - self._added
+        return self.max_length - self.add_bos - self.add_eos
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Of the tokenizer, as in megaenc.data.vocabulary.Vocabulary."""
-        return vocabulary_of(self.tokenizer).fingerprint
-
-    @property
     def key(self) -> dict[str, str | int | bool]:
         """What determines the rows of a text."""
         rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
-        return {"format": _FORMAT, "tokenizer": self.fingerprint, **rule}
+        return {"format": _FORMAT, "tokenizer": vocabulary_of(self.tokenizer).fingerprint, **rule}
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
         """int32[at most max_length]: a row of the tokens of a text."""
-        return self.beside(tokens, self._bos, self._eos)
+        return np.concatenate([self._bos, tokens[: self.room], self._eos]).astype(np.int32)
 
-    def beside(self, values: np.ndarray, at_bos: int | None, at_eos: int | None) -> np.ndarray:
-        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and those of BOS and EOS."""
-        before, after = [at_bos] * self.add_bos, [at_eos] * self.add_eos
-        return np.array([*before, *values[: self.room].tolist(), *after], dtype=np.int32)
+    def beside(self, values: np.ndarray, other: int) -> np.ndarray:
+        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and `other` for BOS and EOS."""
+        return np.concatenate([[other] * self.add_bos, values[: self.room], [other] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""
@@ -141,7 +133,7 @@ class TextEncoder:
         for start in range(0, len(texts), _AT_ONCE):
             self.progress(start, len(texts))
             for tokens in encode_documents(self.tokenizer, texts[start : start + _AT_ONCE]):
-                if not len(tokens) and not self._added:
+                if not len(tokens) and not (self.add_bos or self.add_eos):
                     raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
                 truncated += len(tokens) > self.room
                 rows.append(self.row(tokens))
@@ -180,46 +172,41 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
-    found = _read(path)
-    if found is not None:
-        return found
-    while True:
+    while (found := _read(path)) is None:
         with locked(folder / f".{name}.lock") as mine:
-            if (found := _read(path)) is not None:  # another process has made it meanwhile
-                return found
-            if mine:
+            if mine and (found := _read(path)) is None:  # else another process has made it meanwhile
                 for left in left_behind(path):
                     remove(left)
-                made = make()
+                found = make()
                 with whole_files(path) as [temporary], open(temporary, "wb") as stream:
-                    np.savez(stream, **_arrays(made))
-                return made
+                    np.savez(stream, **_arrays(found))
+        if found is not None:
+            break
         waiting()
         time.sleep(_LOOK_AGAIN)
+    return found
 
 
 def _arrays(made: Parts) -> dict[str, np.ndarray]:
+    """All arrays under the names of their part, if there are several, and their own."""
     arrays = {}
     for part, rows in (made if isinstance(made, dict) else {"": made}).items():
         own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
-        arrays |= {f"{part}:{name}": array for name, array in own.items()}
-        arrays |= {f"{part}:columns:{name}": array for name, array in rows.columns.items()}
+        arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
     return arrays
 
 
 def _read(path: Path) -> Parts | None:
+    found: dict[str, dict[str, np.ndarray]] = defaultdict(dict)
     try:
         with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-        parts = {}
-        for part in dict.fromkeys(name.split(":")[0] for name in arrays):
-            columns = {
-                name.removeprefix(f"{part}:columns:"): array
-                for name, array in arrays.items()
-                if name.startswith(f"{part}:columns:")
-            }
-            own = [arrays[f"{part}:{name}"] for name in ("tokens", "starts", "truncated")]
-            parts[part] = Encoded(own[0], own[1], int(own[2]), columns)
+            for whole in stored.files:
+                part, _, name = whole.partition(":")
+                found[part][name] = stored[whole]
+        parts = {
+            part: Encoded(arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays)
+            for part, arrays in found.items()
+        }
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return parts[""] if list(parts) == [""] else parts

@@ -12,6 +12,7 @@ import numpy as np
 from megaenc import flags
 from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
+from megaenc.finetune.options import check_least
 from megaenc.randomness import SampleRandomness, permutation
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
     where nothing can be hidden.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     from megaenc.data.packs import Pack
     from megaenc.data.tokenizer import vocabulary_of
@@ -119,29 +121,26 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
 
-    labels, correct, at = np.zeros(vocabulary.size, dtype=np.int64), 0, 0
+    hidden, correct, at = [np.zeros(0, dtype=np.int64)], 0, 0
     while at < len(targets):
         # Logits are the largest thing here: at most 2**25 of them (128 MiB) a batch, unless one window has more.
         rows = max(1, (1 << 25) // (vocabulary.size * len(targets[min(at + 31, len(targets) - 1)].inputs)))
         batch = targets[at : at + min(rows, 32)]
         at += len(batch)
-        shape = (len(batch), max(len(target.inputs) for target in batch))
-        tokens, seen = np.full(shape, vocabulary.mask_id, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for row, target in enumerate(batch):
-            tokens[row, : len(target.inputs)] = target.inputs
-            seen[row, : len(target.inputs)] = 1
+        windows = [torch.from_numpy(target.inputs.astype(np.int64)) for target in batch]
+        tokens = pad_sequence(windows, batch_first=True, padding_value=vocabulary.mask_id)
+        seen = pad_sequence([torch.ones_like(window) for window in windows], batch_first=True)
         with torch.inference_mode():
-            inputs = [torch.from_numpy(array).to(model.device) for array in (tokens, seen)]
-            guesses = model(input_ids=inputs[0], attention_mask=inputs[1]).logits.argmax(-1).cpu().numpy()
-        for row, target in enumerate(batch):
+            logits = model(input_ids=tokens.to(model.device), attention_mask=seen.to(model.device)).logits
+        for guesses, target in zip(logits.argmax(-1).cpu().numpy(), batch, strict=True):
             # What a window begins with is not asked for: where predictions stand before their tokens it has none.
             asked = target.predict_at > 0
-            correct += int((guesses[row, target.predict_at[asked]] == target.labels[asked]).sum())
-            labels += np.bincount(target.labels[asked], minlength=vocabulary.size)
-    predicted = int(labels.sum())
-    if not predicted:
+            correct += int((guesses[target.predict_at[asked]] == target.labels[asked]).sum())
+            hidden.append(target.labels[asked])
+    labels = np.concatenate(hidden)
+    if not len(labels):
         raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")
-    return Score(predicted, correct / predicted, int(labels.max()) / predicted)
+    return Score(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
 
 
 def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
@@ -175,19 +174,17 @@ def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: i
 
     The choice depends on the texts alone, not on what a model makes of them.
     """
-    found = []
+    found, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
-        choices = [riddle for sentence in _SENTENCE.finditer(text) for riddle in _riddles_of(sentence[0], tokenizer)]
+        choices = [
+            Riddle(sentence[: word.start()], word[0], sentence[word.end() :])
+            for sentence in (match[0] for match in _SENTENCE.finditer(text))
+            for word in _WORD.finditer(sentence)
+            if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1
+        ]
         if choices:
             found.append(choices[int(SampleRandomness(0, number, 0).uniforms("riddle", 1)[0] * len(choices))])
     return [found[at] for at in sorted(permutation(0, "riddles", len(found))[:count])]
-
-
-def _riddles_of(sentence: str, tokenizer: Any) -> Iterator[Riddle]:
-    function_words = _FUNCTION_WORDS.split()
-    for word in _WORD.finditer(sentence):
-        if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1:
-            yield Riddle(sentence[: word.start()], word[0], sentence[word.end() :])
 
 
 def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[Riddle]) -> list[list[tuple[str, float]]]:
@@ -236,10 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(FillMaskFlags, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
-    if settings.tokens < 1:
-        raise InputError(f"--tokens: found {settings.tokens}, expected 1 or more")
-    if settings.sentences < 0:
-        raise InputError(f"--sentences: found {settings.sentences}, expected 0 or more")
+    check_least(settings, tokens=1, sentences=0)
     from megaenc.data.inputs import InputFlags, find_inputs, read_texts
 
     inputs = find_inputs(InputFlags(settings.input), [settings.json_key])

@@ -15,7 +15,7 @@ from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.execution import Failed, Local, execute
 from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
 from megaenc.finetune.model_folder import keep_fingerprints
-from megaenc.finetune.options import LEARNING_RATES, Protocol
+from megaenc.finetune.options import LEARNING_RATES, Protocol, check_least
 from megaenc.finetune.slurm import SlurmSettings, submit
 from megaenc.finetune.unfinished import remaining
 from megaenc.finetune.workers import RUN, log_path
@@ -78,23 +78,15 @@ def plan(settings: GridSettings, find: Find) -> Plan:
 def _check(settings: GridSettings) -> None:
     settings.protocol.check()
     settings.slurm.check()
-    for flag, values in (("--model", settings.model), ("--datasets", settings.datasets)):
-        if not values:
-            raise InputError(f"{flag}: found none, expected at least one")
-    for flag, value, least in (
-        ("--seeds", settings.seeds, 1),
-        ("--jobs", settings.local.jobs, 0),
-        ("--jobs-per-gpu", settings.local.jobs_per_gpu, 1),
-        ("--hang-minutes", settings.local.hang_minutes, 0),
-    ):
-        if not value >= least:
-            raise InputError(f"{flag}: found {value}, expected at least {least}")
+    for name in ("model", "datasets", "learning_rates"):
+        if not getattr(settings, name):
+            raise InputError(f"--{name.replace('_', '-')}: found none, expected at least one")
+    check_least(settings, seeds=1)
+    check_least(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
     if not settings.slurm.slurm:  # whose machines have other cores
         check_process_count("--jobs", settings.local.jobs)
         check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
         check_process_count("--threads", settings.protocol.threads)
-    if not settings.learning_rates:
-        raise InputError("--learning-rates: found none, expected at least one")
     for rate in settings.learning_rates:
         check_rate("--learning-rates", rate)
     check_parent(Path(settings.output, "model"), "--output")
@@ -103,13 +95,8 @@ def _check(settings: GridSettings) -> None:
 def announce(settings: GridSettings, planned: Plan) -> None:
     """Say how large the grid is, counted both ways, and what of it is left."""
     whole = len(planned.jobs)
-    axes = (
-        (settings.model, "model"),
-        (settings.datasets, "data set"),
-        (settings.learning_rates, "rate"),
-        (range(settings.seeds), "seed"),
-    )
-    size = " x ".join(count(len(values), noun) for values, noun in axes)
+    sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
+    size = " x ".join(count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
     once = "" if planned.results == whole else "; retrieval trains once for all its sets"
     say(f"{count(planned.results, 'result')} from {count(whole, 'training')}: {size}{once}")
     done = whole - len(planned.todo) - len(planned.failed)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
 from megaenc.finetune.results import Result
 
@@ -35,20 +34,17 @@ class Interval:
 
 
 def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
-    """Mean of at least one score with q * sd(ddof=1) / sqrt(n).
+    """Return the mean of at least one score with q * sd(ddof=1) / sqrt(n).
 
     q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
     """
     mean, count = math.fsum(scores) / len(scores), len(scores)
     if count == 1:
         return Interval(mean, math.nan, 1)
-    if kind == "normal":
-        quantile = 1.96
-    else:
-        try:
-            from scipy.stats import t
-        except ImportError:
-            raise InputError("t intervals: scipy is not installed; install it with `pip install scipy`") from None
+    quantile = 1.96
+    if kind == "t":
+        from scipy.stats import t  # takes a second to import
+
         quantile = float(t.ppf(0.975, count - 1))
     return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
 
@@ -70,17 +66,10 @@ class Cell:
     dataset: str
     train_on: str
     runs: tuple[Result, ...]
-    asked: Asked
-
-    @property
-    def seeds(self) -> tuple[int, ...]:
-        """Every seed that a rate needs before it can be chosen."""
-        return self.asked.seeds
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Every rate that was asked for, whether or not it has a run yet."""
-        return self.asked.rates
+    rates: tuple[float, ...]
+    """Every rate that was asked for, whether or not it has a run yet."""
+    seeds: tuple[int, ...]
+    """Every seed that a rate needs before it can be chosen."""
 
     def at(self, rate: float) -> list[Result]:
         """The finished runs of a rate, by seed."""
@@ -108,23 +97,21 @@ class Cell:
 
 
 def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
-    """The results by model, data set and set trained on, in the order in which they come up.
+    """Group results by model, data set and set trained on, in the order in which they come up.
 
     `asked` is the grid that was planned, and results outside of it are left out. Without it, it is every rate and seed that some
     model has on that data set: a model that has fewer yet is not whole.
     """
     found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
-    rates: dict[tuple[str, ...], set[float]] = defaultdict(set)
-    seeds: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    seen: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
     for result in results:
-        if asked is not None and not (result.learning_rate in asked.rates and result.seed in asked.seeds):
-            continue
-        place = (result.family, result.dataset, result.train_on)
-        found[(result.model, *place)].append(result)
-        rates[place].add(result.learning_rate)
-        seeds[place].add(result.seed)
-    seen = {place: Asked(tuple(sorted(rates[place])), tuple(sorted(seeds[place]))) for place in rates}
-    return [Cell(*key, tuple(runs), asked or seen[key[1:]]) for key, runs in found.items()]
+        if asked is None or (result.learning_rate in asked.rates and result.seed in asked.seeds):
+            place = (result.family, result.dataset, result.train_on)
+            found[(result.model, *place)].append(result)
+            seen[place][0].add(result.learning_rate)
+            seen[place][1].add(result.seed)
+    grids = {place: asked or Asked(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
+    return [Cell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
 
 
 Read = Callable[[Result], float | None]

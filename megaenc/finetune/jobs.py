@@ -13,9 +13,6 @@ from megaenc.finetune.examples import Family
 from megaenc.finetune.model_folder import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
 
-Stage = Literal["loading", "training", "validation", "test"]
-"""What a run is at, in this order; retrieval goes through the last two once for each set that it is evaluated on."""
-
 
 @dataclass(frozen=True)
 class Named:
@@ -39,12 +36,8 @@ class Fingerprints:
 
     def of(self, dataset: str) -> dict[str, str]:
         """What the results of one data set record."""
-        return {
-            "model": self.model,
-            "tokenizer": self.tokenizer,
-            "train_on": self.train_on,
-            "dataset": self.datasets[dataset],
-        }
+        of_training = {"model": self.model, "tokenizer": self.tokenizer, "train_on": self.train_on}
+        return of_training | {"dataset": self.datasets[dataset]}
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,8 @@ class Job:
 class Progress:
     """How far a run is in a stage; `total` is 0 where that is not known."""
 
-    stage: Stage
+    stage: Literal["loading", "training", "validation", "test"]
+    """In this order; retrieval goes through the last two once for each set that it is evaluated on."""
     done: float = 0
     total: float = 0
     fields: Mapping[str, float | str] = field(default_factory=dict)
@@ -101,7 +95,7 @@ def make_jobs(
     data: DataFlags,
     find: Find,
 ) -> list[Job]:
-    """Every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
+    """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
     Models and data sets are looked at. Raises InputError for what no run could be made of.
@@ -111,24 +105,26 @@ def make_jobs(
     _all_different("--model", [model.name for model in named])
     _all_different("--datasets", [dataset.name for _, dataset in found])
     _all_different("--learning-rates", rates)
-    trainings: dict[tuple[str, str], list[tuple[str, Dataset]]] = defaultdict(list)
+    trainings: dict[tuple[Family, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
     weights_of = model_fingerprints([model.where for model in named], output)
     jobs = []
-    for members in trainings.values():
-        family, train_on, trained = members[0][1].family, members[0][1].train_on, members[0][1].train_fingerprint
+    for (family, train_on), members in trainings.items():
+        first = members[0][1]
         for _, other in members:
-            if other.train_fingerprint != trained:
-                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {members[0][1].name} has")
+            if other.train_fingerprint != first.train_fingerprint:
+                raise InputError(f"--datasets {other.name}: found other pairs named {train_on} than {first.name} has")
         evaluate_on = tuple(Named(dataset.name, text) for text, dataset in members)
         by_name = {dataset.name: dataset.fingerprint for _, dataset in members}
         for model, weights in zip(named, weights_of, strict=True):
-            of_files = (weights, tokenizer_fingerprint(model.where))
-            fingerprints = Fingerprints(*of_files, trained, by_name, model_stamp(model.where))
-            for seed in seeds:
-                common = {"output": output, "protocol": protocol, "data": data, "fingerprints": fingerprints}
-                jobs += [Job(model, family, train_on, evaluate_on, rate, seed, **common) for rate in rates]
+            tokenizer, stamp = tokenizer_fingerprint(model.where), model_stamp(model.where)
+            fingerprints = Fingerprints(weights, tokenizer, first.train_fingerprint, by_name, stamp)
+            jobs += [
+                Job(model, family, train_on, evaluate_on, rate, seed, output, protocol, data, fingerprints)
+                for seed in seeds
+                for rate in rates
+            ]
     return jobs
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megaenc.console import ProgressLine
 from megaenc.errors import InputError
 from megaenc.files import write_whole
-from megaenc.json_files import parse_json, read_json_object, read_regular
+from megaenc.json_files import read_json, read_json_object
 
 KNOWN = ".fingerprints.json"
 """Beside the results: the digests of weights that were read before."""
@@ -72,11 +72,7 @@ def keep_fingerprints(results: str) -> None:
 
 def _known(path: Path) -> dict[str, str]:
     """What the file holds, by `_mark`; nothing where there is none or it cannot be read."""
-    try:
-        found = parse_json(read_regular(path))
-    except (OSError, ValueError):
-        return {}
-    return {mark: digest for mark, digest in found.items() if isinstance(digest, str)} if isinstance(found, dict) else {}
+    return {mark: digest for mark, digest in read_json(path).items() if isinstance(digest, str)}
 
 
 def _mark(folder: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megaenc.errors import InputError
 
@@ -52,19 +52,21 @@ class Protocol:
     """threads of a run on processors; the last bits of a result depend on it"""
 
     def check(self) -> None:
-        """InputError for a value that no run can have."""
+        """Raise InputError for a value that no run can have."""
         for name, value in vars(self).items():
             if isinstance(value, float) and not math.isfinite(value):
                 raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a finite number")
-        for name in ("batch_size", "max_steps", "tokens_per_forward", "threads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 1")
-        for name in ("weight_decay", "clip_grad", "max_length"):
-            if getattr(self, name) < 0:
-                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 0")
+        check_least(self, batch_size=1, max_steps=1, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0, max_length=0)
         for name in ("epochs", "scale", "adam_eps"):
             if not getattr(self, name) > 0:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected more than 0")
         for name in ("warmup", "adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 0 and less than 1")
+
+
+def check_least(settings: Any, **least: int) -> None:
+    """Raise InputError for a flag of `settings` that is less than what it has to be `least`, or NaN."""
+    for name, bound in least.items():
+        if not (value := getattr(settings, name)) >= bound:
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")

@@ -19,17 +19,39 @@ from megaenc.files import left_behind, remove, write_whole
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Job, rate_name
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.result_file import Split, read_fields, read_head, read_reason, read_split
+from megaenc.json_files import parse_json, read_regular
+from megaenc.output_paths import make_parent
 
 if TYPE_CHECKING:
     from megaenc.finetune.tasks.base import Scores
 
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
-State = Literal["finished", "failed", "missing"]
 
 _FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_sd(?P<seed>\d+)")
 # Choices that stand for "what fits the model and the machine": whatever a run found to fit is what was asked for.
 _WHATEVER_FITS = {"max_length": 0, "precision": ""}
+_MISSING = object()
+_MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
+# Inside of a string the quotes of the keys would be escaped. Looking for brackets takes a small part of the time of parsing.
+_LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
+# What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
+# do not tell.
+_CONSTANT = {
+    "sst2": ("constant prediction", 428 / 872, 444 / 872),
+    "qqp": ("constant prediction", 25545 / 40430, 14885 / 40430),
+    "mnli_m": ("constant prediction", 3479 / 9815, 3123 / 9815, 3213 / 9815),
+    "squad_v2": ("never answers", 5945 / 11873),
+}
+
+
+@dataclass(frozen=True)
+class Split:
+    """The scores of a run on one split, without those of single examples. All are fractions."""
+
+    score: float
+    metrics: Mapping[str, float]
+    baseline: Mapping[str, float]
+    collapsed: str | None
 
 
 @dataclass(frozen=True)
@@ -49,28 +71,14 @@ class Result:
 
 
 def folder(job: Job, dataset: str) -> Path:
-    """Where the results of `job` on `dataset` are."""
+    """Return where the results of `job` on `dataset` are."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
 
 def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
-    """Where the results of one run are in the `tree` of its model."""
+    """Return where the results of one run are in the `tree` of its model."""
     run = f"lr{rate_name(rate)}_sd{seed}"
     return tree / family / dataset / (f"{train_on}_{run}" if family == Family.IR else run)
-
-
-def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -> str | None:
-    """What a run's file was made with otherwise, with both values: a choice of the protocol, or one of `fingerprints`.
-
-    None where all are as asked, or the file does not say.
-    """
-    there = read_head(file)
-    for section, wanted, length in (("protocol", dataclasses.asdict(asked), None), ("fingerprints", fingerprints, 12)):
-        if isinstance(there.get(section), dict):
-            for field, was, value in _different(there[section], wanted):
-                if field in there[section]:
-                    return f"{field} is {str(was)[:length]} there, {str(value)[:length]} here"
-    return None
 
 
 def write(
@@ -88,108 +96,16 @@ def write(
     `trained` is the digest of the weights that they are of. `seconds` says how long what took; it goes into a file beside.
     """
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
-    # The long lists come last: whoever looks into the file sees the scores first.
-    long = ("scores_i", "metrics_i")
-    ordered = {
-        name: {field: split[field] for field in sorted(split, key=lambda field: (field in long, field != "score"))}
-        for name, split in splits.items()
-    }
     _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
-    _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | ordered)
+    _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
     (folder(job, dataset) / FAILED).unlink(missing_ok=True)
 
 
 def write_failure(job: Job, reason: str, *, step: int, protocol: Protocol) -> None:
     """Write that `job` cannot be finished, for each data set it was to be evaluated on."""
     for dataset in job.evaluate_on:
-        failure = {"reason": reason, "step": step}
-        _write(folder(job, dataset.name) / FAILED, _identity(job, dataset.name, protocol) | failure)
-
-
-def state(job: Job, dataset: str) -> State:
-    """Whether `job` has been done on `dataset`.
-
-    Raises InputError, naming the field, for results of another protocol or of other data.
-    """
-    for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
-        path = folder(job, dataset) / name
-        if (values := read_fields(path)) is not None:
-            _check_same(path, values, _identity(job, dataset, job.protocol))
-            return found
-    return "missing"
-
-
-def sweep(job: Job) -> None:
-    """Remove what runs that were killed while they wrote have left. For whoever has the run to oneself."""
-    for dataset in job.evaluate_on:
-        path = folder(job, dataset.name)
-        for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
-            remove(left)
-
-
-def scan(root: str | Path) -> list[Result]:
-    """Every run below `root`, in the order of the names; what is no run's folder is passed by.
-
-    Raises InputError for a file that no run wrote. Examples' own scores are skipped, not parsed: the tree of the study is
-    several gigabytes of them.
-    """
-    found: dict[tuple, Result] = {}
-    for path in _run_folders(Path(root)):
-        if (result := read(path)) is not None:
-            one = (result.model, result.family, result.dataset, result.train_on, result.learning_rate, result.seed)
-            if one in found:
-                raise InputError(f"{path}: the same run as {found[one].path.name}; expected one of them, remove the other")
-            found[one] = result
-    if not found:
-        raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
-    return list(found.values())
-
-
-def _run_folders(root: Path) -> Iterator[Path]:
-    def inside(path: Path) -> list[Path]:
-        try:
-            with os.scandir(path) as entries:
-                names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-        except OSError as error:
-            raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
-        if foreign := [name for name in names if not _is_utf8(name)]:
-            raise InputError(f"{path}: holds the folder {os.fsencode(foreign[0])!r}; expected a name in UTF-8")
-        return [path / name for name in names]
-
-    for model in inside(root):
-        for family in inside(model):
-            if family.name in list(Family):
-                for dataset in inside(family):
-                    yield from inside(dataset)
-
-
-def _is_utf8(name: str) -> bool:
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
-def read(path: Path) -> Result | None:
-    """The run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
-    name = _FOLDER.fullmatch(path.name)
-    rate = _rate(name["rate"]) if name else None
-    if name is None or rate is None:
-        return None
-    *_, model, family, dataset, _ = path.parts
-    run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
-    if (values := read_fields(path / RESULTS)) is not None:
-        splits = [read_split(path / RESULTS, dataset, values, split) for split in ("validation", "test")]
-        return Result(*run, path, *splits)
-    if (values := read_fields(path / FAILED)) is not None:
-        return Result(*run, path, None, None, failure=read_reason(path / FAILED, values))
-    return None
-
-
-def _rate(text: str) -> float | None:
-    """Return the learning rate that a folder's name holds; None for text that is none."""
-    try:
-        rate = float(text)
-    except ValueError:
-        return None
-    return rate if 0 < rate < math.inf else None
+        values = _identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
+        _write(folder(job, dataset.name) / FAILED, values)
 
 
 def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
@@ -205,42 +121,232 @@ def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
     }
 
 
-_MISSING = object()
-
-
-def _different(there: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The fields of `asked` that are otherwise `there`, or missing: name, value there, value asked for."""
-    for field, value in asked.items():
-        was = there.get(field, _MISSING)
-        if was != value and _WHATEVER_FITS.get(field, _MISSING) != value:
-            yield field, was, value
-
-
-def _check_same(path: Path, found: dict[str, Any], asked: dict[str, Any]) -> None:
-    for section in ("protocol", "fingerprints"):
-        there = found.get(section)
-        if not isinstance(there, dict):
-            raise InputError(f"{path}: field `{section}`: not there, so it cannot go on here; choose another --output")
-        for field, was, value in _different(there, asked[section]):
-            said = "none" if was is _MISSING else repr(was)
-            raise InputError(
-                f"{path}: field `{section}.{field}`: found {said[:24]}, expected {repr(value)[:24]}; "
-                "give what it was made with, choose another --output or remove it"
-            )
-
-
 def _write(path: Path, values: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"--output {path.parent}: cannot be made: {error.strerror}") from None
-    lines = [f"{json.dumps(key)}: {_text(value)}" for key, value in values.items()]
+    make_parent(path, "--output")
+    lines = [f"{json.dumps(key)}: {_json(value)}" for key, value in values.items()]
     write_whole(path, "{\n  " + ",\n  ".join(lines) + "\n}\n")
 
 
-def _text(value: Any) -> str:
+def _json(value: Any) -> str:
     """JSON with a line for each field of a split and no NaN."""
     if isinstance(value, dict) and "score" in value:
         lines = [f"{json.dumps(key)}: {json.dumps(part, allow_nan=False)}" for key, part in value.items()]
         return "{\n    " + ",\n    ".join(lines) + "\n  }"
     return json.dumps(value, allow_nan=False)
+
+
+def sweep(job: Job) -> None:
+    """Remove what runs that were killed while they wrote have left. For whoever has the run to oneself."""
+    for path in (folder(job, dataset.name) for dataset in job.evaluate_on):
+        for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
+            remove(left)
+
+
+def state(job: Job, dataset: str) -> Literal["finished", "failed", "missing"]:
+    """Return whether `job` has been done on `dataset`.
+
+    Raises InputError, naming the field, for results of another protocol or of other data.
+    """
+    for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
+        path = folder(job, dataset) / name
+        if (values := read_fields(path)) is None:
+            continue
+        for field, was, value in _differences(values, job.protocol, job.fingerprints.of(dataset)):
+            if "." not in field:
+                raise InputError(f"{path}: field `{field}`: not there, so it cannot go on here; choose another --output")
+            said = "none" if was is _MISSING else repr(was)
+            raise InputError(
+                f"{path}: field `{field}`: found {said[:24]}, expected {repr(value)[:24]}; "
+                "give what it was made with, choose another --output or remove it"
+            )
+        return found
+    return "missing"
+
+
+def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -> str | None:
+    """Return what a run's file was made with otherwise, with both values: a choice of the protocol, or a fingerprint.
+
+    None where all are as asked, or the file does not say. Its scores, megabytes of them, are not read.
+    """
+    try:
+        with open(file, "rb") as stream:
+            head, scores, _ = stream.read(8192).partition(b',\n  "validation"')  # it begins after some 1,200 bytes
+        values = parse_json(head + b"}" if scores else head)
+    except (OSError, ValueError):
+        return None
+    for field, was, value in _differences(values, asked, fingerprints) if isinstance(values, dict) else ():
+        section, _, name = field.partition(".")
+        if name and was is not _MISSING:
+            length = 12 if section == "fingerprints" else None
+            return f"{name} is {str(was)[:length]} there, {str(value)[:length]} here"
+    return None
+
+
+def _differences(found: dict[str, Any], asked: Protocol, fingerprints: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what a run's file was made with otherwise: field, value there or _MISSING, value asked for.
+
+    A field is `protocol.batch_size`; or only `protocol`, where the file has no such section.
+    """
+    for section, wanted in (("protocol", dataclasses.asdict(asked)), ("fingerprints", fingerprints)):
+        there = found.get(section)
+        if not isinstance(there, dict):
+            yield section, _MISSING, wanted
+            continue
+        for field, value in wanted.items():
+            was = there.get(field, _MISSING)
+            if was != value and _WHATEVER_FITS.get(field, _MISSING) != value:
+                yield f"{section}.{field}", was, value
+
+
+def scan(root: str | Path) -> list[Result]:
+    """Return every run below `root`, in the order of the names; what is no run's folder is passed by.
+
+    Raises InputError for a file that no run wrote. Examples' own scores are skipped, not parsed: the tree of the study is
+    several gigabytes of them.
+    """
+    found: dict[tuple, Result] = {}
+    for path in _run_folders(Path(root)):
+        if (result := read(path)) is not None:
+            first = found.setdefault((path.parent, result.train_on, result.learning_rate, result.seed), result)
+            if first is not result:
+                raise InputError(f"{path}: the same run as {first.path.name}; expected one of them, remove the other")
+    if not found:
+        raise InputError(f"{root}: holds no results, expected MODEL/FAMILY/DATASET/lr2e-05_sd0/{RESULTS} below it")
+    return list(found.values())
+
+
+def _run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
+    """Yield the folders that are so many `levels` below, in the order of their names: MODEL/FAMILY/DATASET/RUN."""
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected a folder of results") from None
+    for name in names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise InputError(f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8")
+        if levels == 1:
+            yield path / name
+        elif levels != 3 or name in list(Family):
+            yield from _run_folders(path / name, levels - 1)
+
+
+def read(path: Path) -> Result | None:
+    """Return the run of one folder; None for a folder that is no run's. Raises InputError for a file that no run wrote."""
+    name = _FOLDER.fullmatch(path.name)
+    try:
+        rate = float(name["rate"]) if name else 0
+    except ValueError:
+        return None
+    if not 0 < rate < math.inf:
+        return None
+    *_, model, family, dataset, _ = path.parts
+    run = (model, family, dataset, name["train_on"] or dataset, rate, int(name["seed"]))
+    if (values := read_fields(path / RESULTS)) is not None:
+        return Result(*run, path, *(_split(path / RESULTS, dataset, values, name) for name in ("validation", "test")))
+    if (values := read_fields(path / FAILED)) is not None:
+        return Result(*run, path, None, None, _text(path / FAILED, "reason", values.get("reason", "no reason given")))
+    return None
+
+
+def read_fields(path: Path) -> dict[str, Any] | None:
+    """Return the fields of a file without the examples' own scores; None for no file.
+
+    Raises InputError for a file that holds no JSON object, or a key twice.
+    """
+    if (content := _content(path)) is None:
+        return None
+    try:
+        values = parse_json(without_lists(content), unique_keys=True)
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found a {type(values).__name__}, expected an object; remove it")
+    return values
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return read_regular(path, _MOST_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
+
+
+def without_lists(content: bytes) -> bytes:
+    """Replace each list of scores in `content` by "equal" or null, and each object of them by null."""
+
+    def short(found: re.Match[bytes]) -> bytes:
+        return found[1] + (b'"equal"' if found[2] is not None and _all_equal(found[2]) else b"null")
+
+    return _LISTS.sub(short, content)
+
+
+def _all_equal(numbers: bytes) -> bool:
+    """Whether at least two numbers are one and the same. The first few nearly always tell that they are not."""
+    few = numbers[:400].split(b",")[:-1]  # the last may be cut
+    if len({float(number) for number in few}) > 1:
+        return False
+    return bool(few) and len({float(number) for number in numbers.split(b",")}) == 1
+
+
+def read_examples(path: Path, metric: str | None) -> list[float]:
+    """Return the score of each example of `test`, by a metric or by the study's own; none if their mean is not the result's.
+
+    A standard metric is one only if it is the mean of the examples' numbers: span F1, say, is not. Raises InputError.
+    """
+    try:
+        test = parse_json(_content(path) or b"")["test"]
+        mean = test["score"] if metric is None else test["metrics"][metric]
+        listed = test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
+        numbers = [float(number) for number in listed or ()]
+        if not all(-1e100 <= number <= 1e100 for number in numbers):  # with more cannot be computed
+            raise ValueError("found a score of an example that is no number")
+        return numbers if numbers and abs(math.fsum(numbers) / len(numbers) - mean) <= 1e-6 else []
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
+
+
+def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Split:
+    """Return the scores of `validation` or `test`, each of them checked."""
+    split = values.get(name)
+    if not isinstance(split, dict) or "score" not in split:
+        raise _wrong(path, f"{name}.score", "none", "a number")
+    score = _fraction(path, f"{name}.score", split["score"])
+    metrics, baseline = (_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
+    collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
+    return Split(score, metrics, baseline, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed))
+
+
+def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
+    if split.get("scores_i") == "equal" and score < 1:
+        return "every example scores the same"
+    why, *scores = _CONSTANT.get(dataset, (None,))
+    return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
+
+
+def _fraction(path: Path, field: str, value: Any) -> float:
+    """Return a score. Raises InputError for NaN and anything else that is no number from 0 to 1, roundings aside."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e-6 <= value <= 1 + 1e-6:
+        raise _wrong(path, field, repr(value)[:40], "a number from 0 to 1")
+    return float(value)
+
+
+def _fractions(path: Path, field: str, values: Any) -> dict[str, float]:
+    if values is not None and not isinstance(values, dict):
+        raise _wrong(path, field, f"a {type(values).__name__}", "an object")
+    if unfit := [name for name in values or () if not name.isprintable()]:
+        raise _wrong(path, field, f"the name {unfit[0]!r}", "one in one line")
+    return {name: _fraction(path, f"{field}.{name}", value) for name, value in (values or {}).items()}
+
+
+def _text(path: Path, field: str, value: Any) -> str:
+    """Return a text in one line. Raises InputError for another kind."""
+    if not isinstance(value, str):
+        raise _wrong(path, field, f"a {type(value).__name__}", "a text")
+    return " ".join(value.encode("utf-8", "replace").decode().split())
+
+
+def _wrong(path: Path, field: str, found: str, expected: str) -> InputError:
+    return InputError(f"{path}: field `{field}`: found {found}, expected {expected}; remove the file")

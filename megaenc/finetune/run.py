@@ -24,7 +24,7 @@ from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
 from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.tasks import TASKS, Model, NotFinite, Scores, Task
+from megaenc.finetune.tasks import TASKS, Model, NotFinite, Task
 from megaenc.randomness import permutation
 
 Report = Callable[[Progress], None]
@@ -46,7 +46,9 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     backend = detect()
     precision = job.protocol.precision or ("bf16" if backend.has_bf16 else "fp32")
     backbone = load_backbone(job.model.where, job.protocol.attention, device=backend.device, dtype=_DTYPES[precision])
-    max_length = _max_length(job.protocol.max_length, backbone.context)
+    max_length = job.protocol.max_length or round(_SHARE_OF_CONTEXT * backbone.context)
+    if max_length > backbone.context:
+        raise InputError(f"--max-length: found {max_length}, expected at most the {backbone.context} tokens that the model reads")
     protocol = dataclasses.replace(job.protocol, precision=precision, max_length=max_length)
     encoder = TextEncoder(load_tokenizer(job.model.where), max_length, protocol.add_bos, protocol.add_eos, told.within)
     reader = _Reader(Path(job.output, CACHE), encoder, told)
@@ -59,11 +61,15 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         say(f"{job.train_on}: {steps:,} updates, fewer than --max-steps: --epochs {protocol.epochs:g} takes no more")
     check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
-    model = Model(backbone, task.head(backbone.hidden_size).to(backend.device, _head_dtype(precision)))
-    optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
+    # The head computes in float32 where its weights are kept in it: it is small.
+    head = task.head(backbone.hidden_size).to(backend.device, torch.bfloat16 if precision == "paper-bf16" else torch.float32)
+    model = Model(backbone, head)
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
-    failure = _train(task, model, optimizer, data, order, lambda step, loss: told(_progress(step, steps, loss)))
+    optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
+    failure = _train(
+        task, model, optimizer, data, order, lambda step, loss: told(Progress("training", step, steps, {"loss": loss}))
+    )
     optimizer.close()
     del optimizer  # the memory is for the evaluation
     if failure is not None:
@@ -72,10 +78,13 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
-        began_here = time.monotonic()
+        began_here, scores = time.monotonic(), {}
         evaluated = TASKS[job.family](dataset, protocol)  # one for both splits: it keeps what they share
+        evaluated.progress = told.within
         try:
-            scores = {split: _evaluate(evaluated, split, *read, model, told) for split, read in splits.items()}
+            for split, read in splits.items():
+                told(Progress(split, fields={"data set": dataset.name}))
+                scores[split] = evaluated.evaluate(model, *read)
         except NotFinite as error:
             left = dataclasses.replace(job, evaluate_on=job.evaluate_on[at:])
             results.write_failure(left, f"{error} after step {steps}, the last", step=steps, protocol=protocol)
@@ -88,12 +97,11 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
 def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
     """InputError for data or a tokenizer that are no longer what results would be recorded under."""
     recorded = job.fingerprints
-    found = [
+    for what, now, before in (
         *((dataset.name, dataset.fingerprint, recorded.datasets[dataset.name]) for dataset in datasets),
         (datasets[0].train_on, datasets[0].train_fingerprint, recorded.train_on),
         (f"the tokenizer in {job.model.where}", tokenizer_fingerprint(job.model.where), recorded.tokenizer),
-    ]
-    for what, now, before in found:
+    ):
         if now != before:
             raise InputError(f"{what}: has changed since the run was planned; give the same command again")
 
@@ -126,16 +134,6 @@ def _train(
                 return step, f"the {what} is {value} in step {step}"
         report(step, loss)
     return None
-
-
-def _progress(step: int, steps: int, loss: float) -> Progress:
-    return Progress("training", step, steps, {"loss": loss})
-
-
-def _evaluate(task: Task, split: SplitName, data: Parts, examples: Examples, model: Model, told: "_Told") -> Scores:
-    told(Progress(split, fields={"data set": task.dataset.name}))
-    task.progress = told.within
-    return task.evaluate(model, data, examples)
 
 
 class _Told:
@@ -191,17 +189,6 @@ class _Reader:
 
         whole_key = {**key, "family": task.family, **self.encoder.key}
         return cached(self.cache, whole_key, make, lambda: self.report(Progress("loading")))
-
-
-def _max_length(asked: int, context: int) -> int:
-    if asked > context:
-        raise InputError(f"--max-length: found {asked}, expected at most the {context} tokens that the model reads")
-    return asked or round(_SHARE_OF_CONTEXT * context)
-
-
-def _head_dtype(precision: str) -> torch.dtype:
-    """The head computes in float32 where its weights are kept in it: it is small."""
-    return torch.bfloat16 if precision == "paper-bf16" else torch.float32
 
 
 def _make_reproducible(protocol: Protocol) -> None:

@@ -9,6 +9,7 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune.execution import Local, execute
 from megaenc.finetune.jobs import Job
+from megaenc.finetune.options import check_least
 from megaenc.processes import environment_for_children, python_environment
 
 
@@ -35,10 +36,8 @@ class Cluster:
     `debug` in this very process"""
 
     def check(self) -> None:
-        """InputError for a number that cannot be."""
-        for name, least in (("slurm_minutes", 1), ("slurm_gpus", 0), ("slurm_cpus", 1), ("slurm_parallel", 1)):
-            if (value := getattr(self, name)) < least:
-                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {least}")
+        """Raise InputError for a number that cannot be."""
+        check_least(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def asked(self) -> dict[str, Any]:
         """What submitit's executor is told of partition, cores, GPUs and more; its own executors nothing. Raises InputError."""
@@ -76,10 +75,9 @@ class SlurmSettings(Cluster):
     """runs of a task, one after another or as many at a time as --jobs and --jobs-per-gpu say"""
 
     def check(self) -> None:
-        """InputError for a number that cannot be."""
+        """Raise InputError for a number that cannot be."""
         super().check()
-        if self.jobs_per_task < 1:
-            raise InputError(f"--jobs-per-task: found {self.jobs_per_task}, expected at least 1")
+        check_least(self, jobs_per_task=1)
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,14 @@ from megaenc import flags, markdown
 from megaenc.console import quiet, rich_console, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import write_whole
-from megaenc.finetune.intervals import Kind
+from megaenc.finetune import intervals
+from megaenc.finetune.examples import Family
+from megaenc.finetune.intervals import Cell, Kind, Read
 from megaenc.finetune.jobs import rate_name
 from megaenc.finetune.results import Result, scan
-from megaenc.finetune.summary_rows import RateRow, Row, Summary, summarise
 from megaenc.output_paths import check_output_file, created_parent
 
+PAPER = "paper's"
 _WIDTH = 80
 
 
@@ -41,35 +43,158 @@ class SummaryFlags:
     """also write all numbers to this file, as .json, .csv or .md"""
 
 
+@dataclass(frozen=True)
+class Row:
+    """A number of a table: a metric of a model on a data set, or on the average of a family, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    """What was trained on; empty in averages over sets with a training each."""
+    metric: str
+    learning_rate: float | None
+    """None in averages, where each data set has its own, and where none can be chosen."""
+    mean: float | None
+    """None where the grid has not got so far."""
+    half: float | None
+    """None for a single seed too."""
+    baseline: float | None
+    """What this metric is without any model: majority class, a word's usual tag, never answering, a random ranking. None where
+    the results do not say."""
+    seeds: int
+    runs: str
+    """Finished of those that there are or should be, `30/30`."""
+    collapsed: str
+    """What the runs of the chosen rate have in common that makes their mean worthless, and how many do."""
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """How the paper's score of a model on a data set depends on the learning rate, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    chosen: float | None
+    means: dict[float, float]
+    spread: float
+    near_best: int
+    """How many rates are within one point of the best."""
+    incomplete: tuple[float, ...]
+    """Rates without a result of every seed; they cannot be chosen."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is printed."""
+
+    rows: list[Row]
+    rates: list[RateRow]
+    collapsed: list[Result]
+    failed: list[Result]
+    apart: set[tuple[str, str]]
+    """Models and families with a set that was evaluated after several trainings."""
+
+    def place(self, of: Row | RateRow | Result) -> str:
+        """The data set, with what was trained on where that tells rows apart."""
+        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
+
+    @property
+    def every_rate(self) -> list[float]:
+        """The learning rates of all models and data sets."""
+        return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
+
+
+def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> Summary:
+    """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
+    order = list(Family)
+    by_model: dict[tuple[Family, str], list[Cell]] = defaultdict(list)
+    for cell in intervals.cells(results):
+        by_model[Family(cell.family), cell.model].append(cell)
+    rows: list[Row] = []
+    rates: list[RateRow] = []
+    apart = set()
+    for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
+        members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
+        apart |= {(model, str(family))} if intervals.trained_apart(members) else set()
+        for over in [*([cell] for cell in members), *intervals.averaged(family, members)]:
+            rows += [_row(over, name, read, kind) for name, read in _metrics(over, metrics)]
+        rates += [row for cell in members if (row := _rates(cell)) is not None]
+    collapsed = [result for result in results if result.test is not None and result.test.collapsed]
+    return Summary(rows, rates, collapsed, [result for result in results if result.failure is not None], apart)
+
+
+def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
+    """What can be read out of every finished run of `members`, by name; in percent later."""
+    found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
+    if which != "paper":
+        finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
+        common = [name for name in (finished[0] if finished else ()) if all(name in metrics for metrics in finished)]
+        found += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
+    return found
+
+
+def _row(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
+    """The row of one data set, or that of the average over several."""
+    first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
+    if len(members) == 1:
+        dataset, rate = first.dataset, first.chosen
+        runs = f"{sum(run.test is not None for run in first.runs)}/{first.planned}"
+        at_rate = first.at(rate) if rate is not None else []
+        if reasons := [run.test.collapsed for run in at_rate if run.test.collapsed]:
+            collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}"
+    train_on = first.train_on if len({cell.train_on for cell in members}) == 1 else ""
+    by_seed = intervals.average(members, read) or {}
+    mean = half = None
+    if by_seed:
+        found = intervals.interval(list(by_seed.values()), kind)
+        mean, half = 100 * found.mean, None if math.isnan(found.half) else 100 * found.half
+    # Every run on a data set has the same baseline.
+    key = "score" if name == PAPER else name
+    bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
+    base = None if None in bases else 100 * math.fsum(bases) / len(bases)
+    return Row(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
+
+
+def _rates(cell: Cell) -> RateRow | None:
+    incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
+    where = (cell.model, cell.family, cell.dataset, cell.train_on)
+    found = intervals.sensitivity(intervals.by_rate(cell, lambda run: run.test.score), cell.seeds)
+    if found is None:
+        return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
+    means = {rate: 100 * mean for rate, mean in found.means.items()}
+    return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)
+
+
 def shown(mean: float | None, half: float | None) -> str:
-    """`91.65 (0.45)`, as the study prints it; a dash where there is none."""
+    """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
     if mean is None:
         return "-"
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
 def tables(summary: Summary) -> list[Any]:
-    """rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
+    """Return rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
     made = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
-        table = _table(f"{family}, percent on test, 95 % interval over seeds", "model", "data set", "metric")
-        compared = any(row.baseline is not None for row in rows)
-        for name in ("mean (half)", *(["baseline"] if compared else []), "rate", "runs"):
-            table.add_column(name, justify="right", no_wrap=True)
+        compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
+        names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
+        table = _table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
         before: tuple[str, str] = ("", "")
         for row in rows:
             place = summary.place(row)
             first = (row.model, place) != before
             mark = " !" if row.collapsed and row.metric == rows[0].metric else ""
-            rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
             table.add_row(
                 row.model if row.model != before[0] else "",
                 place if first else "",
                 row.metric,
                 shown(row.mean, row.half) + mark,
-                *([shown(row.baseline, None)] if compared else []),
-                rate if first else "",
+                *(shown(row.baseline, None) for _ in compared),
+                _rate(row) if first else "",
                 row.runs if first else "",
             )
             before = (row.model, place)
@@ -80,67 +205,79 @@ def tables(summary: Summary) -> list[Any]:
 
 
 def _rate_table(summary: Summary) -> Any:
-    every = sorted({rate for row in summary.rates for rate in (*row.means, *row.incomplete)})
-    table = _table("mean score by learning rate (* chosen on validation, x not every seed finished)", "model", "data set")
-    for rate in every:
-        table.add_column(rate_name(rate), justify="right", no_wrap=True)
-    for name in ("spread", "near"):
-        table.add_column(name, justify="right", no_wrap=True)
+    title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
+    table = _table(title, ("model", "data set"), (*map(rate_name, summary.every_rate), "spread", "near"))
     before = ""
     for row in summary.rates:
-        star = {rate: "*" if rate == row.chosen else "" for rate in every}
-        means = {rate: f"{mean:.1f}{star[rate]}" for rate, mean in row.means.items()} | dict.fromkeys(row.incomplete, "x")
-        found = [means.get(rate, "") for rate in every]
+        means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
+        means |= dict.fromkeys(row.incomplete, "x")
+        found = [means.get(rate, "") for rate in summary.every_rate]
         ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
         table.add_row(row.model if row.model != before else "", summary.place(row), *found, *ends)
         before = row.model
     return table
 
 
-def _table(title: str, *names: str) -> Any:
+def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
     for name in names:
         table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
+def _rate(row: Row) -> str:
+    return rate_name(row.learning_rate) if row.learning_rate is not None else ""
+
+
+def _why(result: Result) -> str | None:
+    return result.failure if result.failure is not None else result.test.collapsed
+
+
 def notes(summary: Summary) -> list[str]:
-    """A line for each model and data set with collapsed or failed runs: which, and why."""
+    """Return a line for each model and data set with collapsed or failed runs: which, and why."""
     lines = []
     for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed)):
-        groups: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
-        for result in listed:
-            why = result.failure if result.failure is not None else result.test.collapsed
-            groups[(result.model, summary.place(result), why if what == "collapsed" else "")].append(result)
+        groups: dict[tuple, list[Result]] = defaultdict(list)
+        for result in listed:  # those that failed did so in different steps
+            groups[(result.model, summary.place(result), _why(result) if what == "collapsed" else "")].append(result)
         for (model, place, _), runs in groups.items():
             which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run in runs))
-            why = runs[0].failure if what == "failed" else runs[0].test.collapsed
-            lines.append(" ".join(f"{what}: {model} {place}: {why}: {which}".split()))
+            lines.append(" ".join(f"{what}: {model} {place}: {_why(runs[0])}: {which}".split()))
     return lines
 
 
 def as_text(summary: Summary, suffix: str) -> str:
-    """All numbers as .json, .csv (the scores alone) or .md."""
+    """Return all numbers as .json, .csv (the scores alone) or .md."""
     if suffix == ".json":
-        of = {name: [_plain(row) for row in getattr(summary, name)] for name in ("rows", "rates")}
-        told = {name: [_where(result) for result in getattr(summary, name)] for name in ("collapsed", "failed")}
-        return json.dumps(of | told, indent=1) + "\n"
+        rates = [
+            vars(row)
+            | {"means": {rate_name(rate): mean for rate, mean in row.means.items()}}
+            | {"spread": None if math.isnan(row.spread) else row.spread}
+            for row in summary.rates
+        ]
+        names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
+        told = {
+            what: [{name: getattr(result, name) for name in names} | {"why": _why(result)} for result in listed]
+            for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed))
+        }
+        return json.dumps({"rows": [vars(row) for row in summary.rows], "rates": rates} | told, indent=1) + "\n"
     if suffix == ".csv":
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
         writer.writerow(Row.__dataclass_fields__)
-        writer.writerows(["" if value is None else value for value in vars(row).values()] for row in summary.rows)
+        writer.writerows(vars(row).values() for row in summary.rows)  # csv writes None as nothing
         return stream.getvalue()
     lines = [
         "| model | family | data set | trained on | metric | mean (half) | baseline | rate | runs | collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in summary.rows:
-        rate = rate_name(row.learning_rate) if row.learning_rate is not None else ""
-        numbers = (shown(row.mean, row.half), shown(row.baseline, None), rate, row.runs, row.collapsed)
+        numbers = (shown(row.mean, row.half), shown(row.baseline, None), _rate(row), row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
         lines.append("| " + " | ".join(map(markdown.text, fields)) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
@@ -149,20 +286,6 @@ def as_text(summary: Summary, suffix: str) -> str:
         names = f"{markdown.text(row.model)} | {markdown.text(summary.place(row))}"
         lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
     return "\n".join([*lines, "", *(f"- {markdown.text(line)}" for line in notes(summary))]).rstrip() + "\n"
-
-
-def _plain(row: Row | RateRow) -> dict[str, Any]:
-    values = dict(vars(row))
-    if isinstance(row, RateRow):
-        values["means"] = {rate_name(rate): mean for rate, mean in row.means.items()}
-        values["spread"] = None if math.isnan(row.spread) else row.spread
-    return values
-
-
-def _where(result: Result) -> dict[str, Any]:
-    why = result.failure if result.failure is not None else result.test.collapsed
-    names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
-    return {name: getattr(result, name) for name in names} | {"why": why}
 
 
 @one_line_errors
@@ -180,13 +303,10 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         summary = summarise(found, settings.metrics, settings.interval)
         if settings.output:
             write_whole(output, as_text(summary, output.suffix))
-    _print(summary, found, settings)
-
-
-def _print(summary: Summary, found: Sequence[Result], settings: SummaryFlags) -> None:
-    """Print the tables, and a line for each thing that they leave open."""
+    # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
+    width = max(_WIDTH, 42 + 6 * len(summary.every_rate))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
-    console = rich_console(**plain, width=None if sys.stdout.isatty() else max(_WIDTH, _needed(summary)))
+    console = rich_console(**plain, width=None if sys.stdout.isatty() else width)
     for table in tables(summary):
         console.print(table)
     for line in notes(summary):
@@ -198,9 +318,3 @@ def _print(summary: Summary, found: Sequence[Result], settings: SummaryFlags) ->
     say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
         say(f"written: {settings.output}")
-
-
-def _needed(summary: Summary) -> int:
-    """Columns that the table of rates takes with names of 16 letters, which are folded where they are longer."""
-    rates = {rate for row in summary.rates for rate in (*row.means, *row.incomplete)}
-    return 30 + 6 * len(rates) + 12

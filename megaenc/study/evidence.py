@@ -28,8 +28,7 @@ from megaenc.finetune.intervals import (
     scores,
     trained_apart,
 )
-from megaenc.finetune.result_file import read_examples
-from megaenc.finetune.results import RESULTS, Result, scan
+from megaenc.finetune.results import RESULTS, Result, read_examples, scan
 from megaenc.study.scope import NOTHING, Scope
 from megaenc.study.score import Grid, Score, mean_by_rate, trainings
 from megaenc.study.setting import Setting

@@ -1,10 +1,11 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from megaenc.finetune.attention import Reading, packed_attention, reading
-from megaenc.finetune.packing import pack
+from megaenc.finetune.backbone import _READING, pack, packed_attention
 
 _LENGTHS = (2, 5, 5, 9)
 
@@ -16,8 +17,9 @@ def _states(heads, groups):
 
 def _attend(query, key, value, causal, **asked):
     packed = pack([np.ones(length, dtype=np.int64) for length in _LENGTHS], "cpu")
-    with reading(Reading(packed, causal)):
-        return packed_attention(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]
+    reader = SimpleNamespace(attention="causal" if causal else "bidirectional", wide_window=False, windows=set(), one_kernel=True)
+    _READING.set((reader, packed))
+    return packed_attention(nn.Module(), query, key, value, None, scaling=0.3, **asked)[0]
 
 
 def _by_the_definition(query, key, value, causal, window):

@@ -67,14 +67,20 @@ def test_updates_are_those_of_the_trainer():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def test_rates_are_those_of_transformers():
-    for steps, warmup in ((20, 0.1), (25, 0.1), (7, 0.0), (1, 0.1)):
-        adam = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=_PEAK)
-        schedule = get_linear_schedule_with_warmup(adam, math.ceil(warmup * steps), steps)
-        for step in range(steps):
-            assert optimizer.learning_rate(step, steps, _PEAK, warmup) == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
-            adam.step()
-            schedule.step()
+def test_rates_rise_and_fall():
+    """The first update of a warm-up has rate 0, as transformers has it."""
+    model = nn.Linear(1, 1)
+    updates = Optimizer(model, learning_rate=_PEAK, steps=8, protocol=Protocol(precision="fp32", warmup=0.2))
+    rates = []
+    for _ in range(8):
+        rates.append(updates._adam.param_groups[0]["lr"])
+        _step(model, updates)
+    assert rates == pytest.approx([_PEAK * share for share in (0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6)], rel=1e-12)
+
+
+def _step(model, updates):
+    model(torch.ones(1, 1)).sum().backward()
+    updates.step()
 
 
 def test_decay_spares_norms_and_biases_of_a_model_whose_norms_are_its_own():
@@ -82,7 +88,9 @@ def test_decay_spares_norms_and_biases_of_a_model_whose_norms_are_its_own():
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen3Model(Qwen3Config(vocab_size=20, num_hidden_layers=1, attention_bias=True, **sizes))
-    spared = optimizer._spared(model)
+    groups = Optimizer(model, learning_rate=1.0, steps=1, protocol=Protocol(precision="fp32"))._adam.param_groups
+    assert [group["weight_decay"] for group in groups] == [0.1, 0]
+    spared = {name for name, parameter in model.named_parameters() if any(parameter is one for one in groups[1]["params"])}
     assert spared == {name for name, _ in model.named_parameters()} - set(Trainer.get_decay_parameter_names(None, model))
     assert {"norm.weight", "layers.0.self_attn.q_norm.weight", "layers.0.self_attn.q_proj.bias"} <= spared
     assert "embed_tokens.weight" not in spared
@@ -102,7 +110,7 @@ def test_masters_take_updates_that_bfloat16_would_lose():
             _backward(model, *batch)
             updates.step()
         if precision == "bf16":
-            masters = updates._masters
+            masters = list(updates._masters.values())
     apart = {"bf16": masters, "paper-bf16": list(lossy.parameters())}
     moved = sum((e - s).square().sum() for e, s in zip(exact.parameters(), start, strict=True)).sqrt()
     errors = {
@@ -118,7 +126,7 @@ def test_a_master_starts_from_what_was_loaded():
     model = nn.Linear(4, 4).bfloat16()
     model.weight.unrounded = model.weight.detach().float() + 1e-4
     loaded = model.weight.unrounded
-    weight, bias = Optimizer(model, learning_rate=1.0, steps=1, protocol=Protocol(precision="bf16"))._masters
+    weight, bias = Optimizer(model, learning_rate=1.0, steps=1, protocol=Protocol(precision="bf16"))._masters.values()
     assert weight is loaded
     assert torch.equal(bias, model.bias.float())
     assert not hasattr(model.weight, "unrounded")  # held once

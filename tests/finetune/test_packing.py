@@ -4,32 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from megaenc.finetune.packing import forwards, pack
+from megaenc.finetune.backbone import forwards, pack
 
 
-def test_texts_lie_end_to_end_and_by_length():
-    texts = [np.array([1, 2, 3]), np.array([4]), np.array([5, 6, 7]), np.array([8, 9])]
-    packed = pack(texts, "cpu")
-    assert packed.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert packed.lengths == (3, 1, 3, 2)
-    assert packed.tokens[packed.order].tolist() == [4, 8, 9, 1, 2, 3, 5, 6, 7]
-    assert packed.tokens[packed.order][packed.back].equal(packed.tokens)
+def test_texts_lie_end_to_end():
+    packed = pack([np.array([4]), np.array([8, 9]), np.array([1, 2, 3]), np.array([5, 6, 7])], "cpu")
+    assert packed.tokens.tolist() == [4, 8, 9, 1, 2, 3, 5, 6, 7]
+    assert packed.lengths == (1, 2, 3, 3)
     assert packed.position_ids.tolist() == [0, 0, 1, 0, 1, 2, 0, 1, 2]
-    assert packed.groups == ((1, 1), (1, 2), (2, 3))
+    assert packed.groups == [(1, 1), (1, 2), (2, 3)]
     assert packed.cu_seqlens.tolist() == [0, 1, 3, 6, 9]
     assert packed.cu_seqlens.dtype == torch.int32
-    assert packed.longest == 3
 
 
-def test_texts_that_are_in_order_are_not_moved():
-    packed = pack([np.array([1]), np.array([2, 3]), np.array([4, 5])], "cpu")
-    assert packed.order is None
-    assert packed.back is None
-    assert packed.groups == ((1, 1), (2, 2))
-
-
-def test_an_empty_text_is_refused():
-    for texts in ([], [np.array([1]), np.array([], dtype=np.int64)]):
+def test_an_empty_text_and_another_order_are_refused():
+    for texts in ([], [np.array([], dtype=np.int64), np.array([1])], [np.array([1, 2]), np.array([1])]):
         with pytest.raises(ValueError, match="at least one token"):
             pack(texts, "cpu")
 

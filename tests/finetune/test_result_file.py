@@ -8,7 +8,7 @@ import trees
 
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.result_file import read_examples
+from megaenc.finetune.results import read_examples
 from megaenc.finetune.summary import summary_main
 from megaenc.study import report_command
 

@@ -10,7 +10,7 @@ import pytest
 import trees
 
 from megaenc.errors import InputError
-from megaenc.finetune import result_file, results
+from megaenc.finetune import results
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.jobs import Fingerprints, Job, Named, named_model, rate_name
@@ -142,7 +142,7 @@ def test_lists_are_left_out_without_parsing_them(lists):
     others = {"a": ["]", '"scores_i": ['], "scores_i": [1, 2], "b": {}}
     values = {"metrics_i": {f"m{at}": row for at, row in enumerate(lists)}} | others
     for indent in (None, 4):
-        read = json.loads(result_file.without_lists(json.dumps(values, indent=indent).encode()))
+        read = json.loads(results.without_lists(json.dumps(values, indent=indent).encode()))
         assert read == others | {"metrics_i": None, "scores_i": None}
 
 

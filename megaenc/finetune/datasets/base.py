@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,15 +56,6 @@ class Dataset:
 def digest(content: Any) -> str:
     """sha256 in hex of what JSON can hold."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    """sha256 in hex of a file's bytes as they are on disk."""
-    try:
-        with open(path, "rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 @functools.cache

@@ -2,10 +2,11 @@
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats, rows
 from megaenc.finetune.datasets.base import (
@@ -13,7 +14,6 @@ from megaenc.finetune.datasets.base import (
     QUERY,
     Dataset,
     digest,
-    file_digest,
     say_once,
     too_few,
     validation_half,
@@ -36,7 +36,7 @@ def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
     """The data set in `folder`, searched among the documents that validation and test judge, or among all."""
     files = _Folder(name, folder, whole_corpus)
     paths = {"corpus": files.corpus, "queries": files.queries, **files.qrels}
-    fingerprint = digest({"files": {key: file_digest(path) for key, path in paths.items()}, "rules": ["BEIR", whole_corpus]})
+    fingerprint = digest({"files": {key: sha256_of(path) for key, path in paths.items()}, "rules": ["BEIR", whole_corpus]})
     return Dataset(name, Family.IR, (), name, fingerprint, fingerprint, files.split)
 
 
@@ -83,66 +83,69 @@ class _Folder:
     @functools.cached_property
     def _documents(self) -> dict[str, str]:
         """Those that are judged in any split, of the corpus, which is often much larger; or all."""
-        wanted = {document for grades in self._all.values() for found in grades.values() for document in found}
-        documents = {
-            key: titled(row.get("title") and rows.text_of(row, "title", place), rows.text_of(row, "text", place))
-            for key, place, row in _by_id(self.corpus, None if self.whole_corpus else wanted)
-        }
-        self._check_there(wanted, documents, 1, f"not in {self.corpus.name}, expected the _id of a document")
-        return documents
+
+        def text(row: dict[str, Any], place: str) -> str:
+            return titled(row.get("title") and rows.value_of(row, "title", place, str), rows.value_of(row, "text", place, str))
+
+        return self._judged_texts(1, "document", self.corpus, text, everything=self.whole_corpus)
 
     @functools.cached_property
     def _queries(self) -> dict[str, str]:
-        wanted = {query for grades in self._all.values() for query in grades}
-        queries = {key: rows.text_of(row, "text", place) for key, place, row in _by_id(self.queries, wanted)}
-        self._check_there(wanted, queries, 0, f"not in {self.queries.name}, expected the _id of a query")
-        return queries
+        return self._judged_texts(0, "query", self.queries, lambda row, place: rows.value_of(row, "text", place, str))
 
-    def _check_there(self, wanted: set[str], found: Mapping[str, str], column: int, message: str) -> None:
-        """InputError, with the line, for what is judged and not there."""
-        if missing := wanted - found.keys():
-            place, name = next(
-                (place, cells[column])
-                for path in self.qrels.values()
-                for place, cells in _cells(path)
-                if cells[column] in missing
-            )
-            raise InputError(f"{place}: {('query', 'document')[column]} {name!r}: {message}")
+    def _judged_texts(
+        self, column: int, kind: str, path: Path, text: Callable[[dict[str, Any], str], str], *, everything: bool = False
+    ) -> dict[str, str]:
+        """Return the texts of a file that a column of the judgements names, or all. Raises InputError if one is missing."""
+        wanted = {cells[column] for lines in self._lines.values() for _, cells in lines}
+        found: dict[str, str] = {}
+        seen: dict[str, str] = {}
+        for place, row in formats.objects(path):
+            key = f"{rows.value_of(row, '_id', place)}"
+            if everything or key in wanted:
+                rows.check_new(seen, key, place, "_id")
+                found[key] = text(row, place)
+        for place, cells in (line for lines in self._lines.values() for line in lines):
+            if cells[column] not in found:
+                raise InputError(f"{place}: {kind} {cells[column]!r}: not in {path.name}, expected the _id of a {kind}")
+        return found
 
     @functools.cached_property
-    def _all(self) -> dict[SplitName, Judgements]:
-        """The judgements of each file."""
-        return {split: _read(path) for split, path in self.qrels.items()}
+    def _lines(self) -> dict[SplitName, list[tuple[str, list[str]]]]:
+        """The place, and query, document and grade of each line of each file of judgements."""
+        return {split: list(_cells(path)) for split, path in self.qrels.items()}
 
     @functools.cached_property
     def _judged(self) -> dict[str, Judgements]:
         """The judgements of each split; where none are for validation, part of the others by the study's rules."""
-        judged = dict(self._all)
+        judged = {split: _judgements(lines) for split, lines in self._lines.items()}
         if "test" not in judged and "validation" in judged:
             say_once(f"{self.name}: no test judgements: those of {self.qrels['validation'].name} are the test split")
             judged["test"] = judged.pop("validation")
         if "validation" in judged or "test" not in judged:
             return judged
-        if "train" in judged:
-            say_once(f"{self.name}: no validation judgements: 5 % of the training queries validate (seed 42)")
-            queries = list(judged["train"])
-            if len(queries) < 2:
-                raise InputError(f"{self.qrels['train']}: {too_few(len(queries), 'queries', 'qrels/dev.tsv')}")
-            chosen, source = {queries[at] for at in validation_share(len(queries))[1]}, "train"
+        source = "train" if "train" in judged else "test"
+        queries = list(judged[source])
+        part = "5 % of the training queries validate" if source == "train" else "half of the test queries validate"
+        say_once(f"{self.name}: no validation judgements: {part} (seed 42)")
+        if len(queries) < 2:
+            raise InputError(f"{self.qrels[source]}: {too_few(len(queries), 'queries', 'qrels/dev.tsv')}")
+        if source == "train":
+            give_to_validation(judged, "train", {queries[at] for at in validation_share(len(queries))[1]})
         else:
-            say_once(f"{self.name}: no validation judgements: half of the test queries validate (seed 42)")
-            if len(judged["test"]) < 2:
-                raise InputError(f"{self.qrels['test']}: {too_few(len(judged['test']), 'queries', 'qrels/dev.tsv')}")
-            chosen, source = validation_half(list(judged["test"])), "test"
-        everything = judged[source]
-        judged["validation"] = {query: found for query, found in everything.items() if query in chosen}
-        judged[source] = {query: found for query, found in everything.items() if query not in chosen}
+            give_to_validation(judged, "test", validation_half(queries))
         return judged
 
 
-def _read(path: Path) -> Judgements:
+def give_to_validation(judged: dict[SplitName, Judgements], source: SplitName, queries: Collection[str]) -> None:
+    """Move the judgements of some queries from the split `source` to `validation`."""
+    judged["validation"] = {query: found for query, found in judged[source].items() if query in queries}
+    judged[source] = {query: found for query, found in judged[source].items() if query not in queries}
+
+
+def _judgements(lines: Iterable[tuple[str, list[str]]]) -> Judgements:
     judged: Judgements = {}
-    for place, (query, document, grade) in _cells(path):
+    for place, (query, document, grade) in lines:
         if document in judged.setdefault(query, {}):
             raise InputError(f"{place}: query {query!r} and document {document!r}: judged twice, expected once")
         judged[query][document] = int(grade)
@@ -150,7 +153,6 @@ def _read(path: Path) -> Judgements:
 
 
 def _cells(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """The place, and query, document and grade of each line."""
     for number, line in formats.lines(path):
         cells = line.split("\t")
         if not line.strip() or (number == 1 and cells[-1].strip() == "score"):
@@ -171,19 +173,6 @@ def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping
         {key: DOCUMENT + text for key, text in documents.items()},
         relevant,
     )
-
-
-def _by_id(path: Path, wanted: set[str] | None) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(_id, place, row) of the wanted rows of a file, or of all. Raises InputError for one of them that is there twice."""
-    seen: dict[str, str] = {}
-    for place, row in formats.objects(path):
-        key = f"{rows.value_of(row, '_id', place)}"
-        if wanted is not None and key not in wanted:
-            continue
-        if key in seen:
-            raise InputError(f"{place}: _id {key!r}: found at {seen[key]} too, expected ids that differ")
-        seen[key] = place
-        yield key, place, row
 
 
 def _data_file(folder: Path, name: str) -> Path | None:

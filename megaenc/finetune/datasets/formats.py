@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ EXPECTED = (
 )
 _COLUMNS = (".conll", ".iob2", ".iob", ".bio", ".txt")
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".tsv", *_COLUMNS)
-_COMPRESSED = (".gz", ".zst")
 _LONGEST_LINE = 1 << 26
 """Bytes: texts of a few megabytes occur."""
 _LARGEST = 1 << 30
@@ -29,36 +29,29 @@ Row = tuple[str, dict[str, Any]]
 
 def stem(path: Path) -> str | None:
     """The name of a file without what tells its format; None for a format that is not read."""
-    name = path.name
-    for suffix in _COMPRESSED:
-        name = name.removesuffix(suffix)
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def rows_of(path: Path) -> Iterator[Row]:
     """The rows of a file, in order. Raises InputError for one that cannot be read as what it looks like."""
-    name = path.name
-    for suffix in _COMPRESSED:
-        name = name.removesuffix(suffix)
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _sentences(path)
-    first = next((line for _, line in lines(path) if line.strip()), "")
     if name.endswith(".tsv"):
         word = next((line.split("\t") for _, line in lines(path) if line.strip() and not line.startswith("#")), [])
         return _sentences(path) if any(IOB2.fullmatch(cell) for cell in word) else _table(path)
-    return _squad(path) if name.endswith(".json") and not _is_row(first) else objects(path)
+    return _squad(path) if name.endswith(".json") and not _begins_with_row(path) else objects(path)
 
 
 def family_of(path: Path, row: dict[str, Any]) -> Family:
     """What kind of task a row is of. Raises InputError where it is of none."""
-    for keys, family in (
-        (("tokens", "tags"), Family.TC),
-        (("question", "context"), Family.QA),
-        (("text",), Family.SC),
-        (("label",), Family.SC),
-    ):
-        if all(key in row for key in keys):
-            return family
+    if "tokens" in row and "tags" in row:
+        return Family.TC
+    if "question" in row and "context" in row:
+        return Family.QA
+    if "text" in row or "label" in row:
+        return Family.SC
     raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED}; --task says which it is")
 
 
@@ -92,10 +85,10 @@ def objects(path: Path) -> Iterator[Row]:
         yield place, row
 
 
-def _is_row(line: str) -> bool:
-    """Whether a line is an object by itself that is not SQuAD's."""
+def _begins_with_row(path: Path) -> bool:
+    """Whether the first line is an object by itself that is not SQuAD's."""
     try:
-        row = parse_json(line)
+        row = parse_json(next((line for _, line in lines(path) if line.strip()), ""))
     except ValueError:
         return False
     return isinstance(row, dict) and "data" not in row
@@ -106,16 +99,12 @@ def _table(path: Path) -> Iterator[Row]:
     header: list[str] = []
     for number, line in lines(path):
         cells = line.split("\t")
-        if not header:
-            header = cells
-            continue
-        if not line:
-            continue
-        if len(cells) != len(header):
-            raise InputError(f"{path}:{number}: found {len(cells)} columns, expected {len(header)} as in the header")
-        row: dict[str, Any] = dict(zip(header, cells, strict=True))
-        row.update({key: row[key].split() for key in ("tokens", "tags") if key in row})
-        yield f"{path}:{number}", row
+        if header and line:
+            if len(cells) != len(header):
+                raise InputError(f"{path}:{number}: found {len(cells)} columns, expected {len(header)} as in the header")
+            row: dict[str, Any] = dict(zip(header, cells, strict=True))
+            yield f"{path}:{number}", row | {key: row[key].split() for key in ("tokens", "tags") if key in row}
+        header = header or cells
 
 
 def _sentences(path: Path) -> Iterator[Row]:
@@ -134,24 +123,23 @@ def _sentences(path: Path) -> Iterator[Row]:
     hits = [sum(len(row) > at and bool(IOB2.fullmatch(row[at])) for row in words) for at in range(width)]
     column = max(range(1, width), key=lambda at: (hits[at], at))
     word_column = 1 if column > 1 and all(re.fullmatch(r"\d+([-.]\d+)?", row[0]) for row in words) else 0
-    row: dict[str, Any] = {"tokens": [], "tags": []}
-    first = 0
-    for number, line, parts in [*cells, (0, "", [])]:
-        if not line.strip():
-            if row["tokens"]:
-                yield f"{path}:{first}", row
-            row = {"tokens": [], "tags": []}
-        elif line.startswith("#") and (len(parts) <= column or not IOB2.fullmatch(parts[column])):
-            if comment := re.match(r"#\s*sent_id\s*=\s*(\S+)", line):
-                row["id"] = comment[1]
-        elif parts[0] != "-DOCSTART-":
-            if len(parts) <= column:
-                raise InputError(f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}")
-            if not IOB2.fullmatch(parts[column]):
-                raise InputError(f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE")
-            first = first if row["tokens"] else number
-            row["tokens"].append(parts[word_column])
-            row["tags"].append(parts[column])
+    for _, sentence in groupby(cells, key=lambda cell: bool(cell[1].strip())):
+        row: dict[str, Any] = {"tokens": [], "tags": []}
+        first = 0
+        for number, line, parts in sentence:
+            if line.startswith("#") and (len(parts) <= column or not IOB2.fullmatch(parts[column])):
+                if comment := re.match(r"#\s*sent_id\s*=\s*(\S+)", line):
+                    row["id"] = comment[1]
+            elif line.strip() and parts[0] != "-DOCSTART-":
+                if len(parts) <= column:
+                    raise InputError(f"{path}:{number}: found {len(parts)} columns, expected the tag in column {column + 1}")
+                if not IOB2.fullmatch(parts[column]):
+                    raise InputError(f"{path}:{number}: tag {parts[column]!r}: expected IOB2: O, B-TYPE or I-TYPE")
+                first = first or number
+                row["tokens"].append(parts[word_column])
+                row["tags"].append(parts[column])
+        if row["tokens"]:
+            yield f"{path}:{first}", row
 
 
 def _squad(path: Path) -> Iterator[Row]:
@@ -166,33 +154,20 @@ def _squad(path: Path) -> Iterator[Row]:
         raise InputError(f"{path}: not JSON: {error}; expected SQuAD's layout") from None
     if not isinstance(read, dict) or not isinstance(read.get("data"), list):
         raise InputError(f"{path}: no list `data`, expected SQuAD's layout: data, paragraphs, qas")
-    for at, article in enumerate(read["data"]):
-        for inner, paragraph in enumerate(_list(article, "paragraphs", f"{path}: data[{at}]")):
+    for at, article in enumerate(_entries(read, "data", f"{path}")):
+        for inner, paragraph in enumerate(_entries(article, "paragraphs", f"{path}: data[{at}]")):
             where = f"{path}: data[{at}].paragraphs[{inner}]"
-            for asked in _list(paragraph, "qas", where):
-                place = f"{path}: question {value_of(_mapping(asked, where), 'id', where)}"
-                answers = [] if asked.get("is_impossible") else _list(asked, "answers", place)
-                yield (
-                    place,
-                    {
-                        "id": asked["id"],
-                        "question": asked.get("question"),
-                        "context": paragraph.get("context"),
-                        "answers": {
-                            key: [_mapping(given, place).get(key) for given in answers] for key in ("text", "answer_start")
-                        },
-                    },
-                )
+            for asked in _entries(paragraph, "qas", where):
+                place = f"{path}: question {value_of(asked, 'id', where)}"
+                given = [] if asked.get("is_impossible") else _entries(asked, "answers", place)
+                answers = {key: [answer.get(key) for answer in given] for key in ("text", "answer_start")}
+                row = {"id": asked["id"], "question": asked.get("question"), "context": paragraph.get("context")}
+                yield place, row | {"answers": answers}
 
 
-def _mapping(value: Any, place: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{place}: found a {type(value).__name__}, expected an object of SQuAD's layout")
-    return value
-
-
-def _list(holder: Any, key: str, place: str) -> list[Any]:
-    found = value_of(_mapping(holder, place), key, place)
-    if not isinstance(found, list):
-        raise InputError(f"{place}: key `{key}`: found a {type(found).__name__}, expected a list")
+def _entries(holder: dict[str, Any], key: str, place: str) -> list[dict[str, Any]]:
+    found = value_of(holder, key, place, list)
+    for entry in found:
+        if not isinstance(entry, dict):
+            raise InputError(f"{place}: found a {type(entry).__name__}, expected an object of SQuAD's layout")
     return found

@@ -5,7 +5,7 @@ Source of names, splits and rules: github.com/hgissbkh/EncodEval, encodeval/data
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,8 @@ from megaenc.finetune.datasets.base import (
     validation_half,
     validation_share,
 )
-from megaenc.finetune.datasets.beir import Judgements, retrieval
-from megaenc.finetune.examples import Examples, Family, LabelledText, Pair, SplitName
+from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval
+from megaenc.finetune.examples import Examples, Family, Pair, SplitName
 
 TRAINING_PAIRS = "msmarco_pairs"
 _PARQUET = "refs/convert/parquet"
@@ -107,33 +107,31 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
     known = HUB_SETS[name]
     shared = known.test != "test"
     on_hub = known.test if split == "test" else "train" if shared else split
-    data = _load(name, known.repository, known.config, on_hub, revision)
-    _check_columns(name, data, known.fields.values())
+    data = _load(name, on_hub, known.fields.values(), config=known.config, revision=revision)
     numbers = range(len(data))
     if shared and split != "test":
         train, validation = validation_share(len(data))
         numbers = [int(at) for at in (train if split == "train" else validation)]
         data = data.select(numbers)
-    names = _tag_names(data, known.fields["tags"]) if known.family is Family.TC else None
     labels = rows.LabelSet(known.labels, counted=True)
+    # What the Hub calls its tags, where they are integers with names.
+    tags = getattr(data.features[known.fields["tags"]], "feature", None) if known.family is Family.TC else None
+    names = getattr(tags, "names", None)
     examples, bad = [], []
     for number, found in zip(numbers, data.to_list(), strict=True):
         row = {ours: found[theirs] for ours, theirs in known.fields.items()}
-        place = f"{name}: {on_hub} row {number + 1}"
         row["id"] = found["id"] if known.family is Family.QA and isinstance(found.get("id"), str) else f"{on_hub}-{number}"
-        if known.family is Family.SC:
-            fields = {key: rows.text_of(row, key, place) for key in row if key.startswith("text")}
-            label = labels.index(rows.value_of(row, "label", place), place)
-            examples.append(LabelledText(row["id"], known.template.format(**fields), label))
-        elif known.family is Family.TC:
+        if known.family is Family.TC:
+            if not row["tokens"]:
+                continue
             row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
-            if row["tokens"]:
-                examples.append(rows.tagged(row, place, row["id"], labels))
-        else:
-            try:
-                examples.append(rows.question(row, place, row["id"]))
-            except InputError as error:
-                bad.append(str(error))
+        try:
+            place = f"{name}: {on_hub} row {number + 1}"
+            examples.append(rows.example(known.family, row, place, "", labels, known.template))
+        except InputError as error:
+            if known.family is not Family.QA:
+                raise
+            bad.append(str(error))
     if bad:
         say_once(f"{name}: {len(bad):,} of {len(data):,} questions of {on_hub} are left out, the first because of {bad[0]}")
     return examples
@@ -142,11 +140,10 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
 def _pairs(name: str, revision: str, split: SplitName) -> Examples:
     if split != "train":
         raise InputError(f"{name}: is there to be trained on alone, expected msmarco, nq or mldr_en to evaluate on")
-    data = _load(name, HUB_SETS[name].repository, None, "train", revision)
-    _check_columns(name, data, ("query", "positive"))
+    data = _load(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        query, document = (rows.text_of(row, key, f"{name}: train row {number + 1}") for key in ("query", "positive"))
+        query, document = (rows.value_of(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
         pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
     return pairs
 
@@ -165,33 +162,25 @@ class _Searched:
 
     @functools.cached_property
     def _read(self) -> tuple[dict[SplitName, Judgements], dict[str, str], dict[str, str]]:
-        name = self.name
-        judged, queries = _mldr(name) if name == "mldr_en" else _beir(name)
+        judged, queries = _mldr(self.name) if self.name == "mldr_en" else _beir(self.name)
         wanted = {document for grades in judged.values() for found in grades.values() for document in found}
-        key = "docid" if name == "mldr_en" else "_id"
-        title = "title" if name == "nq" else None
-        corpus = _texts(name, "corpus", key, wanted, title)
+        corpus = _texts(self.name, "corpus", "docid" if self.name == "mldr_en" else "_id", wanted)
         if missing := sorted(wanted - corpus.keys()):
-            raise InputError(f"{name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
+            raise InputError(f"{self.name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
         return judged, queries, corpus
 
 
 def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
     judged: dict[SplitName, Judgements] = {}
     for split in ("test",) if name == "nq" else ("validation", "test"):
-        data = _load(name, f"{HUB_SETS[name].repository}-qrels", None, split, "")
-        _check_columns(name, data, ("query-id", "corpus-id", "score"))
+        columns = ("query-id", "corpus-id", "score")
         judged[split] = {}
-        for row in data.to_list():
+        for row in _load(name, split, columns, repository=f"{HUB_SETS[name].repository}-qrels").to_list():
             judged[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
     if name == "nq":
-        everything, chosen = judged["test"], validation_half(list(judged["test"]))
-        judged = {
-            "validation": {query: found for query, found in everything.items() if query in chosen},
-            "test": {query: found for query, found in everything.items() if query not in chosen},
-        }
+        give_to_validation(judged, "test", validation_half(list(judged["test"])))
     wanted = {query for grades in judged.values() for query in grades}
-    queries = _texts(name, "queries", "_id", wanted, None)
+    queries = _texts(name, "queries", "_id", wanted)
     if missing := sorted(wanted - queries.keys()):
         raise InputError(f"{name}: query {missing[0]!r} is judged but not among the queries ({len(missing):,} such)")
     return judged, queries
@@ -200,10 +189,10 @@ def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
 def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
     judged: dict[SplitName, Judgements] = {"validation": {}, "test": {}}
     queries: dict[str, str] = {}
+    columns = ["query_id", "query", "positive_passages"]
     for split, found in judged.items():
-        data = _load(name, HUB_SETS[name].repository, "default", "dev" if split == "validation" else "test", "")
-        _check_columns(name, data, ("query_id", "query", "positive_passages"))
-        for row in data.select_columns(["query_id", "query", "positive_passages"]).to_list():
+        data = _load(name, "dev" if split == "validation" else "test", columns, config="default")
+        for row in data.select_columns(columns).to_list():
             passages = row["positive_passages"]
             documents = passages["docid"] if isinstance(passages, Mapping) else [passage["docid"] for passage in passages]
             query = str(row["query_id"])
@@ -212,54 +201,45 @@ def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
     return judged, queries
 
 
-def _texts(name: str, part: str, key: str, wanted: set[str], title: str | None) -> dict[str, str]:
+def _texts(name: str, part: str, key: str, wanted: set[str]) -> dict[str, str]:
     """The texts of the wanted rows alone, of MS MARCO some thousands of 8.8 million.
 
-    A `title` stands before them with a full stop, as in the study also where it is empty.
+    The titles of NQ's documents stand before them with a full stop, as in the study also where they are empty.
     """
     import pyarrow
     import pyarrow.compute
 
-    data = _load(name, HUB_SETS[name].repository, part, part, "")
-    _check_columns(name, data, (key, "text", *([title] if title else [])))
+    title = name == "nq" and part == "corpus"
+    data = _load(name, part, (key, "text", *(["title"] if title else [])), config=part)
     names, numbers, start = pyarrow.array(wanted, pyarrow.string()), [], 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
         found = pyarrow.compute.is_in(batch[key].cast(pyarrow.string()), value_set=names)
         numbers += (start + np.flatnonzero(found.to_numpy())).tolist()
         start += len(batch)
     rows_found = data.select(numbers).to_list()
-    return {str(row[key]): f"{row[title] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
+    return {str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
 
 
-def _tag_names(data: Any, column: str) -> list[str] | None:
-    """What the Hub calls its tags, where they are integers with names."""
-    inner = getattr(data.features[column], "feature", None)
-    return list(inner.names) if hasattr(inner, "names") else None
-
-
-def _check_columns(name: str, data: Any, columns) -> None:
-    for column in columns:
-        if column not in data.column_names:
-            raise InputError(f"{name}: no column `{column}` on the Hub; found {listed(data.column_names)}")
-
-
-def _load(name: str, repository: str, config: str | None, split: str, revision: str) -> Any:
-    """One split of one repository, from the Hub or the cache of `datasets`.
+def _load(
+    name: str, split: str, columns: Collection[str], *, repository: str = "", config: str | None = None, revision: str = ""
+) -> Any:
+    """Load a split of a repository, its own unless given, from the Hub or the cache of `datasets`, with at least these columns.
 
     Raises Unreachable where trying again later may help, InputError where it will not.
     """
     import datasets
 
+    repository = repository or HUB_SETS[name].repository
     which = ", ".join(part for part in (config, split, revision) if part)
     say_once(f"{name}: reading {repository} ({which}), from the Hugging Face Hub unless it is in the cache")
     asked = functools.partial(datasets.load_dataset, repository, config, split=split)
     try:
         try:
-            return asked(revision=revision or None)
+            data = asked(revision=revision or None)
         except RuntimeError as error:
             if "scripts are no longer supported" not in str(error) or revision:
                 raise
-            return asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
+            data = asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
     except Exception as error:  # no network, no such revision, a damaged cache: as many types as reasons
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
         kind = Unreachable if _may_pass(error) else InputError
@@ -269,6 +249,10 @@ def _load(name: str, repository: str, config: str | None, split: str, revision: 
             f"{name}: {repository} ({which}) of the Hugging Face Hub cannot be read: {reason}; "
             f"expected a network once, or local files: {name}=FOLDER"
         ) from None
+    for column in columns:
+        if column not in data.column_names:
+            raise InputError(f"{name}: no column `{column}` on the Hub; found {listed(data.column_names)}")
+    return data
 
 
 # Of Python, `requests`, `httpx` and `huggingface_hub`; which of them a version of `datasets` goes through differs.

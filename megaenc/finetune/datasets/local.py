@@ -3,14 +3,14 @@
 import functools
 import re
 import string
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, file_digest, say_once, too_few, validation_share
+from megaenc.finetune.datasets.base import Dataset, digest, say_once, too_few, validation_share
 from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
 from megaenc.json_files import read_json_object
 
@@ -59,7 +59,7 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
     if flags.task == "IR":
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
     files = _Files(path, flags.task, pair_template)
-    content = {key: file_digest(file) for key, file in sorted(files.files.items())}
+    content = {key: sha256_of(file) for key, file in sorted(files.files.items())}
     labels = files.labels.labels if files.labels else ()
     rules = [files.family, labels, files.template]
     fingerprint = digest({"files": content, "rules": rules})
@@ -73,16 +73,12 @@ class _Files:
         self.path = path
         self.files = _find(path)
         first = self.files.get("train") or next(iter(self.files.values()))
-        place, row = next(formats.rows_of(first), (f"{first}", {}))
+        _, row = next(formats.rows_of(first), ("", {}))
         if not row:
             raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
         self.family = Family(task) if task else formats.family_of(first, row)
-        self._meta = _meta(path)
-        # Fails for a set of another kind before anything is read.
-        if self.family is Family.SC and isinstance(row.get("label"), float):
-            rows.collected([(row["label"], place)], tags=False)
         self.template = pair_template if self.family is Family.SC else ""
-        self.labels = self._labels()
+        self.labels = self._labels(first)
 
     def split(self, name: str, split: SplitName) -> Examples:
         """The examples of a split; what has no file is made from the others by the study's rules."""
@@ -91,9 +87,9 @@ class _Files:
             return self._read(files[split])
         if "train" not in files or len(files) == 1:
             raise InputError(f"{self.path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
-        other = "test" if "test" in files else "validation"
-        role = "" if other == "test" else f", and {files[other].name} is the test split"
-        missing = "validation" if other == "test" else "test"
+        other, missing, role = "test", "validation", ""
+        if "test" not in files:
+            other, missing, role = "validation", "test", f", and {files['validation'].name} is the test split"
         say_once(f"{name}: no {missing} file: 5 % of train validate (seed 42){role}")
         if split == "test":
             return self._read(files[other])
@@ -104,57 +100,40 @@ class _Files:
         return [examples[at] for at in (train if split == "train" else validation)]
 
     def _read(self, path: Path) -> Examples:
-        examples = rows.unique((place, self._example(place, row, f"{number}")) for number, (place, row) in self._rows(path))
-        if self.family is Family.TC:
-            _look_at_spans(path, examples, self.labels.labels)
-        return examples
-
-    def _rows(self, path: Path) -> Iterator[tuple[int, formats.Row]]:
-        """The rows of a file; sentences without a word are left out."""
-        left_out = 0
+        """The examples of a file; sentences without a word are left out."""
+        examples, left_out = [], 0
+        seen: dict[str, str] = {}
         for number, (place, row) in enumerate(formats.rows_of(path)):
             if self.family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
                 left_out += 1
                 continue
-            yield number, (place, row)
+            examples.append(rows.example(self.family, row, place, f"{number}", self.labels, self.template))
+            rows.check_new(seen, examples[-1].id, place)
         if left_out:
             say_once(f"{path}: {left_out:,} sentences without a word are left out")
-
-    def _example(self, place: str, row: dict, name: str):
-        if self.family is Family.SC:
-            return rows.labelled(row, place, name, self.labels, self.template)
         if self.family is Family.TC:
-            return rows.tagged(row, place, name, self.labels)
-        return rows.question(row, place, name)
+            _look_at_spans(path, examples, self.labels.labels)
+        return examples
 
-    def _labels(self) -> rows.LabelSet | None:
-        """The labels that meta.json lists, else those of the rows of train."""
+    def _labels(self, first: Path) -> rows.LabelSet | None:
+        """The labels that meta.json beside the files lists, else those of the rows of train."""
         if self.family is Family.QA:
             return None
+        file = self.path / "meta.json"
         key = "labels" if self.family is Family.SC else "tags"
-        listed = self._meta.get(key, self._meta.get("labels"))
-        if listed is not None:
-            names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
-            if not names or len(set(listed)) != len(listed):
-                raise InputError(f"{self.path / 'meta.json'}: key `{key}`: expected a list of names that differ")
-            if self.family is Family.TC:
-                for name in listed:
-                    rows.checked_tag(name, f"{self.path / 'meta.json'}: key `{key}`", counted=False)
-                if "O" not in listed:
-                    raise InputError(
-                        f"{self.path / 'meta.json'}: key `{key}`: found no O, expected the tags of IOB2, O among them"
-                    )
-            return rows.LabelSet(tuple(listed), counted=True)
-        path = self.files.get("train") or next(iter(self.files.values()))
-        if self.family is Family.SC:
-            values = ((rows.value_of(row, "label", place), place) for _, (place, row) in self._rows(path))
-            return rows.collected(values, tags=False)
-        tags = (
-            (rows.checked_tag(tag, f"{place}: tag {at}", counted=False), place)
-            for _, (place, row) in self._rows(path)
-            for at, tag in enumerate(rows.list_of(row, "tags", place), 1)
-        )
-        return rows.collected(tags, tags=True)
+        meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
+        listed = meta.get(key, meta.get("labels"))
+        if listed is None:
+            return rows.collected(self.family, formats.rows_of(first))
+        names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
+        if not names or len(set(listed)) != len(listed):
+            raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
+        if self.family is Family.TC:
+            for name in listed:
+                rows.checked_tag(name, f"{file}: key `{key}`", counted=False)
+            if "O" not in listed:
+                raise InputError(f"{file}: key `{key}`: found no O, expected the tags of IOB2, O among them")
+        return rows.LabelSet(tuple(listed), counted=True)
 
 
 def _find(path: Path) -> dict[SplitName, Path]:
@@ -185,12 +164,6 @@ def _find(path: Path) -> dict[SplitName, Path]:
     if len(set(files.values())) < len(files):
         raise InputError(f"{path}: one file is named after two splits: {rows.shown([file.name for file in files.values()])}")
     return files
-
-
-def _meta(path: Path) -> dict:
-    """What meta.json beside the files tells."""
-    file = path / "meta.json"
-    return read_json_object(file, "an object with labels or tags") if file.exists() else {}
 
 
 def _look_at_spans(path: Path, examples: list[TaggedWords], tags: tuple[str, ...]) -> None:

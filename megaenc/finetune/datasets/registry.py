@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -41,17 +42,17 @@ def _trained_elsewhere(evaluated: Dataset, training: Dataset, split: SplitName) 
     return (training if split == "train" else evaluated).load(split)
 
 
-def _find(name_or_path: str, flags: DataFlags) -> Dataset:
-    name, path = _existing(name_or_path)
+def _find(given: str, flags: DataFlags) -> Dataset:
+    name, path = name_and_path(given)
     if path is not None:
+        _check_place(given, name, path)
         known = hub.HUB_SETS.get(name)
         is_pair = known is not None and "text_pair" in known.fields
         return local.load(name, path, flags, known.template if is_pair else flags.pair_template)
     if name in demo.NAMES:
         made = demo.ensure_demo_sets(flags.demo_folder, (name,))
         return local.load(name, made / name, replace(flags, task=""), local.PAIR_TEMPLATE)
-    base, _, revision = name.partition("@")
-    return hub.load(base, revision)
+    return hub.load(name, given.partition("@")[2])
 
 
 def name_and_path(given: str) -> tuple[str, Path | None]:
@@ -65,23 +66,13 @@ def name_and_path(given: str) -> tuple[str, Path | None]:
     name, equals, place = given.partition("=")
     if not equals or "/" in name:
         name, place = "", given
-    path = Path(place)
-    try:
-        there = path.is_file()
-    except OSError:  # a name that is too long
-        there = False
-    return name or (formats.stem(path) if there else None) or path.resolve().name, path
+    path = Path(place)  # os.path.isfile is False for a name that is too long
+    return name or (formats.stem(path) if os.path.isfile(path) else None) or path.resolve().name, path
 
 
-def _existing(given: str) -> tuple[str, Path | None]:
-    name, path = name_and_path(given)
-    if path is None:
-        return given, None
-    try:
-        exists = path.exists()
-    except OSError:
-        exists = False
-    if not exists:
+def _check_place(given: str, name: str, path: Path) -> None:
+    """Raise InputError for a path that leads to nothing, and for a name that is none for a folder of results."""
+    if not os.path.exists(path):
         if given.partition("=")[1] or "/" in given:
             raise InputError(f"data set {given}: found no file or folder {path}, expected one with labelled data")
         near = difflib.get_close_matches(given.lower(), [*DATASETS, hub.TRAINING_PAIRS], n=1)
@@ -91,4 +82,3 @@ def _existing(given: str) -> tuple[str, Path | None]:
         )
     if not _NAME.fullmatch(name):
         raise InputError(f"data set {given}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)")
-    return name, path

@@ -3,16 +3,13 @@
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from megaenc.console import say
 from megaenc.data.encoding import well_formed
 from megaenc.finetune.encoded import Encoded, TextEncoder, flat
 from megaenc.finetune.examples import Answer, Family, Question
 from megaenc.finetune.metrics.answering import best_span, exact_match, position_f1, token_f1
-from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, finite, linear_head
+from megaenc.finetune.tasks.base import Model, Scores, Task
 
 
 class Answering(Task):
@@ -28,6 +25,7 @@ class Answering(Task):
     """
 
     family: ClassVar[Family] = Family.QA
+    outputs_of_head = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> Encoded:
         """Rows of the texts.
@@ -68,52 +66,33 @@ class Answering(Task):
             inside=flat(inside, np.int64),
         )
 
-    def head(self, hidden_size: int) -> nn.Module:
-        """One linear layer: outside, inside."""
-        return linear_head(hidden_size, 2)
-
-    def backward(self, model: Model, data: Encoded, rows: np.ndarray) -> float:
-        """See Task."""
-
-        def loss_sum(packed, states, some):
-            inside = torch.from_numpy(data.by_token("inside", some)).to(states.device)
-            return cross_entropy(model.logits(states), inside, reduction="sum")
-
-        return backward_in_parts(self, model, data, rows, loss_sum, int(data.lengths[rows].sum()))
+    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+        """Return 1 for what is inside, 0 for what is outside."""
+        return data.by_token("inside", rows)
 
     def evaluate(self, model: Model, data: Encoded, examples: list[Question]) -> Scores:
         """See Task."""
         positions = _positions(data)
         overlap, answers = np.zeros(len(data)), [""] * len(data)
-        with evaluating(model):
-            for rows, _, states in self.predictions(model, data):
-                outside, inside = finite(model.logits(states)).unbind(1)
-                log_odds = (inside - outside).cpu().numpy()
-                for row, found in zip(rows, np.split(log_odds, np.cumsum(data.lengths[rows])[:-1]), strict=True):
-                    overlap[row] = position_f1(positions[row], np.flatnonzero(found > 0).tolist())
-                    answers[row] = _answer(examples[row].context, found, data, row)
+        for row, logits in self.by_text(model, data):
+            log_odds = logits[:, 1] - logits[:, 0]
+            overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
+            answers[row] = _answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
         never = self._metrics(golds, [""] * len(golds))
-        found = self._metrics(golds, answers)
-        return Scores(
-            score=float(overlap.mean()),
-            scores_i=column(overlap),
-            metrics={name: float(values.mean()) for name, values in found.items()},
-            metrics_i={name: column(values) for name, values in found.items()},
+        return Scores.of(
+            overlap,
+            self._metrics(golds, answers),
             collapsed="never answers" if not any(answers) and any(golds) else None,
             baseline={
                 "score": float(np.mean([position_f1(gold, ()) for gold in positions])),
-                **{name: float(values.mean()) for name, values in never.items()},
+                **{name: float(np.mean(values)) for name, values in never.items()},
             },
         )
 
     @staticmethod
-    def _metrics(golds: list[list[str]], answers: list[str]) -> dict[str, np.ndarray]:
-        pairs = list(zip(golds, answers, strict=True))
-        return {
-            "exact_match": np.array([exact_match(*pair) for pair in pairs]),
-            "f1": np.array([token_f1(*pair) for pair in pairs]),
-        }
+    def _metrics(golds: list[list[str]], answers: list[str]) -> dict[str, list[float]]:
+        return {name: list(map(metric, golds, answers)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
 
 
 def _touched(example: Question, characters: np.ndarray) -> np.ndarray:

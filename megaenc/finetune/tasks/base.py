@@ -1,41 +1,59 @@
-"""What the four families share: a model with a head, the loss of a batch in parts that fit, one pass of evaluation, scores."""
+"""The base of the four families: a model with a head, the loss of a batch in parts that fit, predictions of a split, scores."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
+from megaenc.finetune.backbone import Backbone, Packed, forwards, pack
 from megaenc.finetune.encoded import Encoded, Parts, TextEncoder
 from megaenc.finetune.examples import Examples, Family
 from megaenc.finetune.options import Protocol
-from megaenc.finetune.packing import Packed, forwards, pack
 
 if TYPE_CHECKING:
-    from megaenc.finetune.backbone import Backbone
     from megaenc.finetune.datasets.registry import Dataset
+
+NO_LABEL = -100
+"""The target of what is not learned, as cross_entropy has it."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one split; all shares are fractions."""
+    """Scores of one split, in the order in which results have them; all shares are fractions."""
 
     score: float
     """The study's metric."""
-    scores_i: list[float]
-    """The study's metric of each example, in the order of the examples."""
     metrics: dict[str, float]
     """The field's standard metrics by name."""
-    metrics_i: dict[str, list[float]]
-    """What the standard metrics are made of, by example."""
     collapsed: str | None
     """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
     baseline: dict[str, float]
     """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
+    scores_i: list[float]
+    """The study's metric of each example, in the order of the examples."""
+    metrics_i: dict[str, list[float]]
+    """What the standard metrics are made of, by example."""
+
+    @classmethod
+    def of(
+        cls,
+        scores_i: Sequence[float],
+        metrics_i: Mapping[str, Sequence[float]],
+        *,
+        collapsed: str | None,
+        baseline: Mapping[str, float],
+        metrics: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Average what each example scores; `metrics` are given only where they are not the means of `metrics_i`."""
+        means = metrics if metrics is not None else {name: float(np.mean(values)) for name, values in metrics_i.items()}
+        by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
+        listed = [float(value) for value in scores_i]
+        return cls(float(np.mean(scores_i)), dict(means), collapsed, dict(baseline), listed, by_example)
 
 
 class NotFinite(ArithmeticError):
@@ -45,7 +63,7 @@ class NotFinite(ArithmeticError):
 class Model(nn.Module):
     """A backbone and the task's head on its states."""
 
-    def __init__(self, backbone: "Backbone", head: nn.Module) -> None:
+    def __init__(self, backbone: Backbone, head: nn.Module) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -61,7 +79,10 @@ class Model(nn.Module):
 
 
 class Task(ABC):
-    """A family of tasks on one data set; megaenc.finetune.tasks.TASKS has the class of each family."""
+    """A family of tasks on one data set; megaenc.finetune.tasks.TASKS has the class of each family.
+
+    Unless a family has its own loss, it is the cross-entropy of `outputs` and `targets`.
+    """
 
     family: ClassVar[Family]
 
@@ -73,87 +94,84 @@ class Task(ABC):
 
     @abstractmethod
     def encode(self, examples: Examples, encoder: TextEncoder) -> Parts:
-        """`examples` as the other methods take them; a pure function of them, the encoder and the task's labels."""
-
-    @abstractmethod
-    def head(self, hidden_size: int) -> nn.Module:
-        """A new head in float32, drawn by torch's own generator."""
-
-    def count(self, data: Parts) -> int:
-        """Training examples."""
-        return len(data)
-
-    @abstractmethod
-    def backward(self, model: Model, data: Parts, rows: np.ndarray) -> float:
-        """Add the gradients of the mean loss of the batch `rows` (int[batch]) to the weights' and return that loss.
-
-        The mean is over all that is predicted in the batch, however many forward passes it takes.
-        """
+        """Tokenise `examples` for the other methods; a pure function of them, the encoder and the task's labels."""
 
     @abstractmethod
     def evaluate(self, model: Model, data: Parts, examples: Examples) -> Scores:
         """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
 
+    def head(self, hidden_size: int) -> nn.Module:
+        """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), no bias to begin with."""
+        head = nn.Linear(hidden_size, self.outputs_of_head)
+        nn.init.normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        return head
+
+    @property
+    def outputs_of_head(self) -> int:
+        """Return how many numbers the head gives: one for each label."""
+        return len(self.dataset.labels)
+
+    def count(self, data: Parts) -> int:
+        """Return the number of training examples."""
+        return len(data)
+
+    def outputs(self, model: Model, packed: Packed) -> Tensor:
+        """Compute the logits of each token of a pack, float32[tokens, labels]; some families: something of each text."""
+        return model.logits(model.backbone.states(packed))
+
+    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+        """Return int64: the label of each output of these rows, or NO_LABEL."""
+        raise NotImplementedError
+
+    def backward(self, model: Model, data: Parts, rows: np.ndarray) -> float:
+        """Add the gradients of the mean loss of the batch `rows` (int[batch]) to the weights' and return that loss.
+
+        The mean is over all that is predicted in the batch, however many forward passes it takes.
+        """
+        count = max(1, int((self.targets(data, rows) != NO_LABEL).sum()))
+        total = torch.zeros((), device=model.device)
+        for part in self.forwards(data.lengths[rows]):
+            outputs = self.outputs(model, pack(data.texts(rows[part]), model.device))
+            targets = torch.from_numpy(self.targets(data, rows[part])).to(outputs.device)
+            loss = cross_entropy(outputs, targets, ignore_index=NO_LABEL, reduction="sum") / count
+            loss.backward()
+            total += loss.detach()
+        return total.item()
+
     def forwards(self, lengths: np.ndarray) -> list[np.ndarray]:
-        """Places in `lengths` of the texts of each forward pass."""
+        """Return the places in `lengths` of the texts of each forward pass."""
         return forwards(lengths, self.protocol.tokens_per_forward)
 
-    def predictions(self, model: Model, data: Encoded) -> Iterator[tuple[np.ndarray, Packed, Tensor]]:
-        """(rows, their texts, states [T, hidden]) of each forward pass over all of `data`."""
-        done = 0
-        for rows in self.forwards(data.lengths):
-            packed = pack(data.texts(rows), model.device)
-            yield rows, packed, model.backbone.states(packed)
-            self.progress(done := done + len(rows), len(data))
+    @torch.inference_mode()
+    def predictions(
+        self, model: Model, data: Encoded, rows: np.ndarray, *, before: int = 0, after: int = 0
+    ) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """Yield (places in `rows`, their `outputs`) of each forward pass over `rows`, without dropout.
 
+        `before` and `after` say how many other texts are read, for `progress`. Raises NotFinite for nan and inf.
+        """
+        model.eval()
+        done = before
+        for part in self.forwards(data.lengths[rows]):
+            outputs = self.outputs(model, pack(data.texts(rows[part]), model.device))
+            if not bool(torch.isfinite(outputs).all()):
+                raise NotFinite("what the model predicts is nan or inf")
+            yield part, outputs
+            self.progress(done := done + len(part), before + len(rows) + after)
 
-def linear_head(hidden_size: int, labels: int) -> nn.Linear:
-    """float32, weights from N(0, 0.02), no bias to begin with."""
-    head = nn.Linear(hidden_size, labels)
-    nn.init.normal_(head.weight, std=0.02)
-    nn.init.zeros_(head.bias)
-    return head
+    def by_text(self, model: Model, data: Encoded) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield (row, float32[tokens, labels]) of every text, where outputs are of tokens."""
+        for rows, outputs in self.predictions(model, data, np.arange(len(data))):
+            yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
-
-def backward_in_parts(task: Task, model: Model, data: Encoded, rows: np.ndarray, loss_sum, count: int) -> float:
-    """`Task.backward` where the loss is a sum over `count` predictions, each of which sees one text.
-
-    `loss_sum(packed, states, rows)` gives the sum over the predictions of these rows, float32.
-    """
-    total = torch.zeros((), device=model.device)
-    for some in task.forwards(data.lengths[rows]):
-        packed = pack(data.texts(rows[some]), model.device)
-        loss = loss_sum(packed, model.backbone.states(packed), rows[some]) / max(1, count)
-        loss.backward()
-        total += loss.detach()
-    return total.item()
+    def constant(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
+        """Return what is wrong with predictions that are one label for everything, unless that is right; None if nothing is."""
+        collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
+        return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 
 
 def mean_states(states: Tensor, packed: Packed) -> Tensor:
-    """float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
+    """Return float32[texts, hidden]: the mean state of each text's tokens. Its sums have one order, on an accelerator too."""
     lengths = torch.tensor(packed.lengths, device=states.device)
     return torch.segment_reduce(states.float(), "mean", lengths=lengths, unsafe=True)
-
-
-def finite(predicted: Tensor) -> Tensor:
-    """`predicted` itself. Raises NotFinite where a number in it is nan or inf."""
-    if not bool(torch.isfinite(predicted).all()):
-        raise NotFinite("what the model predicts is nan or inf")
-    return predicted
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        model.train(training)
-
-
-def column(values: np.ndarray) -> list[float]:
-    """As JSON has it."""
-    return [float(value) for value in values]

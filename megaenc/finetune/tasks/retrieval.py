@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
+from megaenc.finetune.backbone import Packed, pack
 from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, Pair
 from megaenc.finetune.examples import Retrieval as Queries
@@ -21,8 +22,7 @@ from megaenc.finetune.metrics.retrieval import (
     reciprocal_rank,
     retrieved_ndcg,
 )
-from megaenc.finetune.packing import pack
-from megaenc.finetune.tasks.base import Model, Scores, Task, column, evaluating, finite, mean_states
+from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
 
 _DEPTH = 100
 _COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
@@ -62,23 +62,24 @@ class Retrieval(Task):
         self._documents = None  # the weights are about to change
         texts = data["queries"].texts(rows) + data["documents"].texts(rows)
         parts = self.forwards(np.array([len(text) for text in texts]))
+        packs = [pack([texts[at] for at in part], model.device) for part in parts]
         order = np.argsort(np.concatenate(parts))
-        if len(parts) == 1:
-            vectors = self._embed(model, [texts[at] for at in parts[0]])
-            loss = self._loss(vectors[order])
+        if len(packs) == 1:
+            loss = self._loss(self.outputs(model, packs[0])[order])
             loss.backward()
             return loss.item()
         random_states, embedded = [], []
         with torch.no_grad():
-            for part in parts:
+            for packed in packs:
                 random_states.append(_random_state(model.device))
-                embedded.append(self._embed(model, [texts[at] for at in part]))
+                embedded.append(self.outputs(model, packed))
         vectors = torch.cat(embedded).requires_grad_()
         loss = self._loss(vectors[order])
         loss.backward()
-        for part, state, gradient in zip(parts, random_states, vectors.grad.split([len(part) for part in parts]), strict=True):
+        gradients = vectors.grad.split([len(part) for part in parts])
+        for packed, state, gradient in zip(packs, random_states, gradients, strict=True):
             with _from_random_state(state, model.device):
-                self._embed(model, [texts[at] for at in part]).backward(gradient)
+                self.outputs(model, packed).backward(gradient)
         return loss.item()
 
     def evaluate(self, model: Model, data: dict[str, Encoded], examples: Queries) -> Scores:
@@ -90,30 +91,22 @@ class Retrieval(Task):
         names = [names[at] for at in order]
         values: dict[str, list[float]] = {"score": [], "ndcg@10": [], "mrr@10": [], "recall@100": []}
         spread = 0.0
-        with evaluating(model):
-            documents = self._all_documents(model, data["documents"], order, queries=len(asked))
-            queries = self._embed_all(model, data["queries"], asked, before=len(order))
-            for start in range(0, len(asked), block := max(1, _COSINES // len(names))):
-                cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
-                spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
-                for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
-                    best = best_first(scores, _DEPTH)
-                    grades = np.array([grade_of.get(names[at], 0) for at in best])
-                    values["score"].append(retrieved_ndcg(grades > 0, scores[best]))
-                    values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
-                    values["mrr@10"].append(reciprocal_rank(grades))
-                    values["recall@100"].append(recall(grades, len(grade_of)))
+        documents = self._all_documents(model, data["documents"], order, queries=len(asked))
+        queries = self._embed_all(model, data["queries"], asked, before=len(order))
+        for start in range(0, len(asked), block := max(1, _COSINES // len(names))):
+            cosines = (queries[start : start + block] @ documents.T).cpu().numpy()
+            spread = max(spread, float((cosines.max(axis=1) - cosines.min(axis=1)).max()))
+            for scores, grade_of in zip(cosines, relevant[start : start + block], strict=True):
+                best = best_first(scores, _DEPTH)
+                grades = np.array([grade_of.get(names[at], 0) for at in best])
+                values["score"].append(retrieved_ndcg(grades > 0, scores[best]))
+                values["ndcg@10"].append(ndcg(grades, list(grade_of.values())))
+                values["mrr@10"].append(reciprocal_rank(grades))
+                values["recall@100"].append(recall(grades, len(grade_of)))
         chance = [expected_by_chance(len(names), tuple(sorted(grade_of.values()))) for grade_of in relevant]
-        means = {name: float(np.mean(some)) for name, some in values.items()}
-        scores_i = values.pop("score")
-        return Scores(
-            score=means.pop("score"),
-            scores_i=column(scores_i),
-            metrics=means,
-            metrics_i={name: column(some) for name, some in values.items()},
-            collapsed="all documents are alike to every query" if spread < _ALIKE and len(names) > 1 else None,
-            baseline={name: float(np.mean([one[name] for one in chance])) for name in ("score", *values)},
-        )
+        baseline = {name: float(np.mean([one[name] for one in chance])) for name in values}
+        collapsed = "all documents are alike to every query" if spread < _ALIKE and len(names) > 1 else None
+        return Scores.of(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
 
     def _loss(self, vectors: Tensor) -> Tensor:
         """`vectors` is [2 * batch, hidden]: the queries, then their documents."""
@@ -121,19 +114,14 @@ class Retrieval(Task):
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
-    @staticmethod
-    def _embed(model: Model, texts: list[np.ndarray]) -> Tensor:
-        """float32[texts, hidden], of length 1 each."""
-        packed = pack(texts, model.device)
+    def outputs(self, model: Model, packed: Packed) -> Tensor:
+        """Compute embeddings, float32[texts, hidden], of length 1 each."""
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
-    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, *, before: int = 0, after: int = 0) -> Tensor:
-        """float32[rows, hidden] on the model's device; `before` and `after` say how many texts are read beside these."""
-        parts, embedded, done = self.forwards(data.lengths[rows]), [], before
-        for part in parts:
-            embedded.append(self._embed(model, data.texts(rows[part])))
-            self.progress(done := done + len(part), before + len(rows) + after)
-        return finite(torch.cat(embedded))[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
+    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, **others: int) -> Tensor:
+        """float32[rows, hidden] on the model's device."""
+        parts, embedded = zip(*self.predictions(model, data, rows, **others), strict=True)
+        return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
     def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
         """In `order`. The documents are those of both splits: their embeddings are kept until the next `backward`."""

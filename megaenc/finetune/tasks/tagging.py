@@ -6,17 +6,12 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
 
 from megaenc.data.encoding import well_formed
 from megaenc.finetune.encoded import Encoded, TextEncoder, flat
 from megaenc.finetune.examples import Family, TaggedWords
 from megaenc.finetune.metrics.tagging import majority_vote, span_counts, span_f1, tag_f1
-from megaenc.finetune.tasks.base import Model, Scores, Task, backward_in_parts, column, evaluating, finite, linear_head
-
-_NO_TAG = -100
+from megaenc.finetune.tasks.base import NO_LABEL, Model, Scores, Task
 
 
 class Tagging(Task):
@@ -40,59 +35,40 @@ class Tagging(Task):
             owners = np.where(owners < len(sentence), owners, -1)
             truncated += len(tokens) > encoder.room
             rows.append(encoder.row(tokens))
-            words.append(encoder.beside(owners, -1, -1))
-            tags.append(np.where(words[-1] < 0, _NO_TAG, np.asarray(example.tags)[words[-1]]))
+            words.append(encoder.beside(owners, -1))
+            tags.append(np.where(words[-1] < 0, NO_LABEL, np.asarray(example.tags)[words[-1]]))
         return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 
-    def head(self, hidden_size: int) -> nn.Module:
-        """One linear layer."""
-        return linear_head(hidden_size, len(self.dataset.labels))
-
-    def backward(self, model: Model, data: Encoded, rows: np.ndarray) -> float:
-        """See Task."""
-
-        def loss_sum(packed, states, some):
-            tags = torch.from_numpy(data.by_token("tags", some)).to(states.device)
-            return cross_entropy(model.logits(states), tags, ignore_index=_NO_TAG, reduction="sum")
-
-        count = int((data.by_token("tags", rows) != _NO_TAG).sum())
-        return backward_in_parts(self, model, data, rows, loss_sum, count)
+    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+        """Return the tags."""
+        return data.by_token("tags", rows)
 
     def evaluate(self, model: Model, data: Encoded, examples: list[TaggedWords]) -> Scores:
-        """See Task."""
+        """See Task. The baseline is the tag that each word has most often in the training set."""
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
-        with evaluating(model):
-            for rows, _, states in self.predictions(model, data):
-                tags = finite(model.logits(states)).argmax(1).cpu().numpy()
-                for row, found in zip(rows, np.split(tags, np.cumsum(data.lengths[rows])[:-1]), strict=True):
-                    words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
-                    known = words >= 0
-                    predicted[row] = majority_vote(words[known], found[known], len(examples[row].words), self._outside)
+        for row, logits in self.by_text(model, data):
+            words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+            known = words >= 0
+            tags = logits.argmax(1)[known]
+            predicted[row] = majority_vote(words[known], tags, len(examples[row].words), self._outside)
         gold = [np.array(example.tags) for example in examples]
-        score, scores_i, metrics, counts = self._scores(gold, predicted)
-        every, given = np.concatenate(predicted), np.concatenate(gold)
-        collapsed = None
-        if (every == every[0]).all() and not (given == given[0]).all():
-            collapsed = f"constant prediction {self.dataset.labels[every[0]]}"
+        scores_i, metrics, counts = self._scores(gold, predicted)
         by_word, otherwise = self._most_frequent
-        constant = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
-        constant_score, _, constant_metrics, _ = self._scores(gold, constant)
-        names = ("spans_right", "spans_predicted", "spans_there")
-        return Scores(
-            score=score,
-            scores_i=column(scores_i),
+        usual = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
+        usual_i, usual_metrics, _ = self._scores(gold, usual)
+        return Scores.of(
+            scores_i,
+            dict(zip(("spans_right", "spans_predicted", "spans_there"), counts.T, strict=True)),
+            collapsed=self.constant(np.concatenate(predicted), np.concatenate(gold)),
+            baseline={"score": float(usual_i.mean()), **usual_metrics},
             metrics=metrics,
-            metrics_i={name: column(counts[:, at]) for at, name in enumerate(names)},
-            collapsed=collapsed,
-            baseline={"score": constant_score, **constant_metrics},
         )
 
     def _scores(self, gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]):
-        scores_i = tag_f1(gold, predicted)
+        """The study's scores of the sentences, the field's metrics, and the spans these are made of."""
         labels = self.dataset.labels
-        names = [[[labels[tag] for tag in sentence] for sentence in side] for side in (gold, predicted)]
-        counts = span_counts(*names)
-        return float(scores_i.mean()), scores_i, span_f1(counts), counts
+        counts = span_counts(*([[labels[tag] for tag in sentence] for sentence in side] for side in (gold, predicted)))
+        return tag_f1(gold, predicted), span_f1(counts), counts
 
     @property
     def _outside(self) -> int:
