@@ -6,12 +6,17 @@ predictions. Hours follow from the tokens a second that the manifest states, byt
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model, Part
-from megaenc.study.graph import Graph, Pretraining
+from megaenc.study.manifest import Manifest
 from megaenc.training.settings import PretrainSettings
+
+if TYPE_CHECKING:
+    from megaenc.study.graph import Graph
+    from megaenc.study.pretrain_stage import PretrainNode
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -88,11 +93,11 @@ class Cost:
     """Where it waits for its parent's end."""
 
 
-def cost_of(graph: Graph) -> Cost:
+def cost_of(graph: "Graph") -> Cost:
     """Count `graph`."""
     hardware, manifest = graph.manifest.hardware, graph.manifest
-    shared = {name: amount(graph, run.model, run.at, run.model.steps) for name, run in graph.runs.items()}
-    alone = {name: amount(graph, run.model, 0, run.model.steps) for name, run in graph.runs.items()}
+    shared = {name: run.amount for name, run in graph.runs.items()}
+    alone = {name: amount(manifest, run.model, 0, run.model.steps) for name, run in graph.runs.items()}
     groups: dict[str, tuple[Amount, Amount]] = {}
     for name, run in graph.runs.items():
         before = groups.get(run.model.group, (Amount(), Amount()))
@@ -116,15 +121,15 @@ def cost_of(graph: Graph) -> Cost:
     )
 
 
-def amount(graph: Graph, model: Model, after: int, last: int) -> Amount:
+def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
     """What the updates after + 1..last of a model's run take."""
-    flags, rate = model.run, graph.manifest.hardware.rate(model.setting.size)
+    flags, rate = model.run, manifest.hardware.rate(model.setting.size)
     per_step = flags.global_batch_size * flags.data.seq_length
     tokens, flops, first = (last - after) * per_step, 0.0, 0
     for phase in model.phases:
         made = max(0, min(last, phase.last_step) - max(after, first)) / (phase.last_step - first)
         for part in phase.parts:
-            flops += made * part.steps * flags.global_batch_size * pack_flops(flags, graph.manifest.vocab_size(model), part)
+            flops += made * part.steps * flags.global_batch_size * pack_flops(flags, manifest.vocab_size(model), part)
         first = phase.last_step
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
 
@@ -145,13 +150,13 @@ def pack_flops(flags: PretrainSettings, vocab_size: int, part: Part) -> float:
     return shape.body_flops_per_token() * length + attention + head
 
 
-def checkpoint_bytes(graph: Graph, run: Pretraining) -> int:
+def checkpoint_bytes(graph: "Graph", run: "PretrainNode") -> int:
     """Of one checkpoint: weights as they compute, master weights where these are bfloat16, and AdamW's two moments."""
     flags = run.model.run
     return flags.shape.parameters(graph.manifest.vocab_size(run.model)) * (14 if flags.bf16 else 12)
 
 
-def _disk(graph: Graph) -> Disk:
+def _disk(graph: "Graph") -> Disk:
     checkpoints = sum((len(run.keep) + 1) * checkpoint_bytes(graph, run) for run in graph.runs.values())
     exports = 0
     for export in graph.exports.values():
@@ -160,12 +165,12 @@ def _disk(graph: Graph) -> Disk:
     return Disk(checkpoints, exports, RESULT_BYTES * sum(grid.results for grid in graph.grids.values()))
 
 
-def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretraining, Pretraining], int]) -> Chain:
+def _longest(graph: "Graph", made: Mapping[str, Amount], until: Callable[["PretrainNode", "PretrainNode"], int]) -> Chain:
     """The chain that ends last; `until`: steps that a parent makes itself before its child can begin."""
     devices, seconds = graph.manifest.hardware.devices, graph.manifest.hardware.finetune_seconds
     begins: dict[str, tuple[float, tuple[str, ...]]] = {}
 
-    def hours(run: Pretraining, steps: int) -> float:
+    def hours(run: "PretrainNode", steps: int) -> float:
         return (made[run.name].device_hours or 0.0) / devices * steps / run.steps
 
     ends: list[tuple[float, tuple[str, ...]]] = [(0.0, ())]
@@ -188,12 +193,12 @@ def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretrain
     return Chain(longest[0] if known else None, longest[1])
 
 
-def explained(graph: Graph) -> dict[str, str]:
+def explained(graph: "Graph") -> dict[str, str]:
     """For each group of models, in words, how its shared steps come about, and how they compare with what was reported."""
     return {group: _explain(graph, group) for group in dict.fromkeys(model.group for model in graph.manifest.models)}
 
 
-def _explain(graph: Graph, group: str) -> str:
+def _explain(graph: "Graph", group: str) -> str:
     runs = [run for run in graph.runs.values() if run.model.group == group]
     guessed = [run for run in runs if run.model.inferred]
     counted = [run for run in runs if not run.model.inferred]
@@ -223,7 +228,7 @@ def _explain(graph: Graph, group: str) -> str:
     return text + also
 
 
-def _split(runs: list[Pretraining]) -> str:
+def _split(runs: list["PretrainNode"]) -> str:
     """How the steps of some runs come about, by where they begin."""
     starts = _starts(runs)
     if starts and len(set(starts.values())) == 1:
@@ -248,7 +253,7 @@ def _split(runs: list[Pretraining]) -> str:
     return f"{', '.join(filter(None, said))}" + (f" ({_steps(runs):,})" if sum(map(bool, said)) > 1 else "")
 
 
-def _starts(runs: list[Pretraining]) -> dict[str, int]:
+def _starts(runs: list["PretrainNode"]) -> dict[str, int]:
     """Where all continue finished models: the steps by the model that is continued."""
     found: dict[str, int] = {}
     for run in runs:
@@ -256,14 +261,14 @@ def _starts(runs: list[Pretraining]) -> dict[str, int]:
     return {} if "" in found else found
 
 
-def _root(run: Pretraining) -> str:
+def _root(run: "PretrainNode") -> str:
     return run.model.after
 
 
-def _times(runs: list[Pretraining]) -> str:
+def _times(runs: list["PretrainNode"]) -> str:
     same = {run.steps for run in runs}
     return f"{len(runs)} x {same.pop():,}" if len(same) == 1 else f"{_steps(runs):,} in {len(runs)} runs"
 
 
-def _steps(runs: list[Pretraining]) -> int:
+def _steps(runs: list["PretrainNode"]) -> int:
     return sum(run.steps for run in runs)

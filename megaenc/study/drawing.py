@@ -6,7 +6,8 @@ from typing import Any
 
 from megaenc.study.axes import GREY, LEGEND, plain_counts, styles, verbatim
 from megaenc.study.entries import Trained
-from megaenc.study.graph import Graph, Pretraining
+from megaenc.study.graph import Graph
+from megaenc.study.pretrain_stage import PretrainNode
 
 _SHOWN_PHASES = 3
 _WARM, _COOL = "#0072B2", "#D55E00"
@@ -16,7 +17,7 @@ _WARM, _COOL = "#0072B2", "#D55E00"
 class Row:
     """A run in its place: below the one that it leaves, to the right of where it leaves it."""
 
-    run: Pretraining
+    run: PretrainNode
     depth: int
     offset: int
     """Steps that lie behind its step 0: those of the model that it continues."""
@@ -36,7 +37,7 @@ class Row:
 
 def rows_of(graph: Graph) -> list[Row]:
     """Every run, trunks in the order of the graph. Under each those that leave it, the latest first: so no line crosses a bar."""
-    children: dict[str, list[Pretraining]] = {}
+    children: dict[str, list[PretrainNode]] = {}
     for run in graph.runs.values():
         children.setdefault(run.parent, []).append(run)
     rows: list[Row] = []
@@ -52,7 +53,7 @@ def rows_of(graph: Graph) -> list[Row]:
     return rows
 
 
-def _offset(child: Pretraining, offset: int, parent: Pretraining) -> int:
+def _offset(child: PretrainNode, offset: int, parent: PretrainNode) -> int:
     return offset if child.start == "branch" else offset + parent.model.steps
 
 
@@ -94,7 +95,7 @@ def _rails(rows: list[Row], number: int) -> str:
     return "".join(rails)
 
 
-def _phases(run: Pretraining) -> str:
+def _phases(run: PretrainNode) -> str:
     """What the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
     made = [phase for phase in run.model.phases if phase.last_step > run.at]
     texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]

@@ -19,12 +19,13 @@ from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.study import journal
+from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
+from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
 from megaenc.study.remaining import Remaining, spent
-from megaenc.study.run_command import choose, graph_of, study_folder
+from megaenc.study.run_command import choose, study_folder
 from megaenc.study.screen import amount
-from megaenc.study.stages import nodes_of
 
 State = Literal["failed", "running", "waiting", "done"]
 _ORDER: tuple[State, ...] = ("failed", "running", "waiting", "done")
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
     study = study_folder(settings.output, "status")
-    nodes = choose(nodes_of(graph_of(settings.manifest, settings.data, study), study), settings.only)
+    nodes = choose(build_graph(read_manifest(settings.manifest, settings.data or None), study).nodes, settings.only)
     wrong = unfit(nodes)
     if sys.stdout.isatty():
         _watch(nodes, study, wrong)

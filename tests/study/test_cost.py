@@ -66,8 +66,8 @@ def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     run = found.runs["toy-clm-100-mlm40-400"]
     flags = run.model.run
     clm, mlm = (8 * pack_flops(flags, 1024, Part("", 1, *part)) for part in ((1.0, 0.0), (0.4, 1.0)))
-    assert amount(found, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
-    assert amount(found, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
+    assert amount(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
+    assert amount(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
     assert clm > mlm  # a head over every position
 
 
