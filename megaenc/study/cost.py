@@ -8,11 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.finetune.grid import count
-from megaenc.study.entries import Model, Part
+from megaenc.study.entries import Model
 from megaenc.study.manifest import Manifest
-from megaenc.training.settings import PretrainSettings
 
 if TYPE_CHECKING:
     from megaenc.study.graph import Graph
@@ -122,32 +120,16 @@ def cost_of(graph: "Graph") -> Cost:
 
 
 def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
-    """What the updates after + 1..last of a model's run take."""
-    flags, rate = model.run, manifest.hardware.rate(model.setting.size)
-    per_step = flags.global_batch_size * flags.data.seq_length
-    tokens, flops, first = (last - after) * per_step, 0.0, 0
-    for phase in model.phases:
-        made = max(0, min(last, phase.last_step) - max(after, first)) / (phase.last_step - first)
-        for part in phase.parts:
-            flops += made * part.steps * flags.global_batch_size * pack_flops(flags, manifest.vocab_size(model), part)
-        first = phase.last_step
+    """Return what the updates after + 1..last of a model's run take."""
+    run, rate = model.run, manifest.hardware.rate(model.setting.size)
+    packs, vocab_size = run.global_batch_size, manifest.vocab_size(model)
+    flops = sum(
+        share * steps * packs * work.flops(run.shape, vocab_size)
+        for phase, share in model.trained(after, last)
+        for work, steps in phase.parts
+    )
+    tokens = (last - after) * packs * run.data.seq_length
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
-
-
-def pack_flops(flags: PretrainSettings, vocab_size: int, part: Part) -> float:
-    """Expected operations of one pack, forward and backward, under one objective.
-
-    Packs that are cut at a random point have two documents; of others the edges are not known before there is a corpus, so
-    attention is counted as if each were one document: at most some percent too much.
-    """
-    length = flags.data.seq_length
-    squares = float(length * length)
-    if flags.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK:
-        squares = mean_squares_of_chunks(length)
-    shape = flags.shape
-    attention = shape.attention_flops(1, prefix=0) * squares * (1 + part.seen)
-    head = 6 * shape.hidden_size * vocab_size * part.predicted * length
-    return shape.body_flops_per_token() * length + attention + head
 
 
 def checkpoint_bytes(graph: "Graph", run: "PretrainNode") -> int:

@@ -1,11 +1,12 @@
 """The graph of a study to look at: a tree of runs as text, and bars over steps as a picture."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaenc.estimate.work import PhaseWork
 from megaenc.study.axes import GREY, LEGEND, plain_counts, styles, verbatim
-from megaenc.study.entries import Trained
 from megaenc.study.graph import Graph
 from megaenc.study.pretrain_stage import PretrainNode
 
@@ -97,21 +98,18 @@ def _rails(rows: list[Row], number: int) -> str:
 
 def _phases(run: PretrainNode) -> str:
     """What the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
-    made = [phase for phase in run.model.phases if phase.last_step > run.at]
-    texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
+    made = [phase for phase in run.model.phases if phase.last > run.at]
+    texts = [f"{label(phase)} to {phase.last:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
-    return ", ".join(texts) + (f", ... {more} more to {made[-1].last_step:,}" if more > 0 else "")
+    return ", ".join(texts) + (f", ... {more} more to {made[-1].last:,}" if more > 0 else "")
 
 
-def label(phase: Trained) -> str:
+def label(phase: PhaseWork) -> str:
     """What a phase trains, for the eye: `CLM`, `MLM 40 %`, or as a schedule spells it."""
-    (first, *others) = phase.parts
-    text = phase.text if phase.text not in ("mlm", "mntp") else f"{phase.text}(mask=0.4)"
-    if others or phase.changes or "," in text:
-        return text
-    if first.name in ("mlm", "mntp"):
-        return f"{first.name.upper()} {100 * first.predicted:g} %"
-    return first.name.upper() if first.name == "clm" else text
+    name, (work, _) = phase.text.partition("(")[0], phase.parts[0]
+    if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
+        return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
+    return "CLM" if phase.text == "clm" else phase.text
 
 
 @verbatim
@@ -133,10 +131,10 @@ def picture(graph: Graph, title: str) -> Any:
             panel.plot([row.start] * 2, [places[row.parent], y], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
         first = row.run.at
         for phase in row.run.model.phases:
-            if phase.last_step > first:
-                x, height = _outline(row, first, phase.last_step)
+            if phase.last > first:
+                x, height = _outline(row, first, phase.last)
                 panel.fill_between(x, y - height, y + height, color=colours[label(phase)], linewidth=0, zorder=2)
-                first = phase.last_step
+                first = phase.last
         look = {"textcoords": "offset points", "va": "center", "fontsize": 8}
         panel.annotate(row.run.name, (row.end, y), (5, 0), color="black" if row.run.model.evaluate else GREY, **look)
     _mark_checkpoints(panel, graph, rows, places)
@@ -197,7 +195,7 @@ def _colours(rows: list[Row]) -> Mapping[str, Any]:
     from matplotlib.colors import to_hex, to_rgb
 
     parts = {label(phase): phase for row in rows for phase in row.run.model.phases}
-    masks = sorted((phase.parts[0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
+    masks = sorted((phase.parts[0][0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
     found: dict[str, Any] = {"CLM": _WARM} if "CLM" in parts else {}
     for number, (_, name) in enumerate(masks):
         depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)

@@ -24,7 +24,6 @@ import yaml
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.apart import set_apart
 from megaenc.study.entries import Model, models_of
 from megaenc.study.entry import Entry
 from megaenc.study.manifest_values import check_values, one_line
@@ -154,7 +153,7 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     folder = (path.parent if data is None else Path(data)).absolute()
     entries = [_entry(path, number, given, folder) for number, given in enumerate(top.models, 1)]
     sizes = {size: located_flags(given, folder) for size, given in top.sizes.items()}
-    models = set_apart(models_of(str(path), entries, sizes, located_flags(top.pretrain, folder)))
+    models = models_of(str(path), entries, sizes, located_flags(top.pretrain, folder))
     corpus = flags.replace_fields(Corpus(), top.corpus, source=f"{path}: corpus")
     _check_corpus(path, corpus, top.pretrain, models)
     hardware = flags.replace_fields(Hardware(), top.hardware, source=f"{path}: hardware")

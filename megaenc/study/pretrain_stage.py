@@ -9,16 +9,19 @@ from typing import Any, Literal
 from megaenc import flags
 from megaenc.data.blend import parse_data_path
 from megaenc.data.sidecar import read_sidecar, sidecar_path
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json
+from megaenc.objectives import Schedule
 from megaenc.study.cost import Amount
-from megaenc.study.entries import Model, schedule_of
+from megaenc.study.entries import Model
 from megaenc.study.metrics import read_run_json
 from megaenc.study.node import Changed, Node, arguments, changed, megaenc
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
 from megaenc.training.start import Start, digest
 
+_ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
 _LAST_ROW = 8192  # bytes at the end of metrics.jsonl in which the last row is
 
 
@@ -159,6 +162,7 @@ class PretrainNode(Node):
     def _identity(self) -> dict[str, Any]:
         """What makes it this run, of what the manifest decides, as run.json has it."""
         model = self.model
+        schedule = Schedule.build(model.schedule, model.steps, _ANY_VOCABULARY, model.setting.seed)
         known = {name: value for name, value in flags.flatten(model.run).items() if name not in _FOUND_OUT}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
         if "bf16" in model.flags:
@@ -168,7 +172,7 @@ class PretrainNode(Node):
             "seed": model.setting.seed,
             "lr_warmup_iters": model.warmup,
             "lr_wsd_decay_iters": model.decay,
-            "objective_schedule": schedule_of(model).canonical,
+            "objective_schedule": schedule.canonical,
         }
 
 

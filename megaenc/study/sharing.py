@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
+from megaenc.estimate.work import PhaseWork
 from megaenc.flags import flatten
-from megaenc.study.entries import Model, Trained
+from megaenc.study.entries import Model
 from megaenc.study.pretrain_stage import read_start
 from megaenc.training.checkpoint_folder import CheckpointFolder
 
@@ -121,16 +122,16 @@ def shared_steps(one: Model, other: Model) -> int:
     return min(last, _agreeing(one.phases, other.phases))
 
 
-def _agreeing(here: tuple[Trained, ...], there: tuple[Trained, ...]) -> int:
+def _agreeing(here: tuple[PhaseWork, ...], there: tuple[PhaseWork, ...]) -> int:
     """The last step up to which two schedules train the same; a phase that changes is the same only as a whole."""
     step, mine, other = 0, iter(here), iter(there)
     one, two = next(mine, None), next(other, None)
     while one and two and one.text == two.text:
-        if one.last_step != two.last_step and (one.changes or two.changes):
+        if one.last != two.last and "->" in one.text:
             return step
-        step = min(one.last_step, two.last_step)
-        one = next(mine, None) if one.last_step == step else one
-        two = next(other, None) if two.last_step == step else two
+        step = min(one.last, two.last)
+        one = next(mine, None) if one.last == step else one
+        two = next(other, None) if two.last == step else two
     return step
 
 

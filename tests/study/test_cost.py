@@ -4,9 +4,10 @@ import manifests
 import numpy as np
 import pytest
 
+from megaenc.estimate.work import Work
 from megaenc.model.config import ModelConfig, preset
-from megaenc.study.cost import amount, cost_of, explained, pack_flops
-from megaenc.study.entries import Part
+from megaenc.study.cost import amount, cost_of, explained
+from megaenc.study.entries import expected_documents
 from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
 from megaenc.study.pretrain_flags import run_flags
@@ -47,6 +48,12 @@ def test_the_differences_from_the_paper_are_explained_by_the_graph():
     }
 
 
+def pack_flops(flags, vocab_size, predicted, seen):
+    """Operations of a pack of which a share is predicted, and a share of the squared lengths seen both ways."""
+    length, squares = flags.data.seq_length, expected_documents(flags).squares
+    return Work("", length, predicted * length, squares, seen * squares).flops(flags.shape, vocab_size)
+
+
 def test_operations_are_those_that_training_counts():
     """`ModelConfig.training_flops` on packs cut as the study does, and on whole ones."""
     flags = run_flags({"model": "610m", "packing": "random-length", "seq_length": 2048})
@@ -55,17 +62,17 @@ def test_operations_are_those_that_training_counts():
     for seen, predicted in ((0.0, 1.0), (1.0, 0.4)):
         spans = [[(0, round(seen * cut), cut), (cut, cut + round(seen * (2048 - cut)), 2048)] for cut in cuts]
         counted = [preset("610m").training_flops(128_256, round(predicted * 2048), span) for span in spans]
-        assert pack_flops(flags, 128_256, Part("", 1, predicted, seen)) == pytest.approx(np.mean(counted), rel=2e-3)
+        assert pack_flops(flags, 128_256, predicted, seen) == pytest.approx(np.mean(counted), rel=2e-3)
     whole = run_flags({"model": "610m", "seq_length": 512})
     counted = preset("610m").training_flops(1000, 512, [(0, 512, 512)])
-    assert pack_flops(whole, 1000, Part("", 1, 1.0, 1.0)) == pytest.approx(counted)
+    assert pack_flops(whole, 1000, 1.0, 1.0) == pytest.approx(counted)
 
 
 def test_a_phase_is_counted_with_its_own_objective(tmp_path):
     found = graph(tmp_path)
     run = found.runs["toy-clm-100-mlm40-400"]
     flags = run.model.run
-    clm, mlm = (8 * pack_flops(flags, 1024, Part("", 1, *part)) for part in ((1.0, 0.0), (0.4, 1.0)))
+    clm, mlm = (8 * pack_flops(flags, 1024, *part) for part in ((1.0, 0.0), (0.4, 1.0)))
     assert amount(found.manifest, run.model, 0, 400).flops == pytest.approx(100 * clm + 300 * mlm)
     assert amount(found.manifest, run.model, 60, 110).flops == pytest.approx(40 * clm + 10 * mlm)
     assert clm > mlm  # a head over every position
