@@ -80,11 +80,10 @@ class Model:
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
 
 
-def models_of(file: str, entries: Sequence[Entry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> tuple[Model, ...]:
+def models_of(entries: Sequence[Entry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> tuple[Model, ...]:
     """Every model of a manifest, parents before those that continue them. Raises InputError in one line."""
-    sizes = {str(name): given for name, given in sizes.items()}
     for size in sizes:
-        check_name(f"{file}: field `sizes`", size)
+        check_name("field `sizes`", size)
     models: dict[str, Model] = {}
     place_of: dict[str, str] = {}
     count = checkpoints = 0
