@@ -1,7 +1,8 @@
 """The fine-tuning of one model as a stage of a study."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -125,20 +126,19 @@ class GridNode(Node):
         return sum(file.name == results.FAILED for file in self._files())
 
     def _files(self) -> list[Path]:
-        """The result, or what says that there is none, of each run that has one."""
+        """Return the result, or what says that there is none, of each run that has one."""
+        if not self.folder.is_dir():
+            return []
         found = []
-        for training in self.trainings if self.folder.is_dir() else ():
+        sets = [(training, dataset) for training in self.trainings for dataset in training.datasets]
+        rates, seeds = map(float, self.flags["learning_rates"]), range(self.flags["seeds"])
+        for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
             families = [training.family] if training.family else list(Family)
-            for dataset in training.datasets:
-                for rate in self.flags["learning_rates"]:
-                    for seed in range(self.flags["seeds"]):
-                        run = (dataset, training.train_on, float(rate), seed)
-                        found += self._first([results.run_folder(self.folder, family, *run) for family in families])
+            run = (dataset, training.train_on, rate, seed)
+            folders = [results.run_folder(self.folder, family, *run) for family in families]
+            files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
+            found += [file for file in files if file.is_file()][:1]
         return found
-
-    def _first(self, folders: Sequence[Path]) -> list[Path]:
-        files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
-        return [file for file in files if file.is_file()][:1]
 
     def check(self) -> None:
         """What each result was made with: the protocol, the model, the data."""

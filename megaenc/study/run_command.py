@@ -71,34 +71,32 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
     quiet()
     settings = flags.parse(RunFlags, argv, prog="megaenc study run", description=__doc__)
-    study = study_folder(settings.output, "run")
+    study, cluster = study_folder(settings.output, "run"), settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
-        if not settings.slurm.slurm:  # whose machines have other cores
+        if not cluster.slurm:  # whose machines have other cores
             check_process_count(flag, value)
-    on_cluster = settings.slurm.slurm
-    _check_cluster(settings.slurm, settings.jobs)
+    _check_cluster(cluster, settings.jobs)
     manifest = read_manifest(settings.manifest, settings.data or None)
     text = text_of(manifest, settings)
-    nodes = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1, text=text).nodes
+    nodes = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, text=text).nodes
     chosen = choose(nodes, settings.only)
     check(chosen, nodes, study)
     if settings.dry_run:
         done = finished(chosen)
-        for node in chosen:
-            for line in _what_would_be_done(node, done):
-                say(line)
+        for line in (line for node in chosen for line in _what_would_be_done(node, done)):
+            say(line)
         return
     _check_text(chosen, settings.manifest)
     lock = study / ".locks" / "study"
     with stopped_by_sigterm(), created_parent(lock, "--output"), locked(lock) as mine:
         if not mine:
             raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
-        if on_cluster:
-            submit(chosen, study, settings.slurm)
-            return
-        run_here(chosen, study, settings)
+        if cluster.slurm:
+            submit(chosen, study, cluster)
+        else:
+            run_here(chosen, study, settings)
 
 
 def _check_text(nodes: Sequence[Node], manifest: str) -> None:
@@ -198,35 +196,33 @@ def study_folder(output: str, command: str) -> Path:
 
 
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
-    """The stages that `only` names, and what they need; all where it is empty. InputError for a name that there is not."""
-    wanted: list[str] = list(nodes) if not only else []
+    """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
+    wanted: list[str] = [] if only else list(nodes)
     for pattern in only:
         found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
         if not found:
             near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
-            hint = f"did you mean {near[0]}?" if near else "expected a name of the plan"
-            raise InputError(f"--only: found {pattern}, {hint}")
+            raise InputError(f"--only: found {pattern}, {f'did you mean {near[0]}?' if near else 'expected a name of the plan'}")
         wanted += found
     return needed(nodes, wanted)
 
 
 def places(jobs: int) -> list[str]:
-    """A slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as there are devices or cores."""
+    """Return a slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as devices or cores."""
     devices = _devices()
     count = jobs or len(devices) or usable_cores()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]
 
 
 def _devices() -> list[str]:
-    """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     count = len(accelerators())
-    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = given.split(",") if given else []
-    return (chosen or [str(number) for number in range(count)])[:count]
+    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (given.split(",") if given else list(map(str, range(count))))[:count]
 
 
 def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
-    """Its state, with a command to a line."""
+    """Return the state of a stage, with a command, as a person would type it, to a line."""
     if node.id in finished:
         yield f"{node.id}: done"
         return
@@ -235,13 +231,8 @@ def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
         return
     done, total = node.progress()
     begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
-    for command in node.commands_left():
-        yield f"{node.id}: would run{begun}: {shlex.join(_shortened(command))}"
-
-
-def _shortened(command: list[str]) -> list[str]:
-    """As a person would type it."""
-    names = {"megaenc": "megaenc", "torch.distributed.run": "torchrun"}
     start = python_command("-m")
-    rest = command[len(start) :]
-    return [names[rest[0]], *rest[1:]] if command[: len(start)] == start else command
+    for command in node.commands_left():
+        program, *words = command[len(start) :]
+        typed = "torchrun" if program == "torch.distributed.run" else program
+        yield f"{node.id}: would run{begun}: {shlex.join([typed, *words])}"
