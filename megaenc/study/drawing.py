@@ -19,11 +19,14 @@ class Row:
     """A run in its place: below the one that it leaves, to the right of where it leaves it."""
 
     run: PretrainNode
-    depth: int
-    offset: int
+    offset: int = 0
     """Steps that lie behind its step 0: those of the model that it continues."""
-    parent: int | None
+    parent: int | None = None
     """The row that it leaves."""
+    rails: str = ""
+    """The lines of the tree in front of its name."""
+    stem: str = ""
+    """Those that go on below it."""
 
     @property
     def start(self) -> int:
@@ -42,58 +45,37 @@ def rows_of(graph: Graph) -> list[Row]:
     for run in graph.runs.values():
         children.setdefault(run.parent, []).append(run)
     rows: list[Row] = []
-    left = [Row(trunk, 0, 0, None) for trunk in reversed(children.get("", []))]
+    left = [Row(trunk) for trunk in reversed(children.get("", []))]
     while left:  # no recursion: a chain of branches may be long
         row = left.pop()
         rows.append(row)
-        parent = len(rows) - 1
-        below = [
-            Row(child, row.depth + 1, _offset(child, row.offset, row.run), parent) for child in children.get(row.run.name, [])
-        ]
-        left += reversed(sorted(below, key=lambda one: -one.start))
+        below = [(row.offset if child.start == "branch" else row.end, child) for child in children.get(row.run.name, [])]
+        for number, (offset, child) in enumerate(reversed(sorted(below, key=lambda one: -one[0] - one[1].at))):
+            rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
+            left.append(Row(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
     return rows
 
 
-def _offset(child: PretrainNode, offset: int, parent: PretrainNode) -> int:
-    return offset if child.start == "branch" else offset + parent.model.steps
-
-
 def tree(graph: Graph) -> Iterator[str]:
-    """The runs as lines of text: name, where each begins, what it trains, the steps that it makes, and what is evaluated."""
+    """Return the runs as lines of text: name, where each begins, what it trains, the steps that it makes, what is evaluated."""
     rows = rows_of(graph)
     on_the_way: dict[str, list[int]] = {}
     for export in graph.exports.values():
         if not export.setting.decayed:
             on_the_way.setdefault(export.run, []).append(export.step)
-    names = [f"{_rails(rows, number)}{row.run.name}" for number, row in enumerate(rows)]
-    width = max(map(len, names))
+    width = max(len(row.rails + row.run.name) for row in rows)
     size = ""
-    for number, row in enumerate(rows):
-        run = row.run
-        if run.model.setting.size != size and run.parent == "":
-            size = run.model.setting.size
+    for row in rows:
+        run, model = row.run, row.run.model
+        if model.setting.size != size and not run.parent:
+            size = model.setting.size
             yield f"{size}:"
-        parent = graph.runs.get(run.parent)
-        begins = "" if not parent else f"from step {run.at:,}" if run.start == "branch" else f"after its {parent.model.steps:,}"
-        what = _phases(run) + (", all of it decay" if run.steps <= run.model.decay else "")
-        evaluated = "" if run.model.evaluate else "  (not evaluated)"
+        begins = {"new": "", "branch": f"from step {run.at:,}", "weights": f"after its {row.offset:,}"}[run.start]
+        what = _phases(run) + (", all of it decay" if run.steps <= model.decay else "")
+        what += "" if model.evaluate else "  (not evaluated)"
         if steps := on_the_way.get(run.name):
-            evaluated += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
-        made = f"+{run.steps:,}"
-        yield f"  {names[number]:<{width}}  {begins:<16}  {made:>9}  {what}{evaluated}"
-
-
-def _rails(rows: list[Row], number: int) -> str:
-    """The lines of a tree in front of a row's name."""
-    depth = rows[number].depth
-    if not depth:
-        return ""
-    rails = []
-    for level in range(1, depth + 1):
-        following = next((row.depth for row in rows[number + 1 :] if row.depth <= level), 0)
-        more = following == level
-        rails.append(("├─ " if more else "└─ ") if level == depth else "│  " if more else "   ")
-    return "".join(rails)
+            what += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
+        yield f"  {row.rails + run.name:<{width}}  {begins:<16}  {f'+{run.steps:,}':>9}  {what}"
 
 
 def _phases(run: PretrainNode) -> str:
@@ -137,7 +119,10 @@ def picture(graph: Graph, title: str) -> Any:
                 first = phase.last
         look = {"textcoords": "offset points", "va": "center", "fontsize": 8}
         panel.annotate(row.run.name, (row.end, y), (5, 0), color="black" if row.run.model.evaluate else GREY, **look)
-    _mark_checkpoints(panel, graph, rows, places)
+    at = {row.run.name: (row.offset, y) for row, y in zip(rows, places, strict=True)}
+    on_the_way = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
+    dot = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7}
+    panel.scatter([step + offset for step, offset, _ in on_the_way], [y for *_, y in on_the_way], s=14, zorder=3, **dot)
     panel.set_ylim(places[-1] + 0.7, -0.9)
     panel.set_xlim(0, last * 1.3)
     panel.set_yticks([])
@@ -149,13 +134,13 @@ def picture(graph: Graph, title: str) -> Any:
     panel.set_axisbelow(True)
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    if any(not export.setting.decayed for export in graph.exports.values()):
+    if on_the_way:
         dot = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
         handles.append(Line2D([], [], linestyle="", **dot, label="evaluated on the way"))
-    if any(row.run.start == "branch" for row in rows):
-        handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="branch: optimizer and rate go on"))
-    if any(row.run.start == "weights" for row in rows):
-        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=":", label="finished weights, new optimizer"))
+    ways = {"branch": ("-", "branch: optimizer and rate go on"), "weights": (":", "finished weights, new optimizer")}
+    for start in [start for start in ways if any(row.run.start == start for row in rows)]:
+        line, words = ways[start]
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), **{**LEGEND, "fontsize": 8})
     return figure
 
@@ -164,18 +149,10 @@ def _places(rows: list[Row]) -> list[float]:
     """The height of each row, with some room around trunks that have branches and between sizes."""
     places = [0.0]
     for before, row, after in zip(rows[:-1], rows[1:], [*rows[2:], None], strict=True):
-        branched = before.depth > 0 or (after is not None and after.depth > 0)
+        branched = before.rails or (after is not None and after.rails)
         other = row.run.model.setting.size != before.run.model.setting.size
-        places.append(places[-1] + (1.7 if not row.depth and (branched or other) else 1.0))
+        places.append(places[-1] + (1.7 if not row.rails and (branched or other) else 1.0))
     return places
-
-
-def _mark_checkpoints(panel: Any, graph: Graph, rows: list[Row], places: list[float]) -> None:
-    at = {row.run.name: (row.offset, y) for row, y in zip(rows, places, strict=True)}
-    ways = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
-    if ways:
-        x, y = [step + offset for step, offset, _ in ways], [height for _, _, height in ways]
-        panel.scatter(x, y, s=14, facecolor="white", edgecolor="black", linewidth=0.7, zorder=3)
 
 
 def _outline(row: Row, first: int, last: int) -> tuple[Any, Any]:
