@@ -27,18 +27,28 @@ def starts_of(models: Iterable[Model], study: Path | None = None) -> dict[str, S
     left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals the one
     with the fewest objectives, which checkpoints on the way are named after.
     """
+    by_name = {model.name: model for model in models}
     families: dict[tuple, list[Model]] = {}
-    for model in models:
+    for model in by_name.values():
         families.setdefault(_family(model), []).append(model)
-    found = _kept_starts({model.name: model for members in families.values() for model in members}, study)
-    kept = set(found)
+    kept = _kept_starts([model for members in families.values() for model in members], study)
+    found = dict(kept)
     for members in families.values():
         placed: list[Model] = []
         for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
             if model.name not in kept:
                 found[model.name] = _best_start(model, placed, found, study)
             placed.append(model)
-    return _parents_first(found)
+    # In this order, but for parents that come later: what is continued may be a branch.
+    return {one: found[one] for name in found for one in reversed(_line(found, name))}
+
+
+def _line(starts: Mapping[str, Start], name: str) -> list[str]:
+    """Return a run, the one that it begins with, the one that this begins with, and so on."""
+    line = [name]
+    while parent := starts[line[-1]][1]:
+        line.append(parent)
+    return line
 
 
 def _family(model: Model) -> tuple:
@@ -57,13 +67,12 @@ def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, Star
         kind, _, its_own = starts[other.name]
         if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
             best, at = other.name, common
-    if best:
-        return "branch", best, at
-    return ("weights", model.after, 0) if model.after else ("new", "", 0)
+    return ("branch", best, at) if best else _own_start(model)
 
 
-def _kept_starts(by_name: Mapping[str, Model], study: Path | None) -> dict[str, Start]:
+def _kept_starts(models: Iterable[Model], study: Path | None) -> dict[str, Start]:
     """Return how runs have begun, where that makes what the manifest says of them now."""
+    by_name = {model.name: model for model in models}
     said = {name: start for name in by_name if study and (start := _begun(study / "runs" / name))}
 
     def fits(name: str) -> bool:
@@ -76,10 +85,14 @@ def _kept_starts(by_name: Mapping[str, Model], study: Path | None) -> dict[str, 
                 return False
             children.add(name)
             name = parent
-        model = by_name[name]
-        return said[name][:2] == (("weights", model.after) if model.after else ("new", ""))
+        return said[name] == _own_start(by_name[name])
 
     return {name: said[name] for name in said if fits(name)}
+
+
+def _own_start(model: Model) -> Start:
+    """Return how a run begins that is no branch."""
+    return ("weights", model.after, 0) if model.after else ("new", "", 0)
 
 
 def _begun(run: Path) -> Start | None:
@@ -98,22 +111,6 @@ def _branch_point(run: Path, step: int) -> int:
     if latest is None or latest < step:
         return step
     return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_whole(kept)), default=0)
-
-
-def _parents_first(starts: Mapping[str, Start]) -> dict[str, Start]:
-    """In the given order, but for parents that come later: what is continued may be a branch."""
-    found: dict[str, Start] = {}
-
-    def place(name: str) -> None:
-        if name in found:
-            return
-        if parent := starts[name][1]:
-            place(parent)
-        found[name] = starts[name]
-
-    for name in starts:
-        place(name)
-    return found
 
 
 def shared_steps(one: Model, other: Model) -> int:
