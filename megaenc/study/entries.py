@@ -200,11 +200,9 @@ def _model(
         stem, mark, seed = name.partition("-seed")
         name = f"{stem}-lr{rate_name(rate)}{mark}{seed}"
     check_name(f"{entry.place}: field `name`", name)
-    for step in entry.checkpoints:
-        if not 0 < step <= steps - decay:
-            raise InputError(
-                f"{entry.place}: field `checkpoints`: found {step}, expected 1 to {steps - decay}: then {name} decays"
-            )
+    if late := [step for step in entry.checkpoints if step > steps - decay]:
+        last = f"expected 1 to {steps - decay}: then {name} decays"
+        raise InputError(f"{entry.place}: field `checkpoints`: found {late[0]}, {last}")
     flags = {key: value for key, value in given.items() if not key.startswith(("lr_warmup", "lr_wsd_decay"))}
     return Model(
         name=name,

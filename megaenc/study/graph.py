@@ -11,7 +11,7 @@ from megaenc.study.manifest import Manifest
 from megaenc.study.node import Node
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.sharing import maker, starts_of
-from megaenc.study.stages import CORPUS, CorpusNode, ExportNode
+from megaenc.study.stages import CorpusNode, ExportNode
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def build_graph(
     if manifest.corpus.made:
         paths = tuple(manifest.data / path for path in manifest.corpus.text)
         corpus = CorpusNode(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
+        text = corpus.flags
     exports = {
         model.name: ExportNode(study=study, name=model.name, setting=model.setting, run=model.name, step=model.steps)
         for model in manifest.models
@@ -75,7 +76,7 @@ def build_graph(
             parent=parent,
             at=at,
             keep=tuple(sorted(keep[name])),
-            corpus=study / CORPUS if corpus else None,
+            corpus=manifest.corpus.made,
             amount=amount(manifest, models[name], at, models[name].steps),
             processes=processes or hardware.devices,
             text=text or {},

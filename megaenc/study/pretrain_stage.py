@@ -37,13 +37,13 @@ class PretrainNode(Node):
     """The parent's step at which it branches; 0 otherwise."""
     keep: tuple[int, ...]
     """Steps before the last whose checkpoints others need: branches, and exports of checkpoints on the way."""
-    corpus: Path | None
-    """Folder of the corpus and tokenizer, if the study makes them."""
+    corpus: bool
+    """Whether the study makes the corpus that it reads."""
     amount: Amount
     """What the steps that it makes itself take."""
     processes: int
-    text: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """data_path and tokenizer in place of the manifest's"""
+    text: Mapping[str, Any] = field(hash=False)
+    """data_path and tokenizer, where the manifest's flags do not say them"""
     launcher: tuple[str, ...] = ("--standalone",)
     """how torchrun finds the others"""
     kind, home, unit = "pretrain", "runs", "steps"
@@ -51,7 +51,7 @@ class PretrainNode(Node):
     @property
     def needs(self) -> tuple[str, ...]:
         """The run that it begins with, or the corpus."""
-        return (f"{self.kind}/{self.parent}",) if self.parent else (self.corpus.name,) if self.corpus else ()
+        return (f"{self.kind}/{self.parent}",) if self.parent else ("corpus",) if self.corpus else ()
 
     @property
     def steps(self) -> int:
@@ -92,13 +92,8 @@ class PretrainNode(Node):
             "save_steps": list(self.keep),
             "keep_last": 1,
             "save": str(self.folder),
-            **(
-                {"data_path": [f"{self.corpus}/corpus_text_document"], "tokenizer": f"{self.corpus}/tokenizer"}
-                if self.corpus
-                else {}
-            ),
-            **starts.get(self.start, {}),
             **self.text,
+            **starts.get(self.start, {}),
         }
 
     @property

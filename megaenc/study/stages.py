@@ -39,15 +39,20 @@ class CorpusNode(Node):
     unit = "parts"
 
     @property
+    def flags(self) -> dict[str, Any]:
+        """Flags of `megaenc pretrain` that name it."""
+        return {"data_path": [f"{self.folder / 'corpus'}_text_document"], "tokenizer": str(self.folder / "tokenizer")}
+
+    @property
     def commands(self) -> list[Command]:
         """What makes it, one after another; a command whose `makes` is there is done."""
-        home = self.folder
-        text = [str(path) for path in self.text] or [str(home / "corpus.jsonl")]
-        tokenizer, prefix = home / "tokenizer", home / "corpus"
-        demo = [Command(("demo", "--output", str(home)), home / "corpus.jsonl")] if self.demo else []
-        learn = ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", str(tokenizer))
-        read = ("preprocess", "--input", *text, "--output-prefix", str(prefix), "--tokenizer", str(tokenizer), "--append-eod")
-        return [*demo, Command(learn, tokenizer), Command(read, Path(f"{prefix}_text_document.idx"))]
+        [data], tokenizer = self.flags.values()
+        demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
+        text = [str(path) for path in self.text] or [str(demo)]
+        learn = ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", tokenizer)
+        read = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
+        first = [Command(("demo", "--output", str(self.folder)), demo)] if self.demo else []
+        return [*first, Command(learn, Path(tokenizer)), Command(read, Path(f"{data}.idx"))]
 
     def prepare(self) -> None:
         """Write down what it is made of: of the tokenizer and the text alone this could not be told."""
@@ -79,17 +84,18 @@ class CorpusNode(Node):
         here, there = self._asked(), read_json_object(file, "what the corpus was to be made of") if file.exists() else {}
         if not there:
             self._check_made()
-        elif not _is_text(there.get("text")):
+            return
+        if not _is_text(there.get("text")):
             raise InputError(f"{file}: field `text`: missing or of another kind; expected a list of [name, bytes]")
-        elif other := difference({**there, "text": _names(there["text"])}, {**here, "text": _names(here["text"])}):
+        names = [{**asked, "text": " ".join(name for name, _ in asked["text"])} for asked in (there, here)]
+        if other := difference(*names):
             raise changed(self.folder, f"corpus: {other}")
-        else:
-            for (name, before), (_, now) in zip(there["text"], here["text"], strict=True):
-                if None not in (before, now) and before != now:
-                    raise changed(self.folder, f"corpus: {name} had {before:,} bytes then, {now:,} now")
+        for (name, before), (_, now) in zip(there["text"], here["text"], strict=True):
+            if None not in (before, now) and before != now:
+                raise changed(self.folder, f"corpus: {name} had {before:,} bytes then, {now:,} now")
 
     def _check_made(self) -> None:
-        """What the text itself remembers, of a study from before there was more: the names, and how many ids there are."""
+        """Compare with what the text itself remembers, of a study from before there was more: names, and how many ids."""
         file = self.folder / "corpus_text_document.json"
         if not self.done() or not file.exists():
             return
@@ -101,20 +107,16 @@ class CorpusNode(Node):
             )
         if size > self.vocab_size:
             raise changed(self.folder, f"corpus: vocab_size is {size} there, {self.vocab_size} here")
-        there = [source.get("path") if isinstance(source, dict) else source for source in sources]
+        there = [str(source.get("path") if isinstance(source, dict) else source) for source in sources]
         here = [path.name for path in self.text] or ["corpus.jsonl"]
-        if other := difference({"text": _names(there)}, {"text": _names(here)}):
+        if other := difference({"text": " ".join(there)}, {"text": " ".join(here)}):
             raise changed(self.folder, f"corpus: {other}")
-
-
-def _names(text: Any) -> str:
-    return " ".join(str(each[0] if isinstance(each, list) else each) for each in text)
 
 
 def _is_text(value: Any) -> bool:
     """Return whether a value of JSON is a list of names with their sizes, null for an unknown one."""
-    pairs = value if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value) else None
-    return pairs is not None and all(isinstance(name, str) and type(size) in (int, type(None)) for name, size in pairs)
+    pairs = value if isinstance(value, list) else [value]
+    return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
 def _bytes(path: Path) -> int | None:
