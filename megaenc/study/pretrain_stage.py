@@ -191,8 +191,7 @@ def read_start(run: Path) -> Start | None:
         start = Start.read(facts)
     except (TypeError, AttributeError):
         raise InputError(f"{run / FACTS}: field `start`: found an unknown form; {expected}") from None
-    if start.kind not in ("new", "branch", "weights") or type(start.at) is not int or not isinstance(start.parent, str):
-        raise InputError(f"{run / FACTS}: field `start`: found values of other kinds; {expected}")
+    start.check(f"{run / FACTS}: field `start`")
     if not facts["identity"]:
         raise InputError(f"{run / FACTS}: field `identity`: missing; {expected}")
     return start

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
-from megaenc.estimate.work import PhaseWork
 from megaenc.flags import flatten
 from megaenc.study.entries import Model
 from megaenc.study.pretrain_stage import read_start
@@ -114,22 +113,19 @@ def _branch_point(run: Path, step: int) -> int:
 
 
 def shared_steps(one: Model, other: Model) -> int:
-    """The first steps that two models of the same flags, warm-up and start have in common, none of them decayed."""
-    last = min(one.undecayed, other.undecayed)
-    return min(last, _agreeing(one.phases, other.phases))
+    """Return the first steps that two models of the same flags, warm-up and start have in common, none of them decayed.
 
-
-def _agreeing(here: tuple[PhaseWork, ...], there: tuple[PhaseWork, ...]) -> int:
-    """The last step up to which two schedules train the same; a phase that changes is the same only as a whole."""
-    step, mine, other = 0, iter(here), iter(there)
-    one, two = next(mine, None), next(other, None)
-    while one and two and one.text == two.text:
-        if one.last != two.last and "->" in one.text:
-            return step
-        step = min(one.last, two.last)
-        one = next(mine, None) if one.last == step else one
-        two = next(other, None) if two.last == step else two
-    return step
+    A phase within which an option changes is the same only as a whole.
+    """
+    here, there = one.phases, other.phases
+    mine = theirs = step = 0
+    while mine < len(here) and theirs < len(there) and here[mine].text == there[theirs].text:
+        ends = here[mine].last, there[theirs].last
+        if ends[0] != ends[1] and "->" in here[mine].text:
+            break
+        step = min(ends)
+        mine, theirs = mine + (ends[0] == step), theirs + (ends[1] == step)
+    return min(step, one.undecayed, other.undecayed)
 
 
 def maker(starts: Mapping[str, Start], name: str, step: int) -> str:
