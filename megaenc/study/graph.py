@@ -1,7 +1,7 @@
 """From a manifest to the stages of the work: corpus, pretraining runs, exports, fine-tunings."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,9 @@ def build_graph(
     }
     grids = {}
     if manifest.finetune:
-        flags, data = manifest.finetune_flags, LabelledData.of(manifest.finetune_flags, study)
+        flags = manifest.finetune_flags
+        places = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
+        data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **places))
         what = {"trainings": manifest.trainings, "flags": flags, "protocol": manifest.finetune.protocol, "data": data}
         for name in exports:
             grids[name] = GridNode(study=study, name=name, jobs=grid_jobs, seconds=hardware.finetune_seconds, **what)

@@ -3,10 +3,10 @@
 import contextlib
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune import results
@@ -25,12 +25,6 @@ class LabelledData:
 
     datasets: tuple[str, ...]
     flags: DataFlags
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], study: Path) -> Self:
-        """Out of the flags of a grid, for a study that is made in `study`."""
-        known = {one.name: given[one.name] for one in fields(DataFlags) if one.name in given}
-        return cls(tuple(given["datasets"]), DataFlags(**{"demo_folder": str(study / "demo"), **known}))
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
