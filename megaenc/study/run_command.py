@@ -215,10 +215,11 @@ def places(jobs: int) -> list[str]:
 
 
 def _devices() -> list[str]:
-    """Return the accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
     count = len(accelerators())
-    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return (given.split(",") if given else list(map(str, range(count))))[:count]
+    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = given.split(",") if given else []
+    return (chosen or [str(number) for number in range(count)])[:count]
 
 
 def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
