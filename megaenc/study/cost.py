@@ -4,14 +4,18 @@ Operations are counted as training counts them (`ModelConfig.training_flops`), a
 predictions. Hours follow from the tokens a second that the manifest states, bytes from the parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.finetune.grid import count
-from megaenc.study.entries import Model, Part
-from megaenc.study.graph import Graph, Pretraining
-from megaenc.training.settings import PretrainSettings
+from megaenc.study.entries import Model
+from megaenc.study.manifest import Manifest, Reported
+
+if TYPE_CHECKING:
+    from megaenc.study.graph import Graph
+    from megaenc.study.pretrain_stage import PretrainNode
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -37,23 +41,7 @@ class Amount:
         )
 
 
-@dataclass(frozen=True)
-class Disk:
-    """Bytes, when all is done and nothing removed."""
-
-    checkpoints: int
-    """With the optimizer: the last of each run, and those that others need."""
-    exports: int
-    results: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.checkpoints + self.exports + self.results
-
-
-@dataclass(frozen=True)
-class Chain:
+class Chain(NamedTuple):
     """A chain of stages of which none can begin before what it needs of the one before."""
 
     hours: float | None
@@ -64,177 +52,137 @@ class Chain:
 class Cost:
     """What a study costs."""
 
+    groups: dict[str, tuple[Amount, Amount]]
+    """Pretraining by group of models: every beginning trained once; every model from its own first step, what is continued
+    still from the study's own parent."""
     shared: Amount
-    """Pretraining, every beginning trained once."""
+    """The first of all groups."""
     alone: Amount
-    """Pretraining, every model from its own first step; what is continued still begins with the study's own parent."""
-    groups: Mapping[str, tuple[Amount, Amount]]
-    """Both by group of models."""
-    models: int
-    """Each the end of one run."""
-    evaluated: int
-    """Models that are."""
-    checkpoints: int
-    """Those, and checkpoints on the way."""
+    """The second."""
     trainings: int
     """Fine-tuning runs, retrieval once for all its sets."""
-    results: int
-    """Fine-tuning results, as many as runs if every set were trained on."""
     finetune_hours: float | None
-    disk: Disk
+    disk: dict[str, int]
+    """Bytes of each kind, when all is done and nothing removed. Checkpoints: the last of each run, and those that others need."""
     at_the_branch: Chain
     """Where a branch begins as soon as its checkpoint is there, each run on the manifest's devices, fine-tunings all at once."""
     at_the_end: Chain
     """Where it waits for its parent's end."""
 
 
-def cost_of(graph: Graph) -> Cost:
-    """Count `graph`."""
-    hardware, manifest = graph.manifest.hardware, graph.manifest
-    shared = {name: amount(graph, run.model, run.at, run.model.steps) for name, run in graph.runs.items()}
-    alone = {name: amount(graph, run.model, 0, run.model.steps) for name, run in graph.runs.items()}
-    groups: dict[str, tuple[Amount, Amount]] = {}
-    for name, run in graph.runs.items():
-        before = groups.get(run.model.group, (Amount(), Amount()))
-        groups[run.model.group] = (before[0] + shared[name], before[1] + alone[name])
-    order = {model.group: None for model in manifest.models}
-    trainings = sum(grid.runs for grid in graph.grids.values())
-    seconds = hardware.finetune_seconds
+def cost_of(graph: "Graph") -> Cost:
+    """Count what `graph` costs."""
+    groups = {model.group: (Amount(), Amount()) for model in graph.manifest.models}
+    for run in graph.runs.values():
+        shared, alone = groups[run.model.group]
+        whole = amount(graph.manifest, run.model, 0, run.model.steps)
+        groups[run.model.group] = (shared + run.amount, alone + whole)
+    shared, alone = (sum(each, Amount()) for each in zip(*groups.values(), strict=True))
+    trainings, seconds = sum(grid.runs for grid in graph.grids.values()), graph.manifest.hardware.finetune_seconds
     return Cost(
-        shared=sum(shared.values(), Amount()),
-        alone=sum(alone.values(), Amount()),
-        groups={group: groups[group] for group in order},
-        models=len(manifest.models),
-        evaluated=sum(model.evaluate for model in manifest.models),
-        checkpoints=len(graph.exports),
+        groups=groups,
+        shared=shared,
+        alone=alone,
         trainings=trainings,
-        results=sum(grid.results for grid in graph.grids.values()),
         finetune_hours=trainings * seconds / 3600 if seconds or not trainings else None,
         disk=_disk(graph),
-        at_the_branch=_longest(graph, shared, lambda run, parent: (run.at or parent.model.steps) - parent.at),
-        at_the_end=_longest(graph, shared, lambda run, parent: parent.steps),
+        at_the_branch=_longest(graph, lambda run, parent: (run.at or parent.model.steps) - parent.at),
+        at_the_end=_longest(graph, lambda run, parent: parent.steps),
     )
 
 
-def amount(graph: Graph, model: Model, after: int, last: int) -> Amount:
-    """What the updates after + 1..last of a model's run take."""
-    flags, rate = model.run, graph.manifest.hardware.rate(model.setting.size)
-    per_step = flags.global_batch_size * flags.data.seq_length
-    tokens, flops, first = (last - after) * per_step, 0.0, 0
-    for phase in model.phases:
-        made = max(0, min(last, phase.last_step) - max(after, first)) / (phase.last_step - first)
-        for part in phase.parts:
-            flops += made * part.steps * flags.global_batch_size * pack_flops(flags, graph.manifest.vocab_size(model), part)
-        first = phase.last_step
+def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
+    """Return what the updates after + 1..last of a model's run take."""
+    run, rate = model.run, manifest.hardware.rate(model.setting.size)
+    packs, vocab_size = run.global_batch_size, manifest.vocab_size(model)
+    flops = sum(
+        share * steps * packs * work.flops(run.shape, vocab_size)
+        for phase, share in model.trained(after, last)
+        for work, steps in phase.parts
+    )
+    tokens = (last - after) * packs * run.data.seq_length
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
 
 
-def pack_flops(flags: PretrainSettings, vocab_size: int, part: Part) -> float:
-    """Expected operations of one pack, forward and backward, under one objective.
-
-    Packs that are cut at a random point have two documents; of others the edges are not known before there is a corpus, so
-    attention is counted as if each were one document: at most some percent too much.
-    """
-    length = flags.data.seq_length
-    squares = float(length * length)
-    if flags.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK:
-        squares = mean_squares_of_chunks(length)
-    shape = flags.shape
-    attention = shape.attention_flops(1, prefix=0) * squares * (1 + part.seen)
-    head = 6 * shape.hidden_size * vocab_size * part.predicted * length
-    return shape.body_flops_per_token() * length + attention + head
+def _disk(graph: "Graph") -> dict[str, int]:
+    """Return bytes; of a checkpoint those of the weights, of master weights where these are bfloat16, and of AdamW's moments."""
+    checkpoints = exports = 0
+    exported = Counter(export.run for export in graph.exports.values())
+    for run in graph.runs.values():
+        parameters = run.model.run.shape.parameters(graph.manifest.vocab_size(run.model))
+        checkpoints += (len(run.keep) + 1) * parameters * (14 if run.model.run.bf16 else 12)
+        exports += exported[run.name] * parameters * (2 if run.model.run.bf16 else 4)
+    results = RESULT_BYTES * sum(grid.results for grid in graph.grids.values())
+    return {"checkpoints with optimizer": checkpoints, "exports": exports, "results": results}
 
 
-def checkpoint_bytes(graph: Graph, run: Pretraining) -> int:
-    """Of one checkpoint: weights as they compute, master weights where these are bfloat16, and AdamW's two moments."""
-    flags = run.model.run
-    return flags.shape.parameters(graph.manifest.vocab_size(run.model)) * (14 if flags.bf16 else 12)
+def _longest(graph: "Graph", until: Callable[["PretrainNode", "PretrainNode"], int]) -> Chain:
+    """Return the chain that ends last; `until`: steps that a parent makes itself before its child can begin."""
+    hardware = graph.manifest.hardware
+    begins: dict[str, Chain] = {}
 
+    def hours(run: "PretrainNode", steps: int) -> float:
+        return (run.amount.device_hours or 0.0) / hardware.devices * steps / run.steps
 
-def _disk(graph: Graph) -> Disk:
-    checkpoints = sum((len(run.keep) + 1) * checkpoint_bytes(graph, run) for run in graph.runs.values())
-    exports = 0
-    for export in graph.exports.values():
-        model = graph.runs[export.run].model
-        exports += model.run.shape.parameters(graph.manifest.vocab_size(model)) * (2 if model.run.bf16 else 4)
-    return Disk(checkpoints, exports, RESULT_BYTES * sum(grid.results for grid in graph.grids.values()))
-
-
-def _longest(graph: Graph, made: Mapping[str, Amount], until: Callable[[Pretraining, Pretraining], int]) -> Chain:
-    """The chain that ends last; `until`: steps that a parent makes itself before its child can begin."""
-    devices, seconds = graph.manifest.hardware.devices, graph.manifest.hardware.finetune_seconds
-    begins: dict[str, tuple[float, tuple[str, ...]]] = {}
-
-    def hours(run: Pretraining, steps: int) -> float:
-        return (made[run.name].device_hours or 0.0) / devices * steps / run.steps
-
-    ends: list[tuple[float, tuple[str, ...]]] = [(0.0, ())]
+    ends = [Chain(0.0, ())]
     for run in graph.runs.values():
         wait, chain = 0.0, ()
         if run.parent:
             parent = graph.runs[run.parent]
             before, chain = begins[run.parent]
             wait = before + hours(parent, until(run, parent))
-        begins[run.name] = (wait, (*chain, run.id))
-        ends.append((wait + hours(run, run.steps), begins[run.name][1]))
+        begins[run.name] = Chain(wait, (*chain, run.id))
+        ends.append(Chain(wait + hours(run, run.steps), begins[run.name].stages))
     for grid in graph.grids.values():
         export = graph.exports[grid.name]
         run = graph.runs[export.run]
         wait, chain = begins[run.name]
-        end = wait + hours(run, export.step - run.at) + seconds / 3600
-        ends.append((end, (*chain, export.id, grid.id)))
-    known = all(amount.device_hours is not None for amount in made.values())
-    longest = max(ends, key=lambda end: end[0])
-    return Chain(longest[0] if known else None, longest[1])
+        end = wait + hours(run, export.step - run.at) + hardware.finetune_seconds / 3600
+        ends.append(Chain(end, (*chain, export.id, grid.id)))
+    longest = max(ends, key=lambda end: end.hours)
+    known = all(run.amount.device_hours is not None for run in graph.runs.values())
+    return longest if known else longest._replace(hours=None)
 
 
-def explained(graph: Graph) -> dict[str, str]:
+def explained(graph: "Graph") -> dict[str, str]:
     """For each group of models, in words, how its shared steps come about, and how they compare with what was reported."""
-    return {group: _explain(graph, group) for group in dict.fromkeys(model.group for model in graph.manifest.models)}
+    groups: dict[str, list[PretrainNode]] = {model.group: [] for model in graph.manifest.models}
+    for run in graph.runs.values():
+        groups[run.model.group].append(run)
+    return {group: _explain(runs, group, graph.manifest.reported) for group, runs in groups.items()}
 
 
-def _explain(graph: Graph, group: str) -> str:
-    runs = [run for run in graph.runs.values() if run.model.group == group]
+def _explain(runs: list["PretrainNode"], group: str, reported: Reported) -> str:
     guessed = [run for run in runs if run.model.inferred]
     counted = [run for run in runs if not run.model.inferred]
-    whole, said = sum(run.steps for run in runs), graph.manifest.reported.steps.get(group)
-    parts = [_split(counted)]
+    text = f"{_steps(runs):,} steps: {_split(counted)}"
     if guessed:
-        parts.append(f"and {_steps(guessed):,} for the {len(guessed)} of its {len(runs)} models that are inferred")
-    text = f"{whole:,} steps: " + " ".join(parts)
+        text += f" and {_steps(guessed):,} for the {len(guessed)} of its {len(runs)} models that are inferred"
+    said = reported.steps.get(group)
     if said is None:
         return text
-    who, mine, starts = graph.manifest.reported.source or "reported", _steps(counted), _starts(counted)
-    also = f"; {who} says {said:,}"
+    mine, starts = _steps(counted), _starts(counted)
+    text += f"; {reported.source or 'reported'} says {said:,}"
     if mine == said:
-        return f"{text}{also}, the same" + (" without these" if guessed else "")
-    if len(starts) > 1 and len(set(starts.values())) == 1 and said in starts.values():
-        return f"{text}{also}, one of the {len(starts)} starts alone"
-    tail = next((run.model.decay for run in counted if run.is_tail), 0)
-    difference = abs(mine - said)
-    also += (
-        f", {difference:,} {'less' if said < mine else 'more'} than the {mine:,}"
-        if guessed
-        else f", {difference:,} " + ("less" if said < mine else "more")
-    )
+        return f"{text}, the same" + (" without these" if guessed else "")
+    if len(starts) > 1 and set(starts.values()) == {said}:
+        return f"{text}, one of the {len(starts)} starts alone"
+    difference, tail = abs(mine - said), next((run.model.decay for run in counted if run.is_tail), 0)
+    text += f", {difference:,} {'less' if said < mine else 'more'}" + (f" than the {mine:,}" if guessed else "")
     if tail and difference % tail == 0:
-        count = difference // tail
-        also += f": as much as {'one decay' if count == 1 else f'{count} decays'} of {tail:,}; which, it does not say"
-    return text + also
+        decays = "one decay" if difference == tail else f"{difference // tail} decays"
+        text += f": as much as {decays} of {tail:,}; which, it does not say"
+    return text
 
 
-def _split(runs: list[Pretraining]) -> str:
-    """How the steps of some runs come about, by where they begin."""
+def _split(runs: list["PretrainNode"]) -> str:
+    """Return how the steps of some runs come about, by where they begin."""
     starts = _starts(runs)
-    if starts and len(set(starts.values())) == 1:
-        (each,) = set(starts.values())
-        of_one = [run for run in runs if _root(run) == next(iter(starts))]
-        decays = [run for run in of_one]
-        constant = each - sum(min(run.model.decay, run.steps) for run in decays)
-        decay = decays[0].model.decay
-        same = all(min(run.model.decay, run.steps) == decay for run in decays)
-        inside = f" ({constant:,} undecayed and {len(decays)} x {decay:,} of decay)" if same else ""
-        return f"{each:,}{inside} for each of {len(starts)} starts" if len(starts) > 1 else f"{each:,}{inside}"
+    if len(set(starts.values())) == 1:
+        first, each = next(iter(starts.items()))
+        decays, decay = [min(run.model.decay, run.steps) for run in runs if run.model.after == first], runs[0].model.decay
+        inside = f" ({each - sum(decays):,} undecayed and {len(decays)} x {decay:,} of decay)" if set(decays) == {decay} else ""
+        return f"{each:,}{inside}" + (f" for each of {len(starts)} starts" if len(starts) > 1 else "")
     new = [run for run in runs if run.start == "new"]
     tails = [run for run in runs if run.is_tail]
     branches = [run for run in runs if run.start == "branch" and not run.is_tail]
@@ -248,22 +196,18 @@ def _split(runs: list[Pretraining]) -> str:
     return f"{', '.join(filter(None, said))}" + (f" ({_steps(runs):,})" if sum(map(bool, said)) > 1 else "")
 
 
-def _starts(runs: list[Pretraining]) -> dict[str, int]:
-    """Where all continue finished models: the steps by the model that is continued."""
+def _starts(runs: list["PretrainNode"]) -> dict[str, int]:
+    """Return the steps by the model that is continued, where all continue finished models."""
     found: dict[str, int] = {}
     for run in runs:
-        found[_root(run)] = found.get(_root(run), 0) + run.steps
+        found[run.model.after] = found.get(run.model.after, 0) + run.steps
     return {} if "" in found else found
 
 
-def _root(run: Pretraining) -> str:
-    return run.model.after
-
-
-def _times(runs: list[Pretraining]) -> str:
+def _times(runs: list["PretrainNode"]) -> str:
     same = {run.steps for run in runs}
     return f"{len(runs)} x {same.pop():,}" if len(same) == 1 else f"{_steps(runs):,} in {len(runs)} runs"
 
 
-def _steps(runs: list[Pretraining]) -> int:
+def _steps(runs: list["PretrainNode"]) -> int:
     return sum(run.steps for run in runs)

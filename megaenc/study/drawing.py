@@ -1,12 +1,14 @@
 """The graph of a study to look at: a tree of runs as text, and bars over steps as a picture."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megaenc.estimate.work import PhaseWork
 from megaenc.study.axes import GREY, LEGEND, plain_counts, styles, verbatim
-from megaenc.study.entries import Trained
-from megaenc.study.graph import Graph, Pretraining
+from megaenc.study.graph import Graph
+from megaenc.study.pretrain_stage import PretrainNode
 
 _SHOWN_PHASES = 3
 _WARM, _COOL = "#0072B2", "#D55E00"
@@ -16,12 +18,15 @@ _WARM, _COOL = "#0072B2", "#D55E00"
 class Row:
     """A run in its place: below the one that it leaves, to the right of where it leaves it."""
 
-    run: Pretraining
-    depth: int
-    offset: int
+    run: PretrainNode
+    offset: int = 0
     """Steps that lie behind its step 0: those of the model that it continues."""
-    parent: int | None
+    parent: int | None = None
     """The row that it leaves."""
+    rails: str = ""
+    """The lines of the tree in front of its name."""
+    stem: str = ""
+    """Those that go on below it."""
 
     @property
     def start(self) -> int:
@@ -36,81 +41,57 @@ class Row:
 
 def rows_of(graph: Graph) -> list[Row]:
     """Every run, trunks in the order of the graph. Under each those that leave it, the latest first: so no line crosses a bar."""
-    children: dict[str, list[Pretraining]] = {}
+    children: dict[str, list[PretrainNode]] = {}
     for run in graph.runs.values():
         children.setdefault(run.parent, []).append(run)
     rows: list[Row] = []
-    left = [Row(trunk, 0, 0, None) for trunk in reversed(children.get("", []))]
+    left = [Row(trunk) for trunk in reversed(children.get("", []))]
     while left:  # no recursion: a chain of branches may be long
         row = left.pop()
         rows.append(row)
-        parent = len(rows) - 1
-        below = [
-            Row(child, row.depth + 1, _offset(child, row.offset, row.run), parent) for child in children.get(row.run.name, [])
-        ]
-        left += reversed(sorted(below, key=lambda one: -one.start))
+        below = [(row.offset if child.start == "branch" else row.end, child) for child in children.get(row.run.name, [])]
+        for number, (offset, child) in enumerate(reversed(sorted(below, key=lambda one: -one[0] - one[1].at))):
+            rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
+            left.append(Row(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
     return rows
 
 
-def _offset(child: Pretraining, offset: int, parent: Pretraining) -> int:
-    return offset if child.start == "branch" else offset + parent.model.steps
-
-
 def tree(graph: Graph) -> Iterator[str]:
-    """The runs as lines of text: name, where each begins, what it trains, the steps that it makes, and what is evaluated."""
+    """Return the runs as lines of text: name, where each begins, what it trains, the steps that it makes, what is evaluated."""
     rows = rows_of(graph)
     on_the_way: dict[str, list[int]] = {}
     for export in graph.exports.values():
         if not export.setting.decayed:
             on_the_way.setdefault(export.run, []).append(export.step)
-    names = [f"{_rails(rows, number)}{row.run.name}" for number, row in enumerate(rows)]
-    width = max(map(len, names))
+    width = max(len(row.rails + row.run.name) for row in rows)
     size = ""
-    for number, row in enumerate(rows):
-        run = row.run
-        if run.model.setting.size != size and run.parent == "":
-            size = run.model.setting.size
+    for row in rows:
+        run, model = row.run, row.run.model
+        if model.setting.size != size and not run.parent:
+            size = model.setting.size
             yield f"{size}:"
-        parent = graph.runs.get(run.parent)
-        begins = "" if not parent else f"from step {run.at:,}" if run.start == "branch" else f"after its {parent.model.steps:,}"
-        what = _phases(run) + (", all of it decay" if run.steps <= run.model.decay else "")
-        evaluated = "" if run.model.evaluate else "  (not evaluated)"
+        begins = {"new": "", "branch": f"from step {run.at:,}", "weights": f"after its {row.offset:,}"}[run.start]
+        what = _phases(run) + (", all of it decay" if run.steps <= model.decay else "")
+        what += "" if model.evaluate else "  (not evaluated)"
         if steps := on_the_way.get(run.name):
-            evaluated += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
-        made = f"+{run.steps:,}"
-        yield f"  {names[number]:<{width}}  {begins:<16}  {made:>9}  {what}{evaluated}"
+            what += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
+        yield f"  {row.rails + run.name:<{width}}  {begins:<16}  {f'+{run.steps:,}':>9}  {what}"
 
 
-def _rails(rows: list[Row], number: int) -> str:
-    """The lines of a tree in front of a row's name."""
-    depth = rows[number].depth
-    if not depth:
-        return ""
-    rails = []
-    for level in range(1, depth + 1):
-        following = next((row.depth for row in rows[number + 1 :] if row.depth <= level), 0)
-        more = following == level
-        rails.append(("├─ " if more else "└─ ") if level == depth else "│  " if more else "   ")
-    return "".join(rails)
-
-
-def _phases(run: Pretraining) -> str:
+def _phases(run: PretrainNode) -> str:
     """What the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
-    made = [phase for phase in run.model.phases if phase.last_step > run.at]
-    texts = [f"{label(phase)} to {phase.last_step:,}" for phase in made[:_SHOWN_PHASES]]
+    made = [phase for phase in run.model.phases if phase.last > run.at]
+    texts = [f"{label(phase)} to {phase.last:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
-    return ", ".join(texts) + (f", ... {more} more to {made[-1].last_step:,}" if more > 0 else "")
+    return ", ".join(texts) + (f", ... {more} more to {made[-1].last:,}" if more > 0 else "")
 
 
-def label(phase: Trained) -> str:
+def label(phase: PhaseWork) -> str:
     """What a phase trains, for the eye: `CLM`, `MLM 40 %`, or as a schedule spells it."""
-    (first, *others) = phase.parts
-    text = phase.text if phase.text not in ("mlm", "mntp") else f"{phase.text}(mask=0.4)"
-    if others or phase.changes or "," in text:
-        return text
-    if first.name in ("mlm", "mntp"):
-        return f"{first.name.upper()} {100 * first.predicted:g} %"
-    return first.name.upper() if first.name == "clm" else text
+    name, (work, _) = phase.text.partition("(")[0], phase.parts[0]
+    if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
+        return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
+    return "CLM" if phase.text == "clm" else phase.text
 
 
 @verbatim
@@ -132,13 +113,16 @@ def picture(graph: Graph, title: str) -> Any:
             panel.plot([row.start] * 2, [places[row.parent], y], color=GREY, linewidth=0.9, linestyle=line, zorder=1)
         first = row.run.at
         for phase in row.run.model.phases:
-            if phase.last_step > first:
-                x, height = _outline(row, first, phase.last_step)
+            if phase.last > first:
+                x, height = _outline(row, first, phase.last)
                 panel.fill_between(x, y - height, y + height, color=colours[label(phase)], linewidth=0, zorder=2)
-                first = phase.last_step
+                first = phase.last
         look = {"textcoords": "offset points", "va": "center", "fontsize": 8}
         panel.annotate(row.run.name, (row.end, y), (5, 0), color="black" if row.run.model.evaluate else GREY, **look)
-    _mark_checkpoints(panel, graph, rows, places)
+    at = {row.run.name: (row.offset, y) for row, y in zip(rows, places, strict=True)}
+    on_the_way = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
+    dot = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7}
+    panel.scatter([step + offset for step, offset, _ in on_the_way], [y for *_, y in on_the_way], s=14, zorder=3, **dot)
     panel.set_ylim(places[-1] + 0.7, -0.9)
     panel.set_xlim(0, last * 1.3)
     panel.set_yticks([])
@@ -150,13 +134,13 @@ def picture(graph: Graph, title: str) -> Any:
     panel.set_axisbelow(True)
     panel.set_title(title, loc="left", fontsize=11, pad=10)
     handles: list[Any] = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    if any(not export.setting.decayed for export in graph.exports.values()):
+    if on_the_way:
         dot = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "markeredgecolor": "black"}
         handles.append(Line2D([], [], linestyle="", **dot, label="evaluated on the way"))
-    if any(row.run.start == "branch" for row in rows):
-        handles.append(Line2D([], [], color=GREY, linewidth=0.9, label="branch: optimizer and rate go on"))
-    if any(row.run.start == "weights" for row in rows):
-        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=":", label="finished weights, new optimizer"))
+    ways = {"branch": ("-", "branch: optimizer and rate go on"), "weights": (":", "finished weights, new optimizer")}
+    for start in [start for start in ways if any(row.run.start == start for row in rows)]:
+        line, words = ways[start]
+        handles.append(Line2D([], [], color=GREY, linewidth=0.9, linestyle=line, label=words))
     figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 5), **{**LEGEND, "fontsize": 8})
     return figure
 
@@ -165,18 +149,10 @@ def _places(rows: list[Row]) -> list[float]:
     """The height of each row, with some room around trunks that have branches and between sizes."""
     places = [0.0]
     for before, row, after in zip(rows[:-1], rows[1:], [*rows[2:], None], strict=True):
-        branched = before.depth > 0 or (after is not None and after.depth > 0)
+        branched = before.rails or (after is not None and after.rails)
         other = row.run.model.setting.size != before.run.model.setting.size
-        places.append(places[-1] + (1.7 if not row.depth and (branched or other) else 1.0))
+        places.append(places[-1] + (1.7 if not row.rails and (branched or other) else 1.0))
     return places
-
-
-def _mark_checkpoints(panel: Any, graph: Graph, rows: list[Row], places: list[float]) -> None:
-    at = {row.run.name: (row.offset, y) for row, y in zip(rows, places, strict=True)}
-    ways = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
-    if ways:
-        x, y = [step + offset for step, offset, _ in ways], [height for _, _, height in ways]
-        panel.scatter(x, y, s=14, facecolor="white", edgecolor="black", linewidth=0.7, zorder=3)
 
 
 def _outline(row: Row, first: int, last: int) -> tuple[Any, Any]:
@@ -196,7 +172,7 @@ def _colours(rows: list[Row]) -> Mapping[str, Any]:
     from matplotlib.colors import to_hex, to_rgb
 
     parts = {label(phase): phase for row in rows for phase in row.run.model.phases}
-    masks = sorted((phase.parts[0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
+    masks = sorted((phase.parts[0][0].predicted, name) for name, phase in parts.items() if name.startswith("MLM "))
     found: dict[str, Any] = {"CLM": _WARM} if "CLM" in parts else {}
     for number, (_, name) in enumerate(masks):
         depth = 1.0 if len(masks) == 1 else 0.4 + 0.6 * number / (len(masks) - 1)

@@ -71,20 +71,17 @@ def check_entry(entry: Entry) -> None:
         raise InputError(f"{where}: field `steps`: missing, expected the optimizer steps of the run")
     if not entry.seed:
         raise InputError(f"{where}: field `seed`: found none, expected at least one")
-    parts = [name for name in ("clm_share", "clm_steps", "mask") if getattr(entry, name)]
-    if entry.schedule and parts:
-        raise InputError(f"{where}: found `{parts[0]}` beside `schedule`, expected one of them")
-    if entry.clm_share and entry.clm_steps:
-        raise InputError(f"{where}: found `clm_steps` beside `clm_share`, expected one of them")
-    if entry.after:
-        unfit = [name for name in ("size", "clm_share", "clm_steps") if getattr(entry, name)]
-        if unfit:
-            raise InputError(
-                f"{where}: found `{unfit[0]}` beside `after`, expected `mask` or a `schedule`: the rest is the parent's"
-            )
-        if entry.seed != Entry.seed:
-            raise InputError(f"{where}: found `seed` beside `after`: a continued model has its parent's")
-    elif not entry.size:
+    for name, others, expected in (
+        ("schedule", ("clm_share", "clm_steps", "mask"), "one of them"),
+        ("clm_share", ("clm_steps",), "one of them"),
+        ("after", ("size", "clm_share", "clm_steps"), "`mask` or a `schedule`: the rest is the parent's"),
+    ):
+        given = [other for other in others if getattr(entry, other)]
+        if getattr(entry, name) and given:
+            raise InputError(f"{where}: found `{given[0]}` beside `{name}`, expected {expected}")
+    if entry.after and entry.seed != Entry.seed:
+        raise InputError(f"{where}: found `seed` beside `after`: a continued model has its parent's")
+    if not entry.after and not entry.size:
         raise InputError(f"{where}: field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued")
 
 

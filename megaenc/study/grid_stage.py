@@ -1,11 +1,12 @@
 """The fine-tuning of one model as a stage of a study."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune import results
@@ -14,8 +15,7 @@ from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family
 from megaenc.finetune.model_folder import model_fingerprints, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
-from megaenc.study.graph import FineTuning, arguments
-from megaenc.study.node import Changed, OfStage, megaenc
+from megaenc.study.node import Changed, Node, arguments, megaenc
 from megaenc.study.tasks import Training, name_in_results
 
 
@@ -25,12 +25,6 @@ class LabelledData:
 
     datasets: tuple[str, ...]
     flags: DataFlags
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], study: Path) -> Self:
-        """Out of the flags of a grid, for a study that is made in `study`."""
-        known = {field.name: given[field.name] for field in fields(DataFlags) if field.name in given}
-        return cls(tuple(given["datasets"]), DataFlags(**{"demo_folder": str(study / "demo"), **known}))
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
@@ -47,85 +41,98 @@ class LabelledData:
         return found
 
 
-@dataclass(frozen=True)
-class GridNode(OfStage):
-    """One model's fine-tuning."""
+@dataclass(frozen=True, kw_only=True)
+class GridNode(Node):
+    """One `megaenc finetune grid`: a model on every data set with every rate and seed."""
 
-    stage: FineTuning
+    trainings: tuple[Training, ...] = field(repr=False)
+    flags: Mapping[str, Any] = field(repr=False)
+    """Flags of the grid that the manifest gives; datasets, learning_rates and seeds among them."""
     protocol: Protocol
     data: LabelledData
     jobs: int
     """runs at a time; 0: as many as the machine has room for"""
-    planned: float | None
+    seconds: float
+    """of one run by the plan; 0 where the plan does not know"""
     part: str = ""
     """the set that it trains on, where it is a part of the grid"""
-    processes: int = 1
-    unit: str = "results"
+    kind, home, unit = "finetune", "results", "results"
 
     @property
     def id(self) -> str:
         """That of the stage, or of its part."""
-        return f"{self.stage.id}@{self.part}" if self.part else self.stage.id
+        return f"{super().id}@{self.part}" if self.part else super().id
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Its model."""
+        return (f"export/{self.name}",)
+
+    @property
+    def runs(self) -> int:
+        """Trainings: retrieval trains once for all the sets that share its pairs."""
+        return len(self.trainings) * len(self.flags["learning_rates"]) * self.flags["seeds"]
+
+    @property
+    def results(self) -> int:
+        """Results: one for each data set, rate and seed."""
+        sets = sum(len(training.datasets) for training in self.trainings)
+        return sets * len(self.flags["learning_rates"]) * self.flags["seeds"]
 
     @property
     def work(self) -> float:
         """Runs."""
-        return float(self.stage.runs)
-
-    def parts(self) -> list["GridNode"]:
-        """The same in parts: one for each set that is trained on."""
-        return [self._part(training) for training in self.stage.trainings]
-
-    def _part(self, training: Training) -> "GridNode":
-        datasets = tuple(text for text in self.stage.flags["datasets"] if name_in_results(text) in training.datasets)
-        stage = replace(self.stage, trainings=(training,), flags={**self.stage.flags, "datasets": datasets})
-        seconds = self.planned and self.planned / len(self.stage.trainings)
-        return replace(self, stage=stage, planned=seconds, part=training.train_on)
+        return float(self.runs)
 
     @property
-    def folder(self) -> Path:
-        """Of the model's results."""
-        return self.study / "results" / self.stage.name
+    def planned(self) -> float | None:
+        """Seconds, by the manifest's of one run."""
+        return self.runs * self.seconds or None
+
+    def parts(self) -> list["GridNode"]:
+        """Return the same in parts: one for each set that is trained on."""
+        return [self._part(training) for training in self.trainings]
+
+    def _part(self, training: Training) -> "GridNode":
+        datasets = tuple(text for text in self.flags["datasets"] if name_in_results(text) in training.datasets)
+        return replace(self, trainings=(training,), flags={**self.flags, "datasets": datasets}, part=training.train_on)
 
     @property
     def _export(self) -> Path:
-        return self.study / "hf" / self.stage.name
+        return self.study / "hf" / self.name
 
     def command(self) -> list[str]:
-        """`megaenc finetune grid`, which does what is missing."""
-        where = ["--model", str(self._export), "--output", str(self.folder.parent), "--jobs", str(self.jobs)]
-        if "demo_folder" not in self.stage.flags:
-            where += ["--demo-folder", self.data.flags.demo_folder]
-        return megaenc("finetune", "grid", *where, *arguments(self.stage.flags))
-
-    def done(self) -> bool:
-        """Whether every run has a result, or is written down as failed."""
-        done, total = self.progress()
-        return done == total
+        """Return the words of `megaenc finetune grid`, which does what is missing."""
+        where = {
+            "model": self._export,
+            "output": self.folder.parent,
+            "jobs": self.jobs,
+            "demo_folder": self.data.flags.demo_folder,
+        }
+        return megaenc("finetune", "grid", *arguments({**where, **self.flags}))
 
     def progress(self) -> tuple[float, float]:
-        """Results."""
-        return len(self._files()), self.stage.results
+        """Return the runs that have a result or are written down as failed, and all."""
+        return len(self._files()), self.results
 
     def failed(self) -> int:
         """Runs that are written down as failed: their rate made the loss no number."""
         return sum(file.name == results.FAILED for file in self._files())
 
     def _files(self) -> list[Path]:
-        """The result, or what says that there is none, of each run that has one."""
+        """Return the result, or what says that there is none, of each run that has one."""
+        if not self.folder.is_dir():
+            return []
         found = []
-        for training in self.stage.trainings if self.folder.is_dir() else ():
+        sets = [(training, dataset) for training in self.trainings for dataset in training.datasets]
+        rates, seeds = map(float, self.flags["learning_rates"]), range(self.flags["seeds"])
+        for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
             families = [training.family] if training.family else list(Family)
-            for dataset in training.datasets:
-                for rate in self.stage.flags["learning_rates"]:
-                    for seed in range(self.stage.flags["seeds"]):
-                        run = (dataset, training.train_on, float(rate), seed)
-                        found += self._first([results.run_folder(self.folder, family, *run) for family in families])
+            run = (dataset, training.train_on, rate, seed)
+            folders = [results.run_folder(self.folder, family, *run) for family in families]
+            files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
+            found += [file for file in files if file.is_file()][:1]
         return found
-
-    def _first(self, folders: Sequence[Path]) -> list[Path]:
-        files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
-        return [file for file in files if file.is_file()][:1]
 
     def check(self) -> None:
         """What each result was made with: the protocol, the model, the data."""

@@ -5,6 +5,7 @@ it, or is under way: then its lock is held.
 """
 
 import contextlib
+import os
 import re
 import shlex
 import time
@@ -61,23 +62,31 @@ def is_locked(study: Path, stage: str) -> bool:
 
 
 def begin(log: Path, command: Sequence[str]) -> None:
-    """Write that a try begins. Raises InputError where no file can be written."""
+    """Write that a try begins. Raises InputError if no file can be written."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a", encoding="utf-8") as stream:
-            stream.write(f"{_new_line(log)}==> {_now()} $ {shlex.join(command)}\n")
+        _append(log, f"==> {_now()} $ {shlex.join(command)}\n")
     except OSError as error:
         raise InputError(f"{log}: cannot be written to: {error.strerror}") from None
 
 
 def end(log: Path, how: str) -> None:
-    """Write how it ended."""
-    with contextlib.suppress(OSError), open(log, "a", encoding="utf-8") as stream:  # a full disk: then there is no end
-        stream.write(f"{_new_line(log)}<== {_now()} {how}\n")
+    """Write how a try ended."""
+    with contextlib.suppress(OSError):  # a full disk: then there is no end
+        _append(log, f"<== {_now()} {how}\n")
+
+
+def _append(log: Path, line: str) -> None:
+    """Add a line, after an end for one that was cut off."""
+    with open(log, "ab+") as stream:
+        if stream.tell():
+            stream.seek(-1, os.SEEK_END)
+            line = line if stream.read() == b"\n" else "\n" + line
+        stream.write(line.encode("utf-8", "surrogateescape"))
 
 
 def tries(log: Path) -> list[Try]:
-    """Every try of a stage, in their order; none where there is no log."""
+    """Return every try of a stage, in their order; none if there is no log."""
     try:
         lines = read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
@@ -85,15 +94,15 @@ def tries(log: Path) -> list[Try]:
     found: list[Try] = []
     began, said = None, []
     for line in [*lines, "==> end $ "]:
-        if match := _BEGIN.fullmatch(line):
-            if began is not None:
-                found.append(Try(began, None, "", best_line(said), _told(said)))
-            began, said = _seconds(match[1]), []
-        elif (match := _END.fullmatch(line)) and began is not None:
-            found.append(Try(began, _seconds(match[1]), match[2], best_line(said), _told(said)))
-            began = None
-        else:
+        begin, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
+        if not begin and (not end or began is None):
             said.append(line)
+            continue
+        if began is not None:
+            ended, how = (_seconds(end[1]), end[2]) if end else (None, "")
+            told = any(_TOLD.fullmatch(text.strip()) for text in said)
+            found.append(Try(began, ended, how, best_line(said), told))
+        began, said = (_seconds(begin[1]), []) if begin else (None, said)
     return found
 
 
@@ -104,19 +113,6 @@ def best_line(said: Sequence[str]) -> str:
     wrong = [line for line in errors if line.startswith("error: ")]
     chosen = (wrong or errors or plain or [""])[-1]
     return chosen if len(chosen) <= 400 else chosen[:397] + "..."
-
-
-def _told(said: Sequence[str]) -> bool:
-    return any(_TOLD.fullmatch(line.strip()) for line in said)
-
-
-def _new_line(log: Path) -> str:
-    """An end for a line that was cut off."""
-    with contextlib.suppress(OSError), open(log, "rb") as stream:
-        if stream.seek(0, 2):
-            stream.seek(-1, 2)
-            return "" if stream.read() == b"\n" else "\n"
-    return ""
 
 
 def _now() -> str:

@@ -13,22 +13,21 @@
 docs/study-plan.md has every key.
 """
 
-import difflib
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, fields, replace
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megaenc import flags
+from megaenc.console import printable
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.apart import set_apart
-from megaenc.study.entries import Model, models_of
+from megaenc.study.entries import Model, models_of, nearest
 from megaenc.study.entry import Entry
-from megaenc.study.manifest_values import check_values, one_line
-from megaenc.study.pretrain_flags import check_pretrain_flags, located_flags
+from megaenc.study.pretrain_flags import check_pretrain_flags, located_errors, located_flags
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training, located, trainings
 
@@ -139,40 +138,52 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     Raises InputError in one line: file, field, found, expected, and the nearest key where one is not known.
     """
     path = Path(path)
-    values = _load(path)
-    check_values(path, values)
-    top = flags.replace_fields(_Top(), values, source=str(path))
-    if not top.models:
-        raise InputError(f"{path}: field `models`: found none, expected a list of at least one entry")
-    if not top.sizes:
-        raise InputError(f"{path}: field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`")
-    check_pretrain_flags(f"{path}: pretrain", top.pretrain)
-    for size, given in top.sizes.items():
-        if not isinstance(given, dict):
-            raise InputError(f"{path}: sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
-        check_pretrain_flags(f"{path}: sizes: {size}", given)
-    folder = (path.parent if data is None else Path(data)).absolute()
-    entries = [_entry(path, number, given, folder) for number, given in enumerate(top.models, 1)]
-    sizes = {size: located_flags(given, folder) for size, given in top.sizes.items()}
-    models = set_apart(models_of(str(path), entries, sizes, located_flags(top.pretrain, folder)))
-    corpus = flags.replace_fields(Corpus(), top.corpus, source=f"{path}: corpus")
-    _check_corpus(path, corpus, top.pretrain, models)
-    hardware = flags.replace_fields(Hardware(), top.hardware, source=f"{path}: hardware")
-    hardware = replace(hardware, device=one_line(hardware.device), source=one_line(hardware.source))
-    reported = flags.replace_fields(Reported(), top.reported, source=f"{path}: reported")
-    reported = replace(reported, source=one_line(reported.source))
-    _check_numbers(path, hardware, reported, top.sizes, {model.group for model in models})
-    grid = _finetune(path, top.finetune)
-    found = _trainings(path, grid, folder)
-    given = _grid_flags(grid, top.finetune, folder)
-    return Manifest(path, one_line(top.title), models, corpus, folder, grid, given, found, hardware, reported)
-
-
-def _load(path: Path) -> dict[str, Any]:
     values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml", _UniqueKeys)
     if not isinstance(values, dict):
         raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
-    return {str(key): value for key, value in values.items()}
+    values = {str(key): value for key, value in values.items()}
+    with located_errors(str(path)):
+        _check_values(values)
+    top = flags.replace_fields(_Top(), values, source=str(path))
+    folder = (path.parent if data is None else Path(data)).absolute()
+    with located_errors(str(path)):
+        return _manifest(path, top, folder)
+
+
+def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
+    """Check the values of the keys and work out what they stand for."""
+    if not top.models:
+        raise InputError("field `models`: found none, expected a list of at least one entry")
+    if not top.sizes:
+        raise InputError("field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`")
+    check_pretrain_flags("pretrain", top.pretrain)
+    for size, given in top.sizes.items():
+        if not isinstance(given, dict):
+            raise InputError(f"sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
+        check_pretrain_flags(f"sizes: {size}", given)
+    entries = [_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
+    sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
+    models = models_of(entries, sizes, located_flags(top.pretrain, folder))
+    corpus = flags.replace_fields(Corpus(), top.corpus, source="corpus")
+    _check_corpus(corpus, top.pretrain, models)
+    hardware = flags.replace_fields(Hardware(), top.hardware, source="hardware")
+    hardware = replace(hardware, device=_one_line(hardware.device), source=_one_line(hardware.source))
+    reported = flags.replace_fields(Reported(), top.reported, source="reported")
+    reported = replace(reported, source=_one_line(reported.source))
+    _check_numbers(hardware, reported, sizes, {model.group for model in models})
+    grid = _grid(top.finetune) if top.finetune else None
+    return Manifest(
+        path=path,
+        title=_one_line(top.title),
+        models=models,
+        corpus=corpus,
+        data=folder,
+        finetune=grid,
+        finetune_flags=_grid_flags(grid, top.finetune, folder) if grid else {},
+        trainings=trainings(grid, folder) if grid else (),
+        hardware=hardware,
+        reported=reported,
+    )
 
 
 class _UniqueKeys(flags.YamlLoader):
@@ -187,93 +198,112 @@ class _UniqueKeys(flags.YamlLoader):
         return super().construct_mapping(node, deep)
 
 
-def _entry(path: Path, number: int, given: Any, folder: Path) -> Entry:
-    place = f"{path}: models, entry {number}"
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise InputError, naming the field, for a number, text or list that no study can mean; each shared value is seen once."""
+    left: list[tuple[str, Any]] = list(values.items())
+    seen: set[int] = set()
+    while left:
+        place, value = left.pop()
+        if isinstance(value, dict | list):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
+            left += [(f"{place}.{_short(key)}" if isinstance(value, dict) else f"{place} {key}", part) for key, part in pairs]
+            left += [(place, key) for key in value] if isinstance(value, dict) else []
+        for wrong, expected in (
+            (isinstance(value, list | dict) and len(value) > _LONGEST, f"at most {_LONGEST:,} values"),
+            (isinstance(value, str) and not _is_plain(value), f"a text of at most {_LONGEST:,} printable letters"),
+            (isinstance(value, int) and abs(value) > _LARGEST, f"a number of at most {_LARGEST:,}"),
+            (isinstance(value, float) and not math.isfinite(value), "a finite number"),
+        ):
+            if wrong:
+                raise InputError(f"field `{place}`: found {_short(value)}, expected {expected}")
+
+
+_LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
+_LONGEST = 10_000  # values of a list, and letters of a text
+
+
+def _is_plain(text: str) -> bool:
+    return len(text) <= _LONGEST and text == printable(text, keep="\n\t")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{len(value):,} values"
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _entry(number: int, given: Any, folder: Path) -> Entry:
+    place = f"models, entry {number}"
     if not isinstance(given, dict):
         raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
-    values = {str(key): value for key, value in given.items()}
-    entry = flags.replace_fields(Entry(), values, source=place)
+    entry = flags.replace_fields(Entry(), {str(key): value for key, value in given.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, group=one_line(entry.group), pretrain=located_flags(entry.pretrain, folder))
+    return replace(entry, place=place, group=_one_line(entry.group), pretrain=located_flags(entry.pretrain, folder))
 
 
-def _check_corpus(path: Path, corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
+def _check_corpus(corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
     if corpus.demo and corpus.text:
-        raise InputError(f"{path}: corpus: found `demo` beside `text`, expected one of them")
+        raise InputError("corpus: found `demo` beside `text`, expected one of them")
     given = [name for name in ("data_path", "tokenizer") if name in pretrain]
     if corpus.made and given:
-        raise InputError(f"{path}: pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
+        raise InputError(f"pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
     if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
-        raise InputError(f"{path}: corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
+        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
 
 
-def _check_numbers(path: Path, hardware: Hardware, reported: Reported, sizes: Mapping[str, Any], groups: set[str]) -> None:
-    if hardware.devices < 1:
-        raise InputError(f"{path}: hardware: field `devices`: found {hardware.devices}, expected 1 or more")
-    for name in ("tokens_per_second", "finetune_seconds"):
-        if getattr(hardware, name) < 0:
-            raise InputError(f"{path}: hardware: field `{name}`: found {getattr(hardware, name)}, expected 0 or more")
-    named = (
-        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, set(map(str, sizes))),
+def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str], groups: set[str]) -> None:
+    for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
+        if (value := getattr(hardware, name)) < least:
+            raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
+    for place, values, known in (
+        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, sizes),
         ("reported: steps", reported.steps, groups),
         ("reported: gpu_hours", reported.gpu_hours, groups | {"finetune"}),
-    )
-    for place, values, known in named:
+    ):
         for key, value in values.items():
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean `{near[0]}`?" if near else f"expected one of {', '.join(sorted(known))}"
-                raise InputError(f"{path}: {place}: unknown name `{key}`; {hint}")
+                raise InputError(f"{place}: unknown name `{key}`{nearest(str(key), sorted(known))}")
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise InputError(f"{path}: {place}: field `{key}`: found {value!r}, expected a number of 0 or more")
+                raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
 
 
 _MOST_SEEDS = 10_000
-_NOT_HERE = {"config", "model", "output"} | {
-    name for group in (GridSettings().local, GridSettings().slurm) for name in (field.name for field in fields(group))
-}
+_NOT_HERE = {"config", "model", "output", *flags.flatten(GridSettings().local), *flags.flatten(GridSettings().slurm)}
 
 
-def _finetune(path: Path, given: Mapping[str, Any]) -> GridSettings | None:
-    if not given:
-        return None
+def _grid(given: Mapping[str, Any]) -> GridSettings:
     for name in given:
         if name in _NOT_HERE:
-            raise InputError(f"{path}: finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
-    settings = flags.replace_fields(GridSettings(), dict(given), source=f"{path}: finetune")
+            raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
+    settings = flags.replace_fields(GridSettings(), dict(given), source="finetune")
     if not settings.datasets:
-        raise InputError(f"{path}: finetune: field `datasets`: found none, expected at least one")
+        raise InputError("finetune: field `datasets`: found none, expected at least one")
     for name, values in (("datasets", settings.datasets), ("learning_rates", settings.learning_rates)):
         for value in values:
             if values.count(value) > 1:
-                raise InputError(f"{path}: finetune: field `{name}`: found {value} twice, expected each once")
+                raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
     if settings.seeds < 1 or not settings.learning_rates or min(settings.learning_rates) <= 0:
-        raise InputError(f"{path}: finetune: expected at least one seed and learning rates above 0")
+        raise InputError("finetune: expected at least one seed and learning rates above 0")
     if settings.seeds > _MOST_SEEDS:
-        raise InputError(f"{path}: finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MOST_SEEDS:,}")
-    try:
+        raise InputError(f"finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MOST_SEEDS:,}")
+    with located_errors("finetune"):
         settings.protocol.check()
         settings.data.check()
-    except InputError as error:
-        raise InputError(f"{path}: finetune: {error}") from None
     return settings
 
 
-def _grid_flags(grid: GridSettings | None, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    if grid is None:
-        return {}
-    values = flags.flatten(grid)
-    found = {name.replace("-", "_"): values[name.replace("-", "_")] for name in given}
+def _grid_flags(grid: GridSettings, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    names, values = [name.replace("-", "_") for name in given], flags.flatten(grid)
+    found = {name: values[name] for name in names}
     found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
     found |= {"train_on": located(grid.data.train_on, folder)} if grid.data.train_on else {}
     found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}
     return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}
-
-
-def _trainings(path: Path, grid: GridSettings | None, folder: Path) -> tuple[Training, ...]:
-    if grid is None:
-        return ()
-    try:
-        return trainings(grid, folder)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None

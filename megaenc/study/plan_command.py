@@ -39,9 +39,9 @@ class PlanFlags:
 
 
 def lines(graph: Graph, cost: Cost) -> Iterator[str]:
-    """The plan as text: the runs, then what they take."""
+    """Return the plan as text: the runs, then what they take."""
     manifest = graph.manifest
-    yield f"{manifest.title or manifest.path}: {_counts(cost)}"
+    yield f"{manifest.title or manifest.path}: {_counts(graph)}"
     yield ""
     yield from tree(graph)
     yield ""
@@ -50,24 +50,18 @@ def lines(graph: Graph, cost: Cost) -> Iterator[str]:
         yield ""
         yield from _finetuning(graph, cost)
     yield ""
-    yield f"disk: {_bytes(cost.disk.total)}: " + ", ".join(
-        f"{_bytes(size)} of {what}"
-        for size, what in (
-            (cost.disk.checkpoints, "checkpoints with optimizer"),
-            (cost.disk.exports, "exports"),
-            (cost.disk.results, "results"),
-        )
-        if size
-    )
+    kinds = [f"{_bytes(size)} of {what}" for what, size in cost.disk.items() if size]
+    yield f"disk: {_bytes(sum(cost.disk.values()))}: {', '.join(kinds)}"
     yield from _waits(graph, cost)
 
 
-def _counts(cost: Cost) -> str:
-    on_the_way = cost.checkpoints - cost.evaluated
-    text = count(cost.models, "model") + (f" and {count(on_the_way, 'checkpoint')} on the way" if on_the_way else "")
-    if not cost.evaluated:
+def _counts(graph: Graph) -> str:
+    models = graph.manifest.models
+    evaluated = sum(model.evaluate for model in models)
+    on_the_way, left = len(graph.exports) - evaluated, len(models) - evaluated
+    text = count(len(models), "model") + (f" and {count(on_the_way, 'checkpoint')} on the way" if on_the_way else "")
+    if not evaluated:
         return f"{text}, none of them evaluated"
-    left = cost.models - cost.evaluated
     return text + (f", {left} of the models not evaluated" if left else "")
 
 
@@ -84,7 +78,7 @@ def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
         said = [f"{reported.steps[name]:,}"] if name in reported.steps else []
         said += [f"{reported.gpu_hours[name]:,} h"] if name in reported.gpu_hours else []
         yield (
-            f"{name:<{width}}  {shared.steps:>12,} {_short(shared.tokens):>8} {shared.flops:>9.2e} {_hours(shared):>9}   "
+            f"{name:<{width}}  {shared.steps:>12,} {_scaled(shared.tokens):>8} {shared.flops:>9.2e} {_hours(shared):>9}   "
             f"{alone.steps:>15,} {_hours(alone):>9}" + (f"  {', '.join(said)}" if said else "")
         )
     for group, text in explained(graph).items():
@@ -97,36 +91,32 @@ def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
 
 
 def _finetuning(graph: Graph, cost: Cost) -> Iterator[str]:
-    grid = next(iter(graph.grids.values()))
+    grid, hardware, reported = next(iter(graph.grids.values())), graph.manifest.hardware, graph.manifest.reported
     sets = sum(len(training.datasets) for training in grid.trainings)
     rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
-    axes = ((cost.checkpoints, "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
-    yield f"fine-tuning: {count(cost.results, 'result')}, {' x '.join(count(number, noun) for number, noun in axes)}"
-    if cost.trainings != cost.results:
+    results, who = len(graph.grids) * grid.results, reported.source or "reported"
+    axes = ((len(graph.grids), "checkpoint"), (sets, "data set"), (rates, "rate"), (seeds, "seed"))
+    yield f"fine-tuning: {count(results, 'result')}, {' x '.join(count(number, noun) for number, noun in axes)}"
+    if cost.trainings != results:
         yield f"  from {count(cost.trainings, 'run')}, where retrieval trains once for all its sets"
-    said, reported = graph.manifest.reported.fine_tunings, graph.manifest.reported
-    if said:
-        each = sets * rates * seeds
-        how = f", {said // each} checkpoints x {each}; which it leaves out it does not say" if said % each == 0 else ""
-        yield f"  {reported.source or 'reported'} says {said:,}{how}"
+    if said := reported.fine_tunings:
+        checkpoints, rest = divmod(said, grid.results)
+        how = "" if rest else f", {checkpoints} checkpoints x {grid.results}; which it leaves out it does not say"
+        yield f"  {who} says {said:,}{how}"
     if cost.finetune_hours is not None:
         hours = reported.gpu_hours.get("finetune")
-        also = f"; {reported.source or 'reported'} says {hours:,}" if hours else ""
-        seconds = graph.manifest.hardware.finetune_seconds
-        yield f"  {cost.finetune_hours:,.1f} hours of one {graph.manifest.hardware.device} at {seconds:,.0f} seconds a run{also}"
+        also = f"; {who} says {hours:,}" if hours else ""
+        each = f"one {hardware.device} at {hardware.finetune_seconds:,.0f} seconds a run"
+        yield f"  {cost.finetune_hours:,.1f} hours of {each}{also}"
 
 
 def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
     hardware = graph.manifest.hardware
     if cost.at_the_branch.hours is None:
         return
-    each = (
-        f"{hardware.devices} x {hardware.device} for each pretraining run"
-        if hardware.devices > 1
-        else (f"one {hardware.device} for each pretraining run")
-    )
+    each = f"{hardware.devices} x" if hardware.devices > 1 else "one"
     also = " and one for each fine-tuning run" if graph.grids else ""
-    yield f"longest wait, with {each}{also}, all at once:"
+    yield f"longest wait, with {each} {hardware.device} for each pretraining run{also}, all at once:"
     yield f"  {_clock(cost.at_the_end.hours)} where a branch waits for its parent's end (`study run`): {_chain(cost.at_the_end)}"
     yield f"  {_clock(cost.at_the_branch.hours)} where it begins when its checkpoint is there: {_chain(cost.at_the_branch)}"
     together = (cost.shared.device_hours or 0.0) + (cost.finetune_hours or 0.0)
@@ -148,29 +138,15 @@ def _clock(hours: float) -> str:
 
 
 def _bytes(count: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:,.3g} TB" if count < 1000 else f"{count:,.0f} TB"
+    return f"{count / 1e12:,.0f} TB" if count >= 1e15 else _scaled(count, (" bytes", " kB", " MB", " GB", " TB"))
 
 
-def _short(count: float) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000:
-            return f"{count:.3g}{unit}"
-        count /= 1000
-    return f"{count:.3g}P"
-
-
-def draw(graph: Graph, cost: Cost, output: Path) -> None:
-    """Write the picture. Raises InputError for a place that cannot be written and for a study too large to draw."""
-    title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(cost)}: {cost.shared.steps:,} steps"
-    if cost.alone.steps != cost.shared.steps:
-        title += f", {cost.alone.steps:,} without sharing"
-    drawn = picture(graph, title)
-    with whole_files(output) as [temporary]:
-        drawn.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+def _scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) -> str:
+    """Return three digits of a number and its unit."""
+    power = 0
+    while count >= 1000 and power < len(units) - 1:
+        count, power = count / 1000, power + 1
+    return f"{count:.3g}{units[power]}"
 
 
 @one_line_errors
@@ -187,7 +163,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         graph = build_graph(read_manifest(settings.manifest, settings.data or None))
         cost = cost_of(graph)
         if settings.picture:
-            draw(graph, cost, output)
+            title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(graph)}: {cost.shared.steps:,} steps"
+            if cost.alone.steps != cost.shared.steps:
+                title += f", {cost.alone.steps:,} without sharing"
+            drawn = picture(graph, title)
+            with whole_files(output) as [temporary]:
+                drawn.savefig(temporary, format=output.suffix.lower().removeprefix("."))
     for line in lines(graph, cost):
         say(line)
     if settings.picture:

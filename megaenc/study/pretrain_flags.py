@@ -1,6 +1,7 @@
 """The flags of `megaenc pretrain` that a manifest may give, known without loading torch, and what the plan reads of them."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,8 @@ def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSet
     bf16 is on unless given, as if the processor had it: to ask takes torch, and another machine may do the run.
     """
     values = {str(name): value for name, value in given.items()}
-    try:
+    with located_errors(source):
         default = with_preset(PretrainSettings(bf16=True), str(values.get("model", "tiny")))
-    except InputError as error:
-        raise InputError(f"{source}: {error}") from None
     return flags.replace_fields(default, values, source=source)
 
 
@@ -71,8 +70,21 @@ def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def rate_steps(rate: OptimizerSettings, total: int) -> tuple[int, int]:
-    """Steps of warm-up and of decay in a run of `total` steps. Raises InputError where a fraction or a number cannot be."""
-    return (
-        steps_of("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total),
-        steps_of("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total),
-    )
+    """Return the steps of warm-up and of decay in a run of `total` steps. Raises InputError for what cannot be."""
+    warmup = steps_of("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total)
+    decay = steps_of("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total)
+    if decay < 1:
+        raise InputError(f"a decay of {decay} steps, expected 1 or more (lr_wsd_decay_iters)")
+    if warmup + decay > total:
+        what = f"a decay of {decay} steps" if decay > total else f"a warm-up of {warmup} and a decay of {decay} steps"
+        raise InputError(f"{what} in a run of {total}, expected to fit (lr_warmup_iters, lr_wsd_decay_iters)")
+    return warmup, decay
+
+
+@contextlib.contextmanager
+def located_errors(place: str) -> Iterator[None]:
+    """Put `place`, where in the manifest it stands, before the message of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from None

@@ -4,69 +4,119 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaenc import flags
 from megaenc.data.blend import parse_data_path
 from megaenc.data.sidecar import read_sidecar, sidecar_path
+from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json
-from megaenc.study.begun import read_start
-from megaenc.study.entries import schedule_of
-from megaenc.study.graph import Pretraining, arguments
-from megaenc.study.node import Changed, OfStage, changed, megaenc
+from megaenc.objectives import Schedule
+from megaenc.study.cost import Amount
+from megaenc.study.entries import Model
+from megaenc.study.metrics import read_run_json
+from megaenc.study.node import Changed, Node, arguments, changed, megaenc
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
 from megaenc.training.start import Start, digest
 
+_ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
 _LAST_ROW = 8192  # bytes at the end of metrics.jsonl in which the last row is
 
 
-@dataclass(frozen=True)
-class PretrainNode(OfStage):
-    """One pretraining run."""
+@dataclass(frozen=True, kw_only=True)
+class PretrainNode(Node):
+    """One `megaenc pretrain`: the run that ends as `model`, or the part of it that no other has trained."""
 
-    stage: Pretraining
+    model: Model
+    start: Literal["new", "branch", "weights"]
+    parent: str
+    """Name of the run that it branches off or begins with the weights of; "" for new weights."""
+    at: int
+    """The parent's step at which it branches; 0 otherwise."""
+    keep: tuple[int, ...]
+    """Steps before the last whose checkpoints others need: branches, and exports of checkpoints on the way."""
+    corpus: bool
+    """Whether the study makes the corpus that it reads."""
+    amount: Amount
+    """What the steps that it makes itself take."""
     processes: int
-    work: float
-    """FLOP"""
-    planned: float | None
-    text: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """data_path and tokenizer, where the study does not make them"""
+    text: Mapping[str, Any] = field(hash=False)
+    """data_path and tokenizer, where the manifest's flags do not say them"""
     launcher: tuple[str, ...] = ("--standalone",)
     """how torchrun finds the others"""
-    unit: str = "steps"
+    kind, home, unit = "pretrain", "runs", "steps"
 
     @property
-    def folder(self) -> Path:
-        """Of the run."""
-        return self.study / "runs" / self.stage.name
+    def needs(self) -> tuple[str, ...]:
+        """The run that it begins with, or the corpus."""
+        return (f"{self.kind}/{self.parent}",) if self.parent else ("corpus",) if self.corpus else ()
+
+    @property
+    def steps(self) -> int:
+        """Steps that it makes itself."""
+        return self.model.steps - self.at
+
+    @property
+    def is_tail(self) -> bool:
+        """Whether it is nothing but another run's decay."""
+        return self.start == "branch" and self.steps <= self.model.decay
+
+    @property
+    def work(self) -> float:
+        """FLOP."""
+        return self.amount.flops
+
+    @property
+    def planned(self) -> float | None:
+        """Seconds, by the manifest's tokens a second."""
+        hours = self.amount.device_hours
+        return None if hours is None else 3600 * hours / self.processes
 
     @property
     def flags(self) -> dict[str, Any]:
-        """Flags of `megaenc pretrain`, by name; relative paths made absolute."""
-        return self.stage.flags_in(self.study) | dict(self.text)
+        """Flags of `megaenc pretrain`, by field name; `arguments` spells them."""
+        model, parent = self.model, str(self._parent)
+        starts = {
+            "branch": {"branch_from": parent, "branch_at": self.at},
+            "weights": {"init_from": parent, "skip_samples": "parent"},
+        }
+        return {
+            **model.flags,
+            "objective_schedule": model.schedule,
+            "train_iters": model.steps,
+            "seed": model.setting.seed,
+            "lr_warmup_iters": model.warmup,
+            "lr_wsd_decay_iters": model.decay,
+            "save_steps": list(self.keep),
+            "keep_last": 1,
+            "save": str(self.folder),
+            **self.text,
+            **starts.get(self.start, {}),
+        }
+
+    @property
+    def _parent(self) -> Path:
+        return self.folder.with_name(self.parent) if self.parent else self.folder
 
     def command(self) -> list[str]:
-        """`megaenc pretrain`; the same goes on with a run that was stopped."""
-        words = arguments(self.flags)
-        return megaenc("pretrain", *words, processes=self.processes, launcher=self.launcher)
+        """Return the words of `megaenc pretrain`; the same goes on with a run that was stopped."""
+        return megaenc("pretrain", *arguments(self.flags), processes=self.processes, launcher=self.launcher)
 
     def done(self) -> bool:
-        """Whether the last step is saved, whole."""
-        return has_checkpoint(self.folder, self.stage.model.steps) and self._latest() == self.stage.model.steps
-
-    def _latest(self) -> int | None:
-        return CheckpointFolder(self.folder / "checkpoints").latest()
+        """Return whether the last step is saved, whole."""
+        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        return checkpoints.is_whole(self.model.steps) and checkpoints.latest() == self.model.steps
 
     def progress(self) -> tuple[float, float]:
-        """Steps of its own, by the last row of metrics.jsonl."""
+        """Return its own steps, by the last row of metrics.jsonl."""
         if self.done():
-            return self.stage.steps, self.stage.steps
-        return max(0, _last_step(self.folder / METRICS) - self.stage.at), self.stage.steps
+            return self.steps, self.steps
+        return max(0, _last_step(self.folder / METRICS) - self.at), self.steps
 
     def check(self) -> None:
-        """Its flags against those in run.json, and what it began with and reads against what is there."""
+        """Compare its flags with those in run.json, and what it began with and reads with what is there."""
         start = read_start(self.folder)
         if start is None:
             return
@@ -80,14 +130,14 @@ class PretrainNode(OfStage):
                 raise Changed(self.folder, f"trained on another {name} than {' '.join(self.flags['data_path'])} is of now")
 
     def _check_start(self, there: Start) -> None:
-        """How it began, as far as that can be told while the parent is not there."""
-        stage, parent = self.stage, identity_of(self.study / "runs" / self.stage.parent) if self.stage.parent else None
-        at = stage.at if parent is None or stage.start == "branch" else parent.get("train_iters")
-        here = Start(stage.start, stage.parent, at)
+        """Compare how it began, as far as that can be told while the parent is not there."""
+        parent = identity_of(self._parent) if self.parent else None
+        at = self.at if parent is None or self.start == "branch" else parent.get("train_iters")
+        here = Start(self.start, self.parent, at)
         if (there.kind, there.step, Path(there.run).name) != (here.kind, here.step, here.run):
             raise changed(self.folder, f"it began {there.describe()}, now it would begin {here.describe()}")
         if parent is not None and (there.at, there.parent) != (at, digest(parent)):
-            raise Changed(self.folder, f"began with another {stage.parent} than {self.study / 'runs' / stage.parent} is now")
+            raise Changed(self.folder, f"began with another {self.parent} than {self._parent} is now")
 
     def _text(self) -> dict[str, str]:
         """Fingerprints of data and tokenizer as run.json has them, as far as what lies beside the data tells them."""
@@ -106,8 +156,10 @@ class PretrainNode(OfStage):
 
     def _identity(self) -> dict[str, Any]:
         """What makes it this run, of what the manifest decides, as run.json has it."""
-        model = self.stage.model
-        values = {name: _as_json(value) for name, value in flags.flatten(model.run).items() if name not in _FOUND_OUT}
+        model = self.model
+        schedule = Schedule.build(model.schedule, model.steps, _ANY_VOCABULARY, model.setting.seed)
+        known = {name: value for name, value in flags.flatten(model.run).items() if name not in _FOUND_OUT}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
         if "bf16" in model.flags:
             values["bf16"] = model.run.bf16
         return values | {
@@ -115,7 +167,7 @@ class PretrainNode(OfStage):
             "seed": model.setting.seed,
             "lr_warmup_iters": model.warmup,
             "lr_wsd_decay_iters": model.decay,
-            "objective_schedule": schedule_of(model).canonical,
+            "objective_schedule": schedule.canonical,
         }
 
 
@@ -130,15 +182,26 @@ def identity_of(run: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def has_checkpoint(run: Path, step: int) -> bool:
-    """Whether a run has kept the checkpoint of a step, whole."""
-    return CheckpointFolder(run / "checkpoints").is_whole(step)
+def read_start(run: Path) -> Start | None:
+    """Return how a run began, by its run.json; None for a run that has not begun. Raises InputError for a damaged file."""
+    if not (run / FACTS).exists():
+        return None
+    facts, expected = read_run_json(run), "expected what a run wrote there"
+    try:
+        start = Start.read(facts)
+    except (TypeError, AttributeError):
+        raise InputError(f"{run / FACTS}: field `start`: found an unknown form; {expected}") from None
+    start.check(f"{run / FACTS}: field `start`")
+    if not facts["identity"]:
+        raise InputError(f"{run / FACTS}: field `identity`: missing; {expected}")
+    return start
 
 
 def check_kept(run: Path, step: int, what: str) -> None:
-    """InputError where a run is beyond `step` and has no checkpoint of it."""
-    latest = CheckpointFolder(run / "checkpoints").latest()
-    if latest is not None and latest >= step and not has_checkpoint(run, step):
+    """Raise InputError where a run is beyond `step` and has no checkpoint of it."""
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    latest = checkpoints.latest()
+    if latest is not None and latest >= step and not checkpoints.is_whole(step):
         raise InputError(
             f"{run}: trained to step {latest} without keeping step {step}, where {what}: the manifest did not ask for it then; "
             "remove that folder to train it again, or choose another --output"
@@ -157,7 +220,3 @@ def _last_step(metrics: Path) -> int:
     except (OSError, IndexError, ValueError, KeyError, TypeError):
         return 0
     return step if type(step) is int else 0
-
-
-def _as_json(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -33,29 +32,26 @@ def record(study: Path) -> None:
     A file that somebody has made unreadable is left alone, and said by the report.
     """
     file, deadline = study / NOTES, time.monotonic() + _PATIENCE
-    while _with(_read(file), here()) is not None and time.monotonic() < deadline:
+    while _extended(file) and time.monotonic() < deadline:
         with locked(study / ".locks" / "record") as mine:  # jobs of a cluster begin at the same time
-            if mine and (values := _with(_read(file), here())) is not None:
+            if mine and (values := _extended(file)):
                 write_whole(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
                 return
         time.sleep(0.05)
 
 
-def _read(file: Path) -> Mapping | None:
-    return read_json(file) or ({} if not file.exists() else None)
-
-
-def _with(values: Mapping | None, facts: Mapping[str, str]) -> dict | None:
-    """`values` with `facts` behind what they hold; None where nothing is missing or nothing can be added."""
-    if values is None:
-        return None
+def _extended(file: Path) -> dict:
+    """Return what `file` holds with today's facts behind it; nothing where none is missing or the file is not readable."""
+    values = read_json(file)
+    if not values and file.exists():
+        return {}
     found = dict(values)
-    for name, text in facts.items():
+    for name, text in here().items():
         before = found.get(name, [])
         before = before if isinstance(before, list) else [before]
         if text and text not in before:
             found[name] = [*before, text]
-    return found if found != values else None
+    return found if found != values else {}
 
 
 def noted(file: Path) -> dict[str, str]:
@@ -69,7 +65,7 @@ def noted(file: Path) -> dict[str, str]:
 
 def here() -> dict[str, str]:
     """hardware, date (UTC), commit and libraries, as they are now."""
-    versions = (f"{name} {_version(name)}" for name in _LIBRARIES)
+    versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
     return {
         "hardware": _hardware(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

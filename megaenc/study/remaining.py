@@ -45,35 +45,26 @@ class Remaining:
 
     def seconds(self, places: int) -> float | None:
         """Of all, `places` at a time: the sum of them, or the longest chain, whichever is more; None where one is not known."""
-        left = {}
-        for id, node in self._nodes.items():
-            if self._share[id] < 1:
-                whole = self.of(node)
-                if whole is None:
-                    return None
-                left[id] = whole * (1 - self._share[id])
-        if not left:
-            return 0.0
-        each = sum(seconds * self._nodes[id].processes for id, seconds in left.items()) / places
-        return max(each, max(self.after(self._nodes[id]) for id in left))
+        left = [node for id, node in self._nodes.items() if self._share[id] < 1]
+        if any(self.of(node) is None for node in left):
+            return None
+        each = sum(self._left(node) * node.processes for node in left) / places
+        return max([each, *map(self.after, left)])
+
+    def _left(self, node: Node) -> float:
+        return (self.of(node) or 0.0) * (1 - self._share[node.id])
 
     def after(self, node: Node) -> float:
         """From the beginning of a stage to the end of the longest chain of stages that need it; 0 for what is not known."""
-        return self._chains(node.id)[node.id]
-
-    def _chains(self, first: str) -> dict[str, float]:
-        """Return the seconds of the longest chain from each stage on that needs `first`, and from that itself."""
         longest: dict[str, float] = {}
-        left = [first]
+        left = [node.id]
         while left:  # no recursion: a chain of branches may be long
             id = left[-1]
-            after = self._needed_by[id]
-            if unknown := [other for other in after if other not in longest]:
+            if unknown := [other for other in self._needed_by[id] if other not in longest]:
                 left += unknown
                 continue
-            own = (self.of(self._nodes[id]) or 0.0) * (1 - self._share[id])
-            longest[left.pop()] = own + max((longest[other] for other in after), default=0.0)
-        return longest
+            longest[left.pop()] = self._left(self._nodes[id]) + max((longest[it] for it in self._needed_by[id]), default=0.0)
+        return longest[node.id]
 
 
 def spent(tries: Iterable[journal.Try]) -> float:

@@ -27,17 +27,16 @@ from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.output_paths import created_parent
 from megaenc.processes import check_process_count, python_command, usable_cores
-from megaenc.study.begun import Begun
-from megaenc.study.graph import Graph, build_graph
+from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
-from megaenc.study.manifest import read_manifest
+from megaenc.study.manifest import Manifest, read_manifest
 from megaenc.study.node import Node, check, finished, name_of
 from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
-from megaenc.study.stages import CorpusNode, nodes_of
+from megaenc.study.stages import CorpusNode
 
 _TEXT = ("data_path", "tokenizer")  # flags of pretraining that say what it reads
 
@@ -72,47 +71,41 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
     quiet()
     settings = flags.parse(RunFlags, argv, prog="megaenc study run", description=__doc__)
-    study = study_folder(settings.output, "run")
+    study, cluster = study_folder(settings.output, "run"), settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
             raise InputError(f"{flag}: found {value}, expected 0 or more")
-        if not settings.slurm.slurm:  # whose machines have other cores
+        if not cluster.slurm:  # whose machines have other cores
             check_process_count(flag, value)
-    on_cluster = settings.slurm.slurm
-    _check_cluster(settings.slurm, settings.jobs)
-    graph = graph_of(settings.manifest, settings.data, study)
-    text = text_of(graph, settings)
-    nodes = nodes_of(graph, study, processes=settings.processes, grid_jobs=0 if on_cluster else 1, text=text)
+    _check_cluster(cluster, settings.jobs)
+    manifest = read_manifest(settings.manifest, settings.data or None)
+    text = text_of(manifest, settings)
+    nodes = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, text=text).nodes
     chosen = choose(nodes, settings.only)
     check(chosen, nodes, study)
     if settings.dry_run:
         done = finished(chosen)
-        for node in chosen:
-            for line in _what_would_be_done(node, done):
-                say(line)
+        for line in (line for node in chosen for line in _what_would_be_done(node, done)):
+            say(line)
         return
-    _check_text(chosen, graph, settings, study)
+    _check_text(chosen, settings.manifest)
     lock = study / ".locks" / "study"
     with stopped_by_sigterm(), created_parent(lock, "--output"), locked(lock) as mine:
         if not mine:
             raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
-        if on_cluster:
-            submit(chosen, study, settings.slurm)
-            return
-        run_here(chosen, study, settings)
+        if cluster.slurm:
+            submit(chosen, study, cluster)
+        else:
+            run_here(chosen, study, settings)
 
 
-def _check_text(nodes: Sequence[Node], graph: Graph, settings: RunFlags, study: Path) -> None:
+def _check_text(nodes: Sequence[Node], manifest: str) -> None:
     """Raise InputError for text, a corpus or a tokenizer that `nodes` are yet to read and that is missing."""
-    if graph.corpus and not all(command.makes.exists() for command in graph.corpus.commands(study)):
-        for path in graph.corpus.text:
-            if not path.exists():
-                raise InputError(
-                    f"{settings.manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)"
-                )
-    if graph.corpus:
-        return
-    to_train = [node.flags for node in nodes if isinstance(node, PretrainNode) and not node.done()]
+    left = [node for node in nodes if not node.done()]
+    for path in [path for node in left if isinstance(node, CorpusNode) for path in node.text]:
+        if not path.exists():
+            raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)")
+    to_train = [node.flags for node in left if isinstance(node, PretrainNode) and not node.corpus]
     for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
         for _, prefix in parse_data_path(data_path):
             if not Path(f"{prefix}.idx").exists():
@@ -125,23 +118,16 @@ def _check_text(nodes: Sequence[Node], graph: Graph, settings: RunFlags, study: 
         load_tokenizer(tokenizer)
 
 
-def graph_of(manifest: str, data: str, study: Path) -> Graph:
-    """The stages of a manifest for a study in `study`, as far as that has come."""
-    return build_graph(read_manifest(manifest, data or None), Begun(study))
+def text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
+    """Return data_path and tokenizer that the flags give pretraining.
 
-
-def text_of(graph: Graph, settings: RunFlags) -> dict[str, Any]:
-    """data_path and tokenizer that the flags give pretraining.
-
-    InputError for what the manifest has no use for, and where neither says what is trained on.
+    Raises InputError for what the manifest has no use for, and where neither says what is trained on.
     """
     given = {name: value for name in _TEXT if (value := getattr(settings, name))}
-    for name in given:
-        if graph.corpus:
-            raise InputError(
-                f"--{name.replace('_', '-')}: found here, and {settings.manifest} makes its own corpus; expected one"
-            )
-    for model in () if graph.corpus else graph.manifest.models:
+    made = manifest.corpus.made
+    for name in given if made else ():
+        raise InputError(f"--{name.replace('_', '-')}: found here, and {settings.manifest} makes its own corpus; expected one")
+    for model in () if made else manifest.models:
         for name in _TEXT:
             if not (given.get(name) or model.flags.get(name)):
                 raise InputError(
@@ -210,20 +196,19 @@ def study_folder(output: str, command: str) -> Path:
 
 
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
-    """The stages that `only` names, and what they need; all where it is empty. InputError for a name that there is not."""
-    wanted: list[str] = list(nodes) if not only else []
+    """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
+    wanted: list[str] = [] if only else list(nodes)
     for pattern in only:
         found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
         if not found:
             near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
-            hint = f"did you mean {near[0]}?" if near else "expected a name of the plan"
-            raise InputError(f"--only: found {pattern}, {hint}")
+            raise InputError(f"--only: found {pattern}, {f'did you mean {near[0]}?' if near else 'expected a name of the plan'}")
         wanted += found
     return needed(nodes, wanted)
 
 
 def places(jobs: int) -> list[str]:
-    """A slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as there are devices or cores."""
+    """Return a slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as devices or cores."""
     devices = _devices()
     count = jobs or len(devices) or usable_cores()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]
@@ -238,7 +223,7 @@ def _devices() -> list[str]:
 
 
 def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
-    """Its state, with a command to a line."""
+    """Return the state of a stage, with a command, as a person would type it, to a line."""
     if node.id in finished:
         yield f"{node.id}: done"
         return
@@ -247,13 +232,8 @@ def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
         return
     done, total = node.progress()
     begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
-    for command in node.commands_left() if isinstance(node, CorpusNode) else [node.command()]:
-        yield f"{node.id}: would run{begun}: {shlex.join(_shortened(command))}"
-
-
-def _shortened(command: list[str]) -> list[str]:
-    """As a person would type it."""
-    names = {"megaenc": "megaenc", "torch.distributed.run": "torchrun"}
     start = python_command("-m")
-    rest = command[len(start) :]
-    return [names[rest[0]], *rest[1:]] if command[: len(start)] == start else command
+    for command in node.commands_left():
+        program, *words = command[len(start) :]
+        typed = "torchrun" if program == "torch.distributed.run" else program
+        yield f"{node.id}: would run{begun}: {shlex.join([typed, *words])}"

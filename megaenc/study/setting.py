@@ -65,16 +65,13 @@ def name_of(setting: Setting) -> str:
     if not setting.decayed and at >= end:
         raise ValueError(f"{setting}: step {at} is not on the way to {end}")
     label = _slug(setting.schedule) if setting.schedule else _mlm(setting) if setting.mlm_steps or last else "clm"
-    stages = []
+    parts = [size]
+    if setting.clm_steps and setting.mlm_steps and (last or not setting.schedule):
+        parts.append(f"clm-{_count(setting.clm_steps)}")
     if last:
-        if setting.mlm_steps and setting.clm_steps:
-            stages.append(f"clm-{_count(setting.clm_steps)}")
-        stages.append(f"{_mlm(setting) if setting.mlm_steps else 'clm'}-dec{_count(first)}")
+        parts.append(f"{_mlm(setting) if setting.mlm_steps else 'clm'}-dec{_count(first)}")
         end += first
-    elif setting.clm_steps and setting.mlm_steps and not setting.schedule:
-        stages.append(f"clm-{_count(setting.clm_steps)}")
-    stages.append(f"{label}-{_count(end)}")
-    parts = [size, *stages]
+    parts.append(f"{label}-{_count(end)}")
     if not setting.decayed:
         parts.append(str(at))
     if setting.seed != 1:

@@ -6,36 +6,48 @@ longer runs come first and are the trunks. What is continued from a decayed end 
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
+from megaenc.errors import InputError
 from megaenc.flags import flatten
-from megaenc.study.entries import Model, Trained
-
-if TYPE_CHECKING:
-    from megaenc.study.begun import Begun
+from megaenc.study.entries import Model
+from megaenc.study.pretrain_stage import read_start
+from megaenc.training.checkpoint_folder import CheckpointFolder
 
 Start = tuple[Literal["new", "branch", "weights"], str, int]
 """How a run begins: with new weights, as a branch, with another's weights; the name of that other; the step of a branch, or 0."""
 
 
-def starts_of(models: Iterable[Model], begun: "Begun | None") -> dict[str, Start]:
-    """How the run of each model begins, parents before children.
+def starts_of(models: Iterable[Model], study: Path | None = None) -> dict[str, Start]:
+    """Return how the run of each model begins, parents before children.
 
-    What is left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals
-    the one with the fewest objectives, which checkpoints on the way are named after.
+    Runs that are in the folder `study` keep the start that they have had, and are branched at steps that they have kept. What is
+    left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals the one
+    with the fewest objectives, which checkpoints on the way are named after.
     """
+    by_name = {model.name: model for model in models}
     families: dict[tuple, list[Model]] = {}
-    for model in models:
+    for model in by_name.values():
         families.setdefault(_family(model), []).append(model)
-    found = _kept_starts([model for members in families.values() for model in members], begun)
-    kept = set(found)
+    kept = _kept_starts([model for members in families.values() for model in members], study)
+    found = dict(kept)
     for members in families.values():
         placed: list[Model] = []
         for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
             if model.name not in kept:
-                found[model.name] = _best_start(model, placed, found, begun)
+                found[model.name] = _best_start(model, placed, found, study)
             placed.append(model)
-    return _parents_first(found)
+    # In this order, but for parents that come later: what is continued may be a branch.
+    return {one: found[one] for name in found for one in reversed(_line(found, name))}
+
+
+def _line(starts: Mapping[str, Start], name: str) -> list[str]:
+    """Return a run, the one that it begins with, the one that this begins with, and so on."""
+    line = [name]
+    while parent := starts[line[-1]][1]:
+        line.append(parent)
+    return line
 
 
 def _family(model: Model) -> tuple:
@@ -45,24 +57,22 @@ def _family(model: Model) -> tuple:
     return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
 
 
-def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, Start], begun: "Begun | None") -> Start:
+def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, Start], study: Path | None) -> Start:
     """As a branch of the one of its family that it shares most with, if any; of equals the first."""
     best, at = "", 0
     for other in placed:
         common = shared_steps(model, other)
-        common = begun.branch_point(other.name, common) if begun else common
+        common = _branch_point(study / "runs" / other.name, common) if study else common
         kind, _, its_own = starts[other.name]
         if common > at and (kind != "branch" or common > its_own):  # steps that it makes itself
             best, at = other.name, common
-    if best:
-        return "branch", best, at
-    return ("weights", model.after, 0) if model.after else ("new", "", 0)
+    return ("branch", best, at) if best else _own_start(model)
 
 
-def _kept_starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, Start]:
-    """How runs have begun, where that makes what the manifest says of them now."""
+def _kept_starts(models: Iterable[Model], study: Path | None) -> dict[str, Start]:
+    """Return how runs have begun, where that makes what the manifest says of them now."""
     by_name = {model.name: model for model in models}
-    said = {name: start for name in by_name if begun and (start := begun.start(name))}
+    said = {name: start for name in by_name if study and (start := _begun(study / "runs" / name))}
 
     def fits(name: str) -> bool:
         children: set[str] = set()
@@ -74,45 +84,48 @@ def _kept_starts(models: Iterable[Model], begun: "Begun | None") -> dict[str, St
                 return False
             children.add(name)
             name = parent
-        model = by_name[name]
-        return said[name][:2] == (("weights", model.after) if model.after else ("new", ""))
+        return said[name] == _own_start(by_name[name])
 
     return {name: said[name] for name in said if fits(name)}
 
 
-def _parents_first(starts: Mapping[str, Start]) -> dict[str, Start]:
-    """In the given order, but for parents that come later: what is continued may be a branch."""
-    found: dict[str, Start] = {}
+def _own_start(model: Model) -> Start:
+    """Return how a run begins that is no branch."""
+    return ("weights", model.after, 0) if model.after else ("new", "", 0)
 
-    def place(name: str) -> None:
-        if name in found:
-            return
-        if parent := starts[name][1]:
-            place(parent)
-        found[name] = starts[name]
 
-    for name in starts:
-        place(name)
-    return found
+def _begun(run: Path) -> Start | None:
+    """Return how a run began; None for one that has not, and for a damaged run.json, which the check of its stage names."""
+    try:
+        start = read_start(run)
+    except InputError:
+        return None
+    return start and (start.kind, Path(start.run).name, start.step)
+
+
+def _branch_point(run: Path, step: int) -> int:
+    """Return the last step up to `step` to branch a run at: `step` while it is not there yet, then one that it has kept, or 0."""
+    checkpoints = CheckpointFolder(run / "checkpoints")
+    latest = checkpoints.latest()
+    if latest is None or latest < step:
+        return step
+    return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_whole(kept)), default=0)
 
 
 def shared_steps(one: Model, other: Model) -> int:
-    """The first steps that two models of the same flags, warm-up and start have in common, none of them decayed."""
-    last = min(one.undecayed, other.undecayed)
-    return min(last, _agreeing(one.phases, other.phases))
+    """Return the first steps that two models of the same flags, warm-up and start have in common, none of them decayed.
 
-
-def _agreeing(here: tuple[Trained, ...], there: tuple[Trained, ...]) -> int:
-    """The last step up to which two schedules train the same; a phase that changes is the same only as a whole."""
-    step, mine, other = 0, iter(here), iter(there)
-    one, two = next(mine, None), next(other, None)
-    while one and two and one.text == two.text:
-        if one.last_step != two.last_step and (one.changes or two.changes):
-            return step
-        step = min(one.last_step, two.last_step)
-        one = next(mine, None) if one.last_step == step else one
-        two = next(other, None) if two.last_step == step else two
-    return step
+    A phase within which an option changes is the same only as a whole.
+    """
+    here, there = one.phases, other.phases
+    mine = theirs = step = 0
+    while mine < len(here) and theirs < len(there) and here[mine].text == there[theirs].text:
+        ends = here[mine].last, there[theirs].last
+        if ends[0] != ends[1] and "->" in here[mine].text:
+            break
+        step = min(ends)
+        mine, theirs = mine + (ends[0] == step), theirs + (ends[1] == step)
+    return min(step, one.undecayed, other.undecayed)
 
 
 def maker(starts: Mapping[str, Start], name: str, step: int) -> str:

@@ -1,9 +1,10 @@
 """A study on a cluster: a Slurm job for each stage that is left, each after those it needs, through submitit."""
 
+import contextlib
 import hashlib
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,10 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
     if cluster.slurm_cluster == "debug":
         for job in (job for several in jobs.values() for job in several):
             _ended_well(job)
-    _conclude(nodes, left, before, jobs, study)
+    waiting = f", {len(before):,} in the queue already" if before else ""
+    done = f"{count(len(nodes), 'stage')}: {len(nodes) - len(left):,} done before{waiting}, {len(jobs):,} submitted"
+    say(f"{done}; what they say: {study / 'logs'}")
+    say("`megaenc study status` shows how far they are; the same command again submits what is missing then")
     return jobs
 
 
@@ -155,9 +159,7 @@ def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after:
         asked |= {"nodes": together, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     executor.update_parameters(name=job_name(study, node.id), timeout_min=cluster.slurm_minutes, **asked)
     tasks = [Task(part, study, together) for part in parts]
-    if len(tasks) == 1:
-        return [executor.submit(tasks[0])]
-    with executor.batch():
+    with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
         return [executor.submit(task) for task in tasks]
 
 
@@ -169,13 +171,6 @@ def _ended_well(job: Any) -> bool:
         say(f"job {job.job_id}: {str(error).strip().splitlines()[-1]}")
         return False
     return True
-
-
-def _conclude(nodes: Sequence[Node], left: Sequence[Node], before: Sequence[str], jobs: Mapping[str, Any], study: Path) -> None:
-    waiting = f", {len(before):,} in the queue already" if before else ""
-    done = len(nodes) - len(left)
-    say(f"{count(len(nodes), 'stage')}: {done:,} done before{waiting}, {len(jobs):,} submitted; what they say: {study / 'logs'}")
-    say("`megaenc study status` shows how far they are; the same command again submits what is missing then")
 
 
 def job_name(study: Path, stage: str) -> str:

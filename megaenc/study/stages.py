@@ -1,157 +1,126 @@
-"""What is done for each stage of a study: its commands, and what its folder says of how far it is.
-
-    STUDY/corpus            the study's own tokenizer and text
-    STUDY/runs/NAME         pretraining runs
-    STUDY/hf/NAME           exports
-    STUDY/demo              demo data sets, where there are some
-    STUDY/results           the tree of fine-tuning results
-    STUDY/logs/STAGE.log    what a stage has said
-
-A stage is done when what it makes is there, and whole, and so is what it needs. What each was made of its folder says, which
-is compared with the manifest and with the folders of what it needs.
-"""
+"""The stages of a study that neither pretrain nor fine-tune: its own corpus, and exports."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.json_files import read_json_object
-from megaenc.study.cost import amount
-from megaenc.study.graph import CorpusStage, Export, FineTuning, Graph, Pretraining
-from megaenc.study.grid_stage import GridNode, LabelledData
-from megaenc.study.node import Changed, Node, OfStage, changed, megaenc
-from megaenc.study.pretrain_stage import PretrainNode, check_kept, identity_of
+from megaenc.study.node import Changed, Node, arguments, changed, megaenc
+from megaenc.study.pretrain_stage import check_kept, identity_of
+from megaenc.study.setting import Setting
 from megaenc.training.run_folder import difference
 from megaenc.training.start import digest
 
+CORPUS = "corpus"
+"""Folder of the study's own corpus and tokenizer, and the name and id of the stage that makes them."""
 ASKED = "asked.json"
 """In the folder of the corpus: what it was to be made of."""
-_SECONDS = 30.0  # of a conversion, or of making a corpus, until one is measured
 
 
-def nodes_of(
-    graph: Graph, study: Path, *, processes: int = 0, grid_jobs: int = 1, text: Mapping[str, Any] | None = None
-) -> dict[str, Node]:
-    """Every stage by its id, each after what it needs, for a study that is made in `study`.
+class Command(NamedTuple):
+    """A command of megaenc, and the file or folder that is there when it is done."""
 
-    `processes` of one pretraining run; 0: the manifest's devices. `grid_jobs`: fine-tuning runs at a time in one grid. `text`:
-    data_path and tokenizer of pretraining in place of the manifest's.
-    """
-    hardware = graph.manifest.hardware
-    processes = processes or hardware.devices
-    labelled = LabelledData.of(graph.manifest.finetune_flags, study) if graph.manifest.finetune else None
-    found: dict[str, Node] = {}
-    for stage in graph.stages():
-        if isinstance(stage, Pretraining):
-            cost = amount(graph, stage.model, stage.at, stage.model.steps)
-            hours = cost.device_hours
-            seconds = None if hours is None else 3600 * hours / processes
-            node: Node = PretrainNode(stage, study, processes, cost.flops, seconds, text or {})
-        elif isinstance(stage, Export):
-            node = ExportNode(stage, study)
-        elif isinstance(stage, FineTuning):
-            seconds = stage.runs * hardware.finetune_seconds or None
-            node = GridNode(stage, study, graph.manifest.finetune.protocol, labelled, grid_jobs, seconds)
-        else:
-            node = CorpusNode(stage, study)
-        found[node.id] = node
-    return found
+    arguments: tuple[str, ...]
+    makes: Path
 
 
-@dataclass(frozen=True)
-class CorpusNode(OfStage):
+@dataclass(frozen=True, kw_only=True)
+class CorpusNode(Node):
     """The study's own tokenizer and tokenised text."""
 
-    stage: CorpusStage
-    processes: int = 1
-    unit: str = "parts"
-    work: float = 1.0
-    planned: float | None = _SECONDS
+    name: str = CORPUS
+    demo: bool
+    text: tuple[Path, ...]
+    vocab_size: int
+    id = kind = CORPUS
+    unit = "parts"
 
     @property
-    def folder(self) -> Path:
-        """Of tokenizer and text."""
-        return self.study / "corpus"
+    def flags(self) -> dict[str, Any]:
+        """Flags of `megaenc pretrain` that name it."""
+        return {"data_path": [f"{self.folder / 'corpus'}_text_document"], "tokenizer": str(self.folder / "tokenizer")}
+
+    @property
+    def commands(self) -> list[Command]:
+        """What makes it, one after another; a command whose `makes` is there is done."""
+        [data], tokenizer = self.flags.values()
+        demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
+        text = [str(path) for path in self.text] or [str(demo)]
+        learn = ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", tokenizer)
+        read = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
+        first = [Command(("demo", "--output", str(self.folder)), demo)] if self.demo else []
+        return [*first, Command(learn, Path(tokenizer)), Command(read, Path(f"{data}.idx"))]
 
     def prepare(self) -> None:
         """Write down what it is made of: of the tokenizer and the text alone this could not be told."""
-        if not any(command.makes.exists() for command in self.stage.commands(self.study)):
+        if not self.progress()[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_whole(self.folder / ASKED, json.dumps(self._asked(), indent=1) + "\n")
 
     def commands_left(self) -> list[list[str]]:
-        """Of those that it is made by, the ones whose file or folder is not there."""
-        return [megaenc(*command.arguments) for command in self.stage.commands(self.study) if not command.makes.exists()]
+        """Return those whose file or folder, which appears by a rename, is not there."""
+        return [megaenc(*command.arguments) for command in self.commands if not command.makes.exists()]
 
     def command(self) -> list[str]:
-        """The first that is left; the last where none is."""
-        left = self.commands_left()
-        return left[0] if left else megaenc(*self.stage.commands(self.study)[-1].arguments)
-
-    def done(self) -> bool:
-        """Whether all of it is there: each appears by a rename."""
-        return not self.commands_left()
+        """Return the first that is left; the last where none is."""
+        return (self.commands_left() or [megaenc(*self.commands[-1].arguments)])[0]
 
     def progress(self) -> tuple[float, float]:
-        """Commands."""
-        commands = self.stage.commands(self.study)
-        return sum(command.makes.exists() for command in commands), len(commands)
+        """Return how many of how many commands are done."""
+        there = [command.makes.exists() for command in self.commands]
+        return sum(there), len(there)
 
     def _asked(self) -> dict[str, Any]:
         """Size of the vocabulary, and names and sizes of the text; null for what is not there."""
-        text = {"text": [[path.name, _bytes(path)] for path in self.stage.text]}
-        return {"vocab_size": self.stage.vocab_size, "demo": self.stage.demo, **text}
+        text = {"text": [[path.name, _bytes(path)] for path in self.text]}
+        return {"vocab_size": self.vocab_size, "demo": self.demo, **text}
 
     def check(self) -> None:
-        """What it was made of, as the folder remembers it."""
+        """Compare with what it was made of, as the folder remembers it."""
         file = self.folder / ASKED
         here, there = self._asked(), read_json_object(file, "what the corpus was to be made of") if file.exists() else {}
         if not there:
             self._check_made()
-        elif not _is_text(there.get("text")):
+            return
+        if not _is_text(there.get("text")):
             raise InputError(f"{file}: field `text`: missing or of another kind; expected a list of [name, bytes]")
-        elif other := difference({**there, "text": _names(there["text"])}, {**here, "text": _names(here["text"])}):
+        names = [{**asked, "text": " ".join(name for name, _ in asked["text"])} for asked in (there, here)]
+        if other := difference(*names):
             raise changed(self.folder, f"corpus: {other}")
-        else:
-            for (name, before), (_, now) in zip(there["text"], here["text"], strict=True):
-                if None not in (before, now) and before != now:
-                    raise changed(self.folder, f"corpus: {name} had {before:,} bytes then, {now:,} now")
+        for (name, before), (_, now) in zip(there["text"], here["text"], strict=True):
+            if None not in (before, now) and before != now:
+                raise changed(self.folder, f"corpus: {name} had {before:,} bytes then, {now:,} now")
 
     def _check_made(self) -> None:
-        """What the text itself remembers, of a study from before there was more: the names, and how many ids there are."""
+        """Compare with what the text itself remembers, of a study from before there was more: names, and how many ids."""
         file = self.folder / "corpus_text_document.json"
         if not self.done() or not file.exists():
             return
         found = read_json_object(file, "what `megaenc preprocess` wrote")
-        sources = found.get("sources", [])
-        if type(found.get("vocab_size", 0)) is not int or not isinstance(sources, list):
+        size, sources = found.get("vocab_size", 0), found.get("sources", [])
+        if type(size) is not int or not isinstance(sources, list):
             raise InputError(
                 f"{file}: field `vocab_size` or `sources`: of another kind; expected what `megaenc preprocess` wrote"
             )
-        if found.get("vocab_size", 0) > self.stage.vocab_size:
-            raise changed(self.folder, f"corpus: vocab_size is {found['vocab_size']} there, {self.stage.vocab_size} here")
-        there = [source.get("path") if isinstance(source, dict) else source for source in sources]
-        here = [path.name for path in self.stage.text] or ["corpus.jsonl"]
-        if other := difference({"text": _names(there)}, {"text": _names(here)}):
+        if size > self.vocab_size:
+            raise changed(self.folder, f"corpus: vocab_size is {size} there, {self.vocab_size} here")
+        there = [str(source.get("path") if isinstance(source, dict) else source) for source in sources]
+        here = [path.name for path in self.text] or ["corpus.jsonl"]
+        if other := difference({"text": " ".join(there)}, {"text": " ".join(here)}):
             raise changed(self.folder, f"corpus: {other}")
-
-
-def _names(text: Any) -> str:
-    return " ".join(str(each[0] if isinstance(each, list) else each) for each in text)
 
 
 def _is_text(value: Any) -> bool:
     """Return whether a value of JSON is a list of names with their sizes, null for an unknown one."""
-    pairs = value if isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value) else None
-    return pairs is not None and all(isinstance(name, str) and type(size) in (int, type(None)) for name, size in pairs)
+    pairs = value if isinstance(value, list) else [value]
+    return all(isinstance(pair, list) and [*map(type, pair)] in ([str, int], [str, type(None)]) for pair in pairs)
 
 
 def _bytes(path: Path) -> int | None:
-    """Of a file, or of all in a folder."""
+    """Return the bytes of a file, or of all in a folder; None for what cannot be read."""
     try:
         files = [each for each in path.rglob("*") if each.is_file()] if path.is_dir() else [path]
         return sum(each.stat().st_size for each in files)
@@ -159,49 +128,46 @@ def _bytes(path: Path) -> int | None:
         return None
 
 
-@dataclass(frozen=True)
-class ExportNode(OfStage):
-    """One conversion, with its certificate."""
+@dataclass(frozen=True, kw_only=True)
+class ExportNode(Node):
+    """One `megaenc convert to-hf`: a checkpoint that is evaluated, under its name, with its certificate."""
 
-    stage: Export
-    processes: int = 1
-    unit: str = "models"
-    work: float = 1.0
-    planned: float | None = _SECONDS
+    setting: Setting
+    run: str
+    step: int
+    kind, home, unit = "export", "hf", "models"
 
     @property
-    def folder(self) -> Path:
-        """Of the model."""
-        return self.study / "hf" / self.stage.name
+    def needs(self) -> tuple[str, ...]:
+        """Its run."""
+        return (f"pretrain/{self.run}",)
 
-    def command(self) -> list[str]:
-        """`megaenc convert to-hf`."""
-        return megaenc(*self.stage.arguments(self.study))
-
-    def done(self) -> bool:
-        """Whether the folder is there: it appears by a rename."""
-        return self._certificate.is_file()
+    @property
+    def _run(self) -> Path:
+        return self.study / "runs" / self.run
 
     @property
     def _certificate(self) -> Path:
         return self.folder / "conversion.json"
 
+    def command(self) -> list[str]:
+        """Return the words of `megaenc convert to-hf`."""
+        flags = {"load": self._run, "ckpt_step": self.step, "output": self.folder}
+        return megaenc("convert", "to-hf", *arguments(flags))
+
     def progress(self) -> tuple[float, float]:
-        """0 or 1."""
-        return float(self.done()), 1
+        """Return whether the folder is there, which appears by a rename."""
+        return float(self._certificate.is_file()), 1
 
     def check(self) -> None:
-        """The step that it is of, and the run; or that the run's checkpoint is there."""
-        run = self.study / "runs" / self.stage.run
+        """Compare the step that it is of, and the run; or look whether the run's checkpoint is there."""
         if not self.done():
-            check_kept(run, self.stage.step, f"{self.id} is")
+            check_kept(self._run, self.step, f"{self.id} is")
             return
-        made_of, identity = read_json_object(self._certificate, "the certificate of an export"), identity_of(run)
-        if (found := made_of.get("step", self.stage.step)) != self.stage.step:
-            raise changed(self.folder, f"step is {found} there, {self.stage.step} here")
+        made_of, identity = read_json_object(self._certificate, "the certificate of an export"), identity_of(self._run)
+        if (found := made_of.get("step", self.step)) != self.step:
+            raise changed(self.folder, f"step is {found} there, {self.step} here")
         if identity is None and "identity" not in made_of:
-            raise Changed(
-                self.folder, f"does not say of which {self.stage.run} it was made, and that is not there to be compared"
-            )
+            raise Changed(self.folder, f"does not say of which {self.run} it was made, and that is not there to be compared")
         if identity is not None and made_of.get("identity", digest(identity)) != digest(identity):
-            raise Changed(self.folder, f"made of another {self.stage.run} than {run} is now")
+            raise Changed(self.folder, f"made of another {self.run} than {self._run} is now")

@@ -19,12 +19,13 @@ from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.study import journal
+from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
+from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
 from megaenc.study.remaining import Remaining, spent
-from megaenc.study.run_command import choose, graph_of, study_folder
+from megaenc.study.run_command import choose, study_folder
 from megaenc.study.screen import amount
-from megaenc.study.stages import nodes_of
 
 State = Literal["failed", "running", "waiting", "done"]
 _ORDER: tuple[State, ...] = ("failed", "running", "waiting", "done")
@@ -81,28 +82,28 @@ def unfit(nodes: Iterable[Node]) -> dict[str, str]:
 
 
 def _row(node: Node, study: Path, before: Mapping[str, Row], unfit: str | None) -> Row:
-    names = [node.id, *(part.id for part in node.parts())] if isinstance(node, GridNode) else [node.id]
+    grid = node if isinstance(node, GridNode) else None
+    names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
     tries = {name: journal.tries(journal.log_of(study, name)) for name in names}
+    last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
     done, total = node.progress()
     seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
-    progress = amount(done, total, node.unit)
     needs = [need for need in node.needs if need in before and before[need].state != "done"]
-    if unfit:
-        return Row(node.id, "failed", progress, share, seconds, unfit)
-    if node.done() and not needs:
-        lost = node.failed() if isinstance(node, GridNode) else 0
-        why = f"{lost} runs have no score: their rate made the loss no number" if lost else ""
-        return Row(node.id, "done", progress, 1.0, seconds, why)
-    if running := [name for name in names if journal.is_locked(study, name)]:
-        began = [tries[name][-1].began for name in running if tries[name] and tries[name][-1].ended is None]
-        return Row(node.id, "running", progress, share, seconds + sum(time.time() - one for one in began), "")
-    if failed := [(name, tries[name][-1]) for name in names if tries[name] and tries[name][-1].failed]:
-        name, last = failed[-1]
-        return Row(node.id, "failed", progress, share, seconds, f"{last.how}: {last.said} ({journal.log_of(study, name)})")
-    why = f"needs {', '.join(needs)}" if needs else ""
+    state, why = "waiting", f"needs {', '.join(needs)}" if needs else ""
     if any(before[need].state == "failed" for need in needs):
         why += ", which failed"
-    return Row(node.id, "waiting", progress, share, seconds, why)
+    if unfit:
+        state, why = "failed", unfit
+    elif node.done() and not needs:
+        state, share = "done", 1.0
+        why = f"{lost} runs have no score: their rate made the loss no number" if grid and (lost := grid.failed()) else ""
+    elif running := [name for name in names if journal.is_locked(study, name)]:
+        state, why = "running", ""
+        seconds += sum(time.time() - last[name].began for name in running if name in last and last[name].ended is None)
+    elif failed := [name for name in last if last[name].failed]:
+        one, log = last[failed[-1]], journal.log_of(study, failed[-1])
+        state, why = "failed", f"{one.how}: {one.said} ({log})"
+    return Row(node.id, state, amount(done, total, node.unit), share, seconds, why)
 
 
 def headline(table: Sequence[Row], left: float | None) -> str:
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
     study = study_folder(settings.output, "status")
-    nodes = choose(nodes_of(graph_of(settings.manifest, settings.data, study), study), settings.only)
+    nodes = choose(build_graph(read_manifest(settings.manifest, settings.data or None), study).nodes, settings.only)
     wrong = unfit(nodes)
     if sys.stdout.isatty():
         _watch(nodes, study, wrong)

@@ -23,18 +23,16 @@ class Training:
 
 
 def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
-    """The trainings of a grid for each model, rate and seed. InputError for a data set that there is not."""
+    """Return the trainings of a grid for each model, rate and seed. Raises InputError for an unknown data set."""
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in settings.datasets:
         name, family, train_on = _look_at(dataset, settings, data)
         for part in (name, train_on):
             if part.startswith(".") or "/" in part or not part.isprintable() or not 0 < len(part.encode()) <= 180:
-                raise InputError(
-                    f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}, expected one for a folder of at "
-                    "most 180 bytes; name the set with NAME=PATH"
-                )
+                found = f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
+                raise InputError(f"{found}, expected one for a folder of at most 180 bytes; name the set with NAME=PATH")
         members.setdefault((train_on, family), []).append(name)
-    return tuple(Training(train_on, family, tuple(sets)) for (train_on, family), sets in members.items())
+    return tuple(Training(*key, tuple(sets)) for key, sets in members.items())
 
 
 def located(dataset: str, data: Path) -> str:

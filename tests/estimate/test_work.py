@@ -6,8 +6,6 @@ import runs
 from megaenc.estimate.command import demand_of, vocabulary_size
 from megaenc.estimate.documents import documents
 from megaenc.estimate.settings import read
-from megaenc.study.cost import pack_flops
-from megaenc.study.entries import Part
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "24", "--global-batch-size", "16", "--eval-interval", "0"]
 RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm:0.25", "--lr-warmup-iters", "2"]
@@ -33,13 +31,6 @@ def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
         packs = steps * run.global_batch_size
         assert last["predicted_tokens"] - first["predicted_tokens"] == pytest.approx(packs * work.predicted, rel=0.06)
         assert last["flops"] - first["flops"] == pytest.approx(packs * work.flops(run.shape, 400), rel=0.04)
-
-
-def test_operations_are_those_of_the_study_plan():
-    settings, demand = demanded("--model", "610m", "--seq-length", "2048", "--objective-schedule", "mlm")
-    [work] = demand.works
-    told = pack_flops(settings.pretrain, 128_256, Part("mlm", 1, 0.4, 1.0))
-    assert work.flops(settings.pretrain.shape, 128_256) == pytest.approx(told)
 
 
 def test_phases_mixtures_branches_and_growing_batches():

@@ -7,13 +7,12 @@ from pathlib import Path
 import manifests
 
 from megaenc.finetune import results
-from megaenc.study.begun import Begun
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
 from megaenc.study.pretrain_stage import PretrainNode, identity_of
-from megaenc.study.stages import ExportNode, nodes_of
+from megaenc.study.stages import ExportNode
 from megaenc.training.start import Start, digest
 
 STUDY = "study"
@@ -28,36 +27,36 @@ GRID = {"datasets": ["demo_sc"], "learning_rates": [1e-3], "seeds": 1}
 def nodes(folder: Path, **changes) -> dict[str, Node]:
     """Of a small manifest with changes, for the study in `folder`/study as it is."""
     study = folder / STUDY
-    return nodes_of(build_graph(read_manifest(manifests.write(folder, **changes)), Begun(study)), study)
+    return build_graph(read_manifest(manifests.write(folder, **changes)), study).nodes
 
 
 def make(*made: Node, identity: dict | None = None) -> None:
     """All that `made` makes; `identity`: more of that of runs."""
     for node in made:
         if isinstance(node, PretrainNode):
-            make_run(node, node.stage.model.steps, identity or {})
+            make_run(node, node.model.steps, identity or {})
         elif isinstance(node, ExportNode):
             make_export(node)
         elif isinstance(node, GridNode):
             make_results(node)
         else:
             node.prepare()
-            for command in node.stage.commands(node.study):
+            for command in node.commands:
                 command.makes.touch()
 
 
 def make_run(node: PretrainNode, step: int, identity: dict | None = None) -> None:
     """A run that has come to `step`, with the checkpoints that it keeps."""
-    stage, parent = node.stage, identity_of(node.study / "runs" / node.stage.parent)
+    parent = identity_of(node.study / "runs" / node.parent)
     start = Start()
-    if stage.parent:
-        at = stage.at or parent["train_iters"]
-        start = Start(stage.start, str(node.study / "runs" / stage.parent), at, digest(parent))
+    if node.parent:
+        at = node.at or parent["train_iters"]
+        start = Start(node.start, str(node.study / "runs" / node.parent), at, digest(parent))
     facts = {"identity": node._identity() | start.identity | (identity or {}), "start": asdict(start)}
     checkpoints = node.folder / "checkpoints"
     checkpoints.mkdir(parents=True)
     (node.folder / "run.json").write_text(json.dumps(facts))
-    for kept in {step, *(kept for kept in stage.keep if kept <= step)}:
+    for kept in {step, *(kept for kept in node.keep if kept <= step)}:
         folder = checkpoints / f"iter_{kept:07d}"
         folder.mkdir()
         (folder / "weights").write_text("x")
@@ -71,16 +70,16 @@ def make_export(node: ExportNode, weights: str = "weights", **facts) -> None:
     node.folder.mkdir(parents=True, exist_ok=True)
     for name, text in {"config.json": "{}", "model.safetensors": weights, "tokenizer.json": "{}"}.items():
         (node.folder / name).write_text(text)
-    said = {"run": node.stage.run, "step": node.stage.step, "identity": digest(identity_of(node.study / "runs" / node.stage.run))}
+    said = {"run": node.run, "step": node.step, "identity": digest(identity_of(node.study / "runs" / node.run))}
     (node.folder / "conversion.json").write_text(json.dumps(said | facts))
 
 
 def make_results(node: GridNode) -> None:
     """Every result, of the model and the data that are there."""
-    for training in node.stage.trainings:
+    for training in node.trainings:
         for dataset in training.datasets:
-            for rate in node.stage.flags["learning_rates"]:
-                for seed in range(node.stage.flags["seeds"]):
+            for rate in node.flags["learning_rates"]:
+                for seed in range(node.flags["seeds"]):
                     folder = results.run_folder(node.folder, training.family, dataset, training.train_on, rate, seed)
                     fingerprints = node._of_model() | node.data.fingerprints.get(dataset, {})
                     made = {"protocol": asdict(node.protocol), "fingerprints": fingerprints}

@@ -11,7 +11,7 @@ SHORT = {"models": [{"size": "toy", "steps": 400, "mask": 0.4}], "finetune": Non
 
 def starts(found):
     """(kind, parent, step) of each run by its name."""
-    runs = [node.stage for id, node in found.items() if id.startswith("pretrain/")]
+    runs = [node for id, node in found.items() if id.startswith("pretrain/")]
     return {run.name: (run.start, run.parent, run.at) for run in runs}
 
 

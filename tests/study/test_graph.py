@@ -9,8 +9,9 @@ import runs
 
 from megaenc import flags
 from megaenc.model.config import preset
-from megaenc.study.graph import arguments, build_graph
+from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
+from megaenc.study.node import arguments
 from megaenc.study.pretrain_flags import OF_THE_STUDY
 from megaenc.study.sharing import shared_steps
 from megaenc.training.settings import PretrainSettings, read_settings
@@ -60,7 +61,7 @@ def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_p
         **manifests.models(*manifests.BASE["models"], {"size": "toy", "steps": 300, "mask": 0.4, "checkpoints": [50, 200]}),
     )
     done = set()
-    for stage in found.stages():
+    for stage in found.nodes.values():
         assert set(stage.needs) <= done, stage.id
         done.add(stage.id)
     for run in found.runs.values():
@@ -145,9 +146,9 @@ def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
 
 @pytest.mark.parametrize(("file", "processes"), [("paper", 192), ("open", 192), ("peak-rate", 192), ("small", 1), ("mini", 1)])
 def test_the_real_settings_take_every_run(file, processes):
-    runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml")).runs.values()
+    runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"), Path("out")).runs.values()
     for run in runs:
-        given = run.flags_in(Path("out"))
+        given = run.flags
         shape = preset(given.get("model", "tiny"))
         settings = flags.replace_fields(PretrainSettings(shape=shape), given, source="plan")
         settings.check(processes)
@@ -170,13 +171,13 @@ def test_a_plan_needs_no_torch():
 
 def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
     found = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
-    made = found.corpus.commands(Path("out"))
+    made = found.corpus.commands
     assert [command.arguments[0] for command in made] == ["tokenizer", "preprocess"]
     assert made[0].arguments[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
-    given = found.runs["toy-clm-400"].flags_in(Path("out"))
+    given = found.runs["toy-clm-400"].flags
     assert f"{given['data_path'][0]}.idx" == str(made[1].makes) and given["tokenizer"] == str(made[0].makes)
     assert found.runs["toy-clm-400"].needs == ("corpus",)
-    assert [command.arguments[0] for command in graph(tmp_path).corpus.commands(Path("out"))] == [
+    assert [command.arguments[0] for command in graph(tmp_path).corpus.commands] == [
         "demo",
         "tokenizer",
         "preprocess",

@@ -95,7 +95,7 @@ def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
             assert len(str(error)) < 1500 and "study.yaml" in str(error), (at, str(error))
         else:
             assert all(line.isprintable() for line in said), at
-            for stage in graph.stages():
+            for stage in graph.nodes.values():
                 assert re.fullmatch(r"[A-Za-z0-9][\w.-]{0,250}", stage.name), (at, stage.name)
     assert refused > 10
 

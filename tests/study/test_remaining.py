@@ -9,7 +9,6 @@ from megaenc.study import journal
 from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
 from megaenc.study.remaining import Remaining
-from megaenc.study.stages import nodes_of
 
 
 def test_time_left_follows_what_was_measured(tmp_path):
@@ -47,6 +46,6 @@ def test_a_part_of_a_stage_is_credited_with_a_part_of_its_work(tmp_path):
 
 def test_the_plans_time_is_that_of_the_processes_that_train(tmp_path):
     hardware = {"devices": 4, "tokens_per_second": 1000}
-    graph = build_graph(read_manifest(manifests.write(tmp_path, hardware=hardware)))
-    planned = [nodes_of(graph, tmp_path, processes=count)["pretrain/toy-clm-400"].planned for count in (0, 4, 1)]
+    manifest = read_manifest(manifests.write(tmp_path, hardware=hardware))
+    planned = [build_graph(manifest, processes=count).runs["toy-clm-400"].planned for count in (0, 4, 1)]
     assert planned[0] == planned[1] == planned[2] / 4 > 0

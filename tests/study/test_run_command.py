@@ -10,11 +10,10 @@ from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
 from megaenc.study.run import needed
 from megaenc.study.run_command import RunFlags, choose, conclude, main, places
-from megaenc.study.stages import nodes_of
 
 
 def test_only_takes_what_is_needed_along(tmp_path):
-    nodes = nodes_of(build_graph(read_manifest(manifests.write(tmp_path))), tmp_path / "study")
+    nodes = build_graph(read_manifest(manifests.write(tmp_path)), tmp_path / "study").nodes
     found = [node.id for node in choose(nodes, ["toy-clm-dec400-mlm40-420"])]
     name = "toy-clm-dec400-mlm40-420"
     assert found == ["corpus", "pretrain/toy-clm-400", f"pretrain/{name}", f"export/{name}", f"finetune/{name}"]

@@ -20,7 +20,6 @@ from megaenc.study import journal, slurm
 from megaenc.study.graph import build_graph
 from megaenc.study.manifest import read_manifest
 from megaenc.study.slurm import Task, job_name, machines, queued, submit
-from megaenc.study.stages import nodes_of
 
 HERE = Path(__file__).parent
 
@@ -42,7 +41,7 @@ def sbatch(monkeypatch):
 
 
 def a_study(folder: Path) -> list:
-    nodes = nodes_of(build_graph(read_manifest(manifests.write(folder))), folder / "study", processes=4, grid_jobs=0)
+    nodes = build_graph(read_manifest(manifests.write(folder)), folder / "study", processes=4, grid_jobs=0).nodes
     wanted = ["corpus", "pretrain/toy-clm-400", "export/toy-clm-400", "finetune/toy-clm-400"]
     return [nodes[id] for id in wanted]
 
