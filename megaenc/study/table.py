@@ -51,6 +51,11 @@ class Table:
                 raise ValueError(f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns")
 
     @property
+    def named(self) -> bool:
+        """Whether rows have short names, for a phone."""
+        return any(row.name for row in self.rows)
+
+    @property
     def groups(self) -> dict[str, int]:
         """The groups in order, each with the number of its columns."""
         counted: dict[str, int] = {}

@@ -96,6 +96,7 @@ class Missing:
     key: str
     title: str
     why: str
+    panels: tuple[Panel, ...] = ()
 
 
 Drawn = Picture | Missing
