@@ -7,6 +7,7 @@ Shapes: S seeds, N examples of a data set.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -129,9 +130,7 @@ def printed(
     What the same seeds have in common is not printed and cannot be used, nor are examples.
     """
     each = (np.asarray(weights) * np.asarray(halves) / 1.96) ** 2
-    total = float(each.sum())
-    df = total**2 / float((each**2 / (seeds - 1)).sum()) if total else math.nan
-    return _test(float(np.dot(weights, means)), Components(total, math.nan), [(total, df)], 0, margin)
+    return combined(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
 
 def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float) -> Test:
@@ -216,11 +215,8 @@ def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float
     """
     if math.isnan(parts.seeds) or not power(difference, parts, seeds, at_most) >= wanted:
         return None
-    low, high = 1, at_most  # power grows with seeds: the answer is above low and at most high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, parts, seeds, middle) >= wanted else (middle, high)
-    return high
+    counts = range(2, at_most)  # power grows with them
+    return 2 + bisect_left(counts, wanted, key=lambda more: power(difference, parts, seeds, more))
 
 
 def between(scores: np.ndarray) -> np.ndarray:

@@ -48,8 +48,8 @@ class Checked(HTMLParser):
 def comparison(**changes) -> Comparison:
     made = statistics.Test(0.02, 0.01, 0.03, 0.001, statistics.Components(1e-5, math.nan), 4.0, 5)
     given = {
-        "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "difference": 2.0, "low": 1.0,
-        "high": 3.0, "p": 0.00001, "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds", "test": made,
+        "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "test": made, "p": 0.00001,
+        "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds",
     }  # fmt: skip
     return Comparison(**given | changes)
 
@@ -62,7 +62,8 @@ def card(comparison: Comparison, overall: Comparison | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def text() -> str:
-    one, unknown = comparison(), comparison(low=math.nan, high=math.nan, effect=math.nan, p=math.nan, verdict="not resolved")
+    nothing = statistics.Test(0.02, math.nan, math.nan, math.nan, statistics.Components(math.nan, math.nan), math.nan, 1)
+    one, unknown = comparison(), comparison(test=nothing, effect=math.nan, p=math.nan, verdict="not resolved")
     verdicts = [
         Verdict(
             1,
