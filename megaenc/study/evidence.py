@@ -53,16 +53,20 @@ class Evidence:
     """of every model and data set with a run, those without a score too; none of published tables"""
 
     @functools.cached_property
-    def _places(self) -> dict[tuple[Setting | None, str, str], Score]:
-        found: dict[tuple[Setting | None, str, str], Score] = {}
+    def _places(self) -> dict[tuple[Setting | str, str, str], Score]:
+        found: dict[tuple[Setting | str, str, str], Score] = {}
         for score in self.scores:
             for family in (score.family, ""):
-                found.setdefault((score.setting, score.dataset, family), score)
+                found.setdefault((score.setting or score.model, score.dataset, family), score)
         return found
 
-    def find(self, setting: Setting, dataset: str, family: str = "") -> Score | None:
-        """The score of a model on a data set; of averages `family` says which."""
-        return self._places.get((setting, dataset, str(family)))
+    def find(self, model: Setting | str, dataset: str, family: str = "") -> Score | None:
+        """Return the score of a model, by its name if it has no setting, on a data set; of averages `family` says which."""
+        return self._places.get((model, dataset, str(family)))
+
+    def names(self) -> dict[Setting, str]:
+        """Return what the models that have a setting are called."""
+        return {score.setting: score.model for score in reversed(self.scores) if score.setting is not None}
 
     def settings(self) -> list[Setting]:
         """The models that have a setting, in the order in which they come up."""
@@ -73,9 +77,9 @@ class Evidence:
         names = self.scope.names.values()
         return [*names, *(one for one in self.settings() if not names or one.size not in self.scope.sizes)]
 
-    def grouped(self) -> dict[Setup, list[Setting]]:
-        """Its models by setup, as setups.grouped has them."""
-        return grouped(self.settings(), self.planned(), self.scope.sizes)
+    def grouped(self, settings: Iterable[Setting] | None = None) -> dict[Setup, list[Setting]]:
+        """Return its models, or these, by setup, as setups.grouped has them."""
+        return grouped(self.settings() if settings is None else settings, self.planned(), self.scope.sizes)
 
     def sizes_of(self, settings: Iterable[Setting]) -> list[str]:
         """Their sizes, smallest first, as far as manifest or names say it."""

@@ -14,7 +14,7 @@ from megaenc.study.score import Grid, Score, examples_of, trainings
 from megaenc.study.setups import dataset_label, datasets_of
 from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
 from megaenc.study.table import Column, Row, Table, Value, score
-from megaenc.study.tables import blocks_of, columns_of, models_of, places_of, unfinished, unfinished_said
+from megaenc.study.tables import columns_of, models_of, places_of, unfinished, unfinished_said
 
 
 def spread_tables(evidence: Evidence) -> list[Table]:
@@ -48,14 +48,14 @@ def rate_table(evidence: Evidence) -> Table | None:
             " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks "
             "as if no rate mattered."
         )
-    blocks = blocks_of(evidence)
+    places = places_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
     rows = []
     for model in models_of(evidence):
-        cells = [made.get((model, family, name)) for _, family, name in places_of(blocks)]
+        cells = [made.get((model, family, name)) for *_, family, name in places]
         if any(value is not None for value in cells):
             rows.append(Row((model, *cells)))
-    columns = (Column("Model", number=False), *columns_of(blocks))
+    columns = (Column("Model", number=False), *columns_of(places))
     note += unfinished_said(evidence.scores)
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, tuple(rows)) if rows else None
 

@@ -9,8 +9,8 @@ from html import escape
 from typing import Any, Literal
 
 from megaenc.study.axes import plain_counts
-from megaenc.study.bars import words
 from megaenc.study.evidence import Evidence
+from megaenc.study.made import words
 from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import AVERAGE, FAMILIES, dataset_label, datasets_of, is_average
