@@ -1,4 +1,4 @@
-"""What the study published: the means and intervals of its tables, shipped with the package, and its result files.
+"""What the study published: the means and intervals of its tables, shipped with the package.
 
 published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
 Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Two models stand in
@@ -8,13 +8,10 @@ three of its tables, with the same numbers, so there are 46.
 import csv
 import functools
 from importlib import resources
-from pathlib import Path
 
-from megaenc.finetune.intervals import STUDY, Kind
-from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
+from megaenc.study.evidence import AVERAGE, Evidence
 from megaenc.study.score import Score
-from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
+from megaenc.study.setting import BUDGET, Setting, name_of
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
@@ -48,16 +45,9 @@ def rows() -> list[dict[str, str]]:
 
 def row_setting(row: dict[str, str]) -> Setting:
     """The model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
-    masked, on_the_way = bool(row["mask_ratio"]), row["setup"] == "efficiency"
-    return Setting(
-        size=row["size"],
-        clm_steps=int(row["clm_steps"]),
-        mlm_steps=int(row["mlm_steps"]),
-        cpt_mlm_steps=int(row["cpt_mlm_steps"]),
-        mask_ratio=float(row["mask_ratio"]) if masked else None,
-        decayed=not on_the_way,
-        budget=BUDGET if on_the_way else 0,
-    )
+    steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
+    mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
+    return Setting(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
 
 
 @functools.cache
@@ -65,24 +55,7 @@ def published() -> Evidence:
     """The printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
     found: dict[tuple[Setting, str, str], Score] = {}
     for row in rows():
-        setting, dataset = row_setting(row), PRINTED[row["dataset"]]
-        score = Score(
-            model=name_of(setting),
-            setting=setting,
-            family=row["task"],
-            dataset=dataset,
-            mean=float(row["mean"]) / 100,
-            half=float(row["ci95"]) / 100,
-        )
-        found.setdefault((setting, score.family, dataset), score)
+        setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
+        score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
+        found.setdefault((setting, family, dataset), score)
     return Evidence(list(found.values()))
-
-
-def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
-    """The study's own result files, under the names of its models and over the data sets of its tables alone.
-
-    `folder` is its `results`, as in the repository hgissbkh/EncodEval. Raises InputError for a tree without results.
-    """
-    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
-    found = scan(folder)
-    return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)

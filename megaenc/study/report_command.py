@@ -21,10 +21,9 @@ from megaenc.finetune.results import Result, scan
 from megaenc.output_paths import created_parent
 from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
-from megaenc.study.evidence import PAPER, Evidence, of_results
+from megaenc.study.evidence import PAPER, Evidence, of_results, without_score
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
-from megaenc.study.lacking import without_score
 from megaenc.study.page import Report, page
 from megaenc.study.published import published
 from megaenc.study.report_folder import FIGURES, PAGE, TABLES
