@@ -33,10 +33,7 @@ def of_published() -> list[Fact]:
         ("Numbers", f"{SOURCE}: means and intervals of five fine-tuning seeds, as printed"),
         intervals_of(published()),
         ("Cost", "110,000 MI250X GPU hours, as its authors say"),
-        (
-            "Tests",
-            "of printed means and intervals alone: without single seeds or examples, so less can be resolved than with them",
-        ),
+        ("Tests", _OF_PRINTED),
     ]
 
 
@@ -58,8 +55,8 @@ def of_results(results: Sequence[Result], evidence: Evidence) -> list[Fact]:
         ("Learning rates", ", ".join(map(rate_name, sorted({rate for one in evidence.grids for rate, _ in one.ended})))),
         ("Pretraining seeds", _listed(sorted({setting.seed for setting in evidence.settings()}))),
     ]
-    if seconds := _seconds(results):
-        facts.append(("Time in fine-tunings", f"{seconds / 3600:,.1f} hours, evaluation included"))
+    seconds = _seconds(results)
+    facts.append(("Time in fine-tunings", f"{seconds / 3600:,.1f} hours, evaluation included" if seconds else ""))
     return [(name, text) for name, text in facts if text]
 
 

@@ -125,8 +125,7 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], len
     found: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
         alike = 1 if not seeds else sum(bool({line.size for _, line in members} & sizes) for sizes in parts)
-        scores = rows[seeds].scores
-        found[seeds] += alike * float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
+        found[seeds] += alike * statistics.of_mean(rows[seeds].scores)
     for size, members in once.items():
         alike = sum(size in sizes for sizes in parts)
         whole = math.fsum(abs(weight) for weight, _ in members)

@@ -59,11 +59,11 @@ def components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> Compo
     variance without repetition, the estimators of Dorfman, Berbaum and Metz (1992): of seeds by examples, MS_examples -
     MS_residual over S * N is what examples share in all seeds, 0 where negative; residuals are in the seeds' variance already.
     """
-    return Components(_of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
+    return Components(of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
 
 
-def _of_mean(scores: np.ndarray) -> float:
-    """The variance of the mean of float[S]; nan for one."""
+def of_mean(scores: np.ndarray) -> float:
+    """Return the variance of the mean of float[S]; nan for one."""
     return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
 
 
@@ -158,12 +158,10 @@ def holm(p: Sequence[float]) -> list[float]:
 
     Holm, Scandinavian Journal of Statistics 6 (1979). nan is no test: it stays and does not count.
     """
-    given = np.asarray(p, dtype=np.float64)
-    order = [at for at in np.argsort(given, kind="stable") if not math.isnan(given[at])]
-    adjusted, highest = given.copy(), 0.0
-    for rank, at in enumerate(order):
-        highest = max(highest, min(1.0, (len(order) - rank) * given[at]))
-        adjusted[at] = highest
+    adjusted = np.array(p, dtype=np.float64)
+    order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]  # nan is last
+    factors = np.arange(len(order), 0, -1)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * adjusted[order]))
     return adjusted.tolist()
 
 
@@ -257,6 +255,7 @@ def bootstrap(
     count, random = len(scores), np.random.default_rng(seed)
     if count < 3:
         return (math.nan, math.nan), (math.nan, math.nan)
+    parts = components(scores, examples)
     times = random.multinomial(count, np.full(count, 1 / count), draws)
     rows = np.broadcast_to(np.asarray(scores, dtype=np.float64), (draws, count)).copy()
     for block in examples:
@@ -266,11 +265,10 @@ def bootstrap(
             row += block @ np.bincount(random.integers(of, size=of), minlength=of) / of
     means = (times * rows).sum(1) / count
     low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
-    of_examples = np.nan_to_num(components(scores, examples).examples)
-    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + of_examples)
+    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.examples))
     middle = float(np.mean(scores))
     with np.errstate(divide="ignore", invalid="ignore"):
         pivots = np.nan_to_num((means - middle) / errors, posinf=np.inf, neginf=-np.inf)
     below, above = np.quantile(pivots, [LEVEL / 2, 1 - LEVEL / 2])
-    error = math.sqrt(components(scores, examples).total)
+    error = math.sqrt(parts.total)
     return (float(low), float(high)), (middle - float(above) * error, middle - float(below) * error)

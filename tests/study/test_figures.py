@@ -8,8 +8,8 @@ from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results import scan
 from megaenc.study.evidence import Evidence, of_results
-from megaenc.study.figures import objectives, rates
-from megaenc.study.figures.every import figures_of, flops_by_shape, losses
+from megaenc.study.figures import objectives
+from megaenc.study.figures.every import figures_of, flops_by_shape, losses, rates
 from megaenc.study.figures.panels import PAPER, Missing, Picture, as_svg, inline
 from megaenc.study.published import published
 from megaenc.study.run_tree import flops_of, read_runs
@@ -88,13 +88,13 @@ def test_continued_pretraining_begins_with_the_finished_model():
 
 
 def test_rates_are_drawn_below_each_models_best(ours):
-    picture = rates.picture(ours)
+    picture = rates(ours)
     assert len(picture.panels) == len(DATASETS)
     for line in picture.panels[0].lines:
         assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
     strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
     assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
-    assert isinstance(rates.picture(published()), Missing)
+    assert isinstance(rates(published()), Missing)
 
 
 def test_losses_of_the_runs(runs):

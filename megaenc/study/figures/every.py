@@ -1,16 +1,19 @@
-"""All figures of a report, in the order in which they are shown."""
+"""All figures of a report, in the order in which they are shown, with those of learning rates and of losses."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from megaenc.finetune.jobs import rate_name
 from megaenc.study.axes import styles
 from megaenc.study.compare import curves_of
 from megaenc.study.evidence import Evidence
-from megaenc.study.figures import objectives, rates
+from megaenc.study.figures import objectives
 from megaenc.study.figures.panels import (
     BLUE,
     FAINT,
     GREEN,
+    OBJECTIVES,
     ORANGE,
     PURPLE,
     Drawn,
@@ -19,10 +22,14 @@ from megaenc.study.figures.panels import (
     Panel,
     Picture,
     Point,
+    headline,
     laid_over,
+    panel_title,
 )
 from megaenc.study.run_tree import TrainedRun, flops_of_the_study
 from megaenc.study.setting import Setting
+from megaenc.study.setups import objective
+from megaenc.study.spread_tables import sensitivity
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,7 @@ def figures_of(
     others = objectives.schedules(evidence)
     return [
         *both(objectives.clm_and_mlm, objectives.mask_ratios, objectives.mask_ratios_with_clm, objectives.by_step, by_flops),
-        Shown(rates.picture(evidence)),
+        Shown(rates(evidence)),
         *both(objectives.clm_shares, objectives.continued),
         *([Shown(others)] if others else []),
         Shown(losses(runs)),
@@ -86,20 +93,71 @@ def losses(runs: Mapping[str, TrainedRun]) -> Drawn:
     few = len(curves) <= _FEW
     style = styles(list(curves))
     panels = []
-    for objective in dict.fromkeys(objective for each in curves.values() for objective in each):
+    for under in dict.fromkeys(of for each in curves.values() for of in each):
         lines = []
         for kind, (label, colour) in _KINDS.items():
             for name, each in curves.items():
-                if runs[name].kind != kind or objective not in each:
+                if runs[name].kind != kind or under not in each:
                     continue
-                x, losses = each[objective]
+                x, values = each[under]
                 thinned = range(0, len(x), -(-len(x) // _DOTS))
-                points = tuple(Point(x[at], losses[at]) for at in sorted({*thinned, len(x) - 1}))
+                points = tuple(Point(x[at], values[at]) for at in sorted({*thinned, len(x) - 1}))
                 marker = "" if len(points) > 12 else style[name][1] if few else "."
                 lines.append(Line(name if few else label, style[name][0] if few else colour, marker, points))
-        panels.append(Panel(f"under {objective}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
+        panels.append(Panel(f"under {under}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
     caption = (
         "Loss on text that no run was trained on, under each objective, whatever the run was trained with at the time. A branch "
         "begins at the step where it left its parent; what went on from a finished model counts its own steps."
     )
     return Picture(key, title, caption, tuple(panels))
+
+
+def rates(evidence: Evidence) -> Drawn:
+    """Draw points lost against each model's own best rate: a light line a model, a strong one for the mean of an objective."""
+    key, title = "learning-rates", "Sensitivity to the learning rate"
+    panels = []
+    for family, dataset in headline(evidence).items():
+        of_kind: dict[str, list[dict[float, float]]] = {kind: [] for kind in _OBJECTIVES}
+        for one in evidence.scores:
+            finished = one.setting is not None and one.setting.decayed
+            if (one.family, one.dataset) == (family, dataset) and finished and (made := sensitivity(one)) is not None:
+                kind = objective(one.setting)
+                if kind == "CLM" and one.setting.cpt_mlm_steps:  # MLM on a CLM model is both, one after the other
+                    kind = "CLM + MLM"
+                best = max(made.means.values())
+                lost = {rate: 100 * (mean - best) for rate, mean in made.means.items()}
+                of_kind[kind if kind in of_kind else "other"].append(lost)
+        lines = []
+        for kind, models in of_kind.items():
+            if 1 < len(models) <= 40:
+                lines += [Line("", _OBJECTIVES[kind][0], "", _points(lost), light=True, labelled=False) for lost in models]
+            common = set.intersection(*map(set, models)) if models else ()
+            if common:
+                means = {rate: math.fsum(lost[rate] for lost in models) / len(models) for rate in common}
+                lines.append(Line(kind, *_OBJECTIVES[kind], _points(means)))
+        if lines:
+            ticks = {rate: rate_name(rate).replace("e-0", "e-") for rate in sorted({p.x for line in lines for p in line.points})}
+            axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
+            panels.append(Panel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
+    if not panels:
+        why = "No model has results of every seed at two learning rates; published tables have chosen rates alone."
+        return Missing(key, title, why)
+    caption = (
+        "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
+        "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
+    )
+    if any(one.collapsed for one in evidence.scores):
+        caption += " What collapses to worthless predictions at every rate is flat too: the table of collapsed runs names it."
+    if any(one.rates_failed for one in evidence.scores):
+        caption += (
+            " Runs whose loss became no number count as the score that needs no model, where results say that; else their rate "
+            "is left out of their model's line."
+        )
+    return Picture(key, title, caption, tuple(panels))
+
+
+_OBJECTIVES = {kind: OBJECTIVES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")}
+
+
+def _points(by_rate: Mapping[float, float]) -> tuple[Point, ...]:
+    return tuple(Point(rate, by_rate[rate]) for rate in sorted(by_rate))
