@@ -173,37 +173,33 @@ def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
 
 def sensitivity(models: Models, draws: int = 0) -> Draft:
     """3: the variance between rates, by data set, MLM less CLM, as a difference of standard deviations."""
-    names = (models.mlm, models.clm)
-    lines, variances, failed, unfinished, floors = [], [], [0, 0], 0, set()
-    places = [(family, dataset) for family, dataset in models.evidence.datasets() if not is_average(dataset)]
+    names, evidence = (models.mlm, models.clm), models.evidence
+    lines, variances, unfinished = [], [], 0
+    places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
     for (size, by_seed), (family, dataset) in ((one, place) for one in models.final().items() for place in places):
-        source, grids = {}, {}
-        for seed, pair in by_seed.items():
-            sides = [models.evidence.find(setting, dataset, family) for setting in pair]
-            if None in sides or (of_sides := _grids(sides)) is None:
-                continue
-            source[seed], grids[seed] = [(1.0, sides[0]), (-1.0, sides[1])], of_sides
-            failed = [before + sum(map(len, side.rates_failed.values())) for before, side in zip(failed, sides, strict=True)]
-            floors |= {side.floor is None for side in sides if side.rates_failed}
-            unfinished += len({rate for side in sides for rate in {*side.rates, *side.rates_failed}}) - of_sides[0].shape[0]
+        sides = {seed: [evidence.find(setting, dataset, family) for setting in pair] for seed, pair in by_seed.items()}
+        grids = {seed: found for seed, pair in sides.items() if None not in pair and (found := _grids(pair)) is not None}
         if grids:
             values, apart = _values(grids)
-            terms = {
-                seed: [
-                    (weight, replace(score, seeds=of_side, examples=nothing))
-                    for (weight, score), of_side in zip(source[seed], values[seed], strict=True)
-                ]
+            valued = {
+                seed: [replace(side, seeds=of, examples=nothing) for side, of in zip(sides[seed], values[seed], strict=True)]
                 for seed in grids
             }
+            source, terms = ({seed: [(1.0, of[seed][0]), (-1.0, of[seed][1])] for seed in grids} for of in (sides, valued))
             lines.append(Line(names, size, family, dataset, size, terms, source))
             variances.append(apart)
+            tried = {seed: {rate for side in sides[seed] for rate in (*side.rates, *side.rates_failed)} for seed in grids}
+            unfinished += sum(len(tried[seed]) - len(grid) for seed, (grid, _) in grids.items())
     notes = []
     if lines:
         spreads = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*variances, strict=True)]
         notes = [f"standard deviation over the rates, without what seeds do: {spreads[0]:.2f} and {spreads[1]:.2f} points"]
+    compared = [[score for _, score in pair] for line in lines for pair in line.source.values()]
+    failed = [sum(len(seeds) for pair in compared for seeds in pair[side].rates_failed.values()) for side in (0, 1)]
     if any(failed):
         counts = " and ".join(f"{count} of {name}" for count, name in zip(failed, names, strict=True) if count)
-        notes.append(f"failed runs count as {'the worst run there' if True in floors else 'the trivial baseline'}: {counts}")
+        unknown = any(score.rates_failed and score.floor is None for pair in compared for score in pair)
+        notes.append(f"failed runs count as {'the worst run there' if unknown else 'the trivial baseline'}: {counts}")
     if unfinished:
         notes.append(f"rates left out, as not finished with every seed of both: {unfinished}")
     return directional(lines, 0, "; ".join(notes))

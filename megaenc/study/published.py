@@ -12,25 +12,12 @@ from importlib import resources
 from megaenc.study.evidence import AVERAGE, Evidence
 from megaenc.study.score import Score
 from megaenc.study.setting import BUDGET, Setting, name_of
+from megaenc.study.setups import DATASETS
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
 
-PRINTED = {
-    "SST-2": "sst2",
-    "QQP": "qqp",
-    "MNLI": "mnli_m",
-    "CoNLL": "conll2003_en",
-    "OntoNotes": "ontonotes",
-    "UNER": "uner_en",
-    "SQuAD": "squad",
-    "SQuAD-v2": "squad_v2",
-    "ReCoRD": "record",
-    "MS MARCO": "msmarco",
-    "NQ": "nq",
-    "MLDR": "mldr_en",
-    "Average": AVERAGE,
-}
+PRINTED = {label: name for labels in DATASETS.values() for name, label in labels.items()} | {"Average": AVERAGE}
 """What the tables call a data set, and its name here."""
 
 

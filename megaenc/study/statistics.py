@@ -55,9 +55,9 @@ class Test:
 def components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> Components:
     """Of the mean of float[S] `scores`, from what the examples behind them scored: float[S, N] of each data set, or none.
 
-    The contributions of several data sets to a score add up. Works for one model's scores as for a contrast. Two-way analysis of
-    variance without repetition, the estimators of Dorfman, Berbaum and Metz (1992): of seeds by examples, MS_examples -
-    MS_residual over S * N is what examples share in all seeds, 0 where negative; residuals are in the seeds' variance already.
+    The contributions of several data sets to a score add up. Two-way analysis of variance without repetition (Dorfman, Berbaum
+    and Metz 1992): examples share (MS_examples - MS_residual) / (S * N) in all seeds, 0 where negative; the seeds' variance holds
+    the residuals already.
     """
     return Components(of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
 
@@ -124,11 +124,7 @@ def combined(
 def printed(
     means: Sequence[float], halves: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
 ) -> Test:
-    """The same of published means and half intervals alone: Welch's t test for independent seeds.
-
-    A half is 1.96 * sd / sqrt(seeds), so variance (half / 1.96) ** 2 of its mean; degrees of freedom by Welch and Satterthwaite.
-    What the same seeds have in common is not printed and cannot be used, nor are examples.
-    """
+    """Test published means by their half intervals, 1.96 * sd / sqrt(seeds), alone: Welch's t test for independent seeds."""
     each = (np.asarray(weights) * np.asarray(halves) / 1.96) ** 2
     return combined(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
@@ -188,10 +184,10 @@ _CHANCES = (np.arange(400) + 0.5) / 400
 
 
 def power(difference: float, parts: Components, seeds: int, more: int) -> float:
-    """How often `contrast` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`; the examples stay.
+    """Return how often `contrast` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`.
 
-    Both of its tests have to: the mean over what variance so many seeds may show (its chi-squared distribution, in 400 equal
-    parts) of the chance that the difference found is beyond the greater of both tests' edges. Before any correction.
+    That is the mean, over what variance so many seeds may show (chi-squared, in 400 equal parts), of the chance that the
+    difference found is beyond the edges of both its tests. Before any correction.
     """
     of_seeds, of_examples = parts.seeds * seeds / more, float(np.nan_to_num(parts.examples))
     if more < 2 or not of_seeds + of_examples > 0:
@@ -218,11 +214,10 @@ def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float
 
 
 def between(scores: np.ndarray) -> np.ndarray:
-    """How far the means of float[R, S], by rate and by seed, are apart beyond chance: float[S] whose mean is that variance.
+    """Return float[S] whose mean is how far the means of float[R, S], by rate and by seed, are apart beyond chance, a variance.
 
-    The covariance over the rates of what two seeds score, over all pairs of seeds: what a seed does at one rate alone is not in
-    the other one's, so noise adds nothing on average, however much there is and at which rate. That is the variance component
-    (MS_rates - MS_residual) / S of a two-way analysis of variance. The values are jackknife pseudo-values over the seeds, to be
+    It is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, the mean covariance over the
+    rates of two seeds, so that noise adds nothing on average. The values are its jackknife pseudo-values over the seeds, to be
     tested by t (Tukey; Arvesen 1969). Two seeds have one pair: float[1]. Raises ValueError below two rates or seeds.
     """
     rates, count = scores.shape
@@ -247,10 +242,10 @@ def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
 def bootstrap(
     scores: np.ndarray, examples: Sequence[np.ndarray], draws: int = 2000, seed: int = 0
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """95 % intervals by resampling seeds and then examples, the same ones for all models and seeds: percentile and studentised.
+    """Return 95 % intervals by resampling seeds and then examples, the same for all models: percentile and studentised.
 
-    `examples` as in `components`; float[S] `scores` are what their means add up to. Beside the t interval of `contrast`, not in
-    its stead: over five seeds it is calibrated only by luck. nan below three seeds, where a draw often has one seed alone.
+    `examples` as in `components`. For a look next to the t interval of `contrast`: over five seeds it is calibrated only by luck.
+    nan below three seeds, where a draw often has one seed alone.
     """
     count, random = len(scores), np.random.default_rng(seed)
     if count < 3:

@@ -206,7 +206,13 @@ def _draw(picture: Picture, columns: int) -> Any:
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
     size = width, rows * _PANEL[1] + legend
     figure = Figure(figsize=size)
-    axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
+    of_panel = width / columns
+    axes = []
+    for at in range(len(picture.panels)):
+        row, column = divmod(at, columns)
+        left, bottom = column * of_panel + _LEFT, size[1] - legend - (row + 1) * _PANEL[1] + _BOTTOM
+        across_by_down = ((of_panel - _LEFT - _RIGHT) / width, (_PANEL[1] - _TOP - _BOTTOM) / size[1])
+        axes.append(figure.add_axes((left / width, bottom / size[1], *across_by_down)))
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, picture.panels, strict=True):
         for line in panel.lines:
@@ -238,15 +244,6 @@ _PANEL, _PHONE = (4.5, 2.75), 3.75
 """Width and height of a panel in inches, and its width on a phone."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
 """What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
-
-
-def _place(at: int, columns: int, size: tuple[float, float], legend: float) -> tuple[float, float, float, float]:
-    """Left, bottom, width and height of a panel's axes, as shares of the figure."""
-    (width, height), (row, column) = size, divmod(at, columns)
-    of_panel = width / columns
-    bottom = height - legend - (row + 1) * _PANEL[1] + _BOTTOM
-    inside = of_panel - _LEFT - _RIGHT, _PANEL[1] - _TOP - _BOTTOM
-    return (column * of_panel + _LEFT) / width, bottom / height, inside[0] / width, inside[1] / height
 
 
 def _line(axis: Any, line: Line) -> Any:
