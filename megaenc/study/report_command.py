@@ -176,7 +176,7 @@ def write(report: Report, output: Path) -> None:
 def _pictures(one: Shown) -> list[tuple[str, Picture]]:
     """Return what is drawn of a figure, each under the name of its files."""
     both = ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published))
-    return [(name, picture) for name, picture in both if isinstance(picture, Picture)]
+    return [(name, picture) for name, picture in both if picture and picture.panels]
 
 
 @one_line_errors
@@ -193,5 +193,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.lacking:
         say(report.lacking)
-    drawn = sum(isinstance(one.drawn, Picture) for one in report.figures)
+    drawn = sum(bool(one.drawn.panels) for one in report.figures)
     say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")

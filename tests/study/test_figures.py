@@ -10,7 +10,7 @@ from megaenc.finetune.results import scan
 from megaenc.study.evidence import Evidence, of_results
 from megaenc.study.figures import objectives
 from megaenc.study.figures.every import figures_of, flops_by_shape, losses, rates
-from megaenc.study.figures.panels import PAPER, Missing, Picture, as_svg, inline
+from megaenc.study.figures.panels import PAPER, Picture, as_svg, inline
 from megaenc.study.published import published
 from megaenc.study.run_tree import flops_of, read_runs
 from megaenc.study.score import Score
@@ -57,7 +57,7 @@ def test_mask_ratios():
 
 
 def test_mask_ratios_with_and_without_clm(ours):
-    assert isinstance(objectives.mask_ratios_with_clm(published()), Missing)
+    assert not objectives.mask_ratios_with_clm(published()).panels
     picture = objectives.mask_ratios_with_clm(ours)
     assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
     two_stage = ours.find(Setting("mini", 75, 225, mask_ratio=0.2), "demo_sc")
@@ -69,7 +69,7 @@ def test_efficiency_by_step_and_by_operations(ours, runs):
     assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
     by_flops = objectives.by_flops(ours, flops_of(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
-    assert "Models of a manifest always need it" in objectives.by_flops(ours, {}).why
+    assert "Models of a manifest always need it" in objectives.by_flops(ours, {}).caption
 
 
 def test_shares_of_each_budget():
@@ -94,7 +94,7 @@ def test_rates_are_drawn_below_each_models_best(ours):
         assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
     strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
     assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
-    assert isinstance(rates(published()), Missing)
+    assert not rates(published()).panels
 
 
 def test_losses_of_the_runs(runs):
@@ -107,7 +107,7 @@ def test_losses_of_the_runs(runs):
     assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
     few = losses({name: runs[name] for name in list(runs)[:2]})
     assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
-    assert losses({}).why == "No runs were given: --runs names their folder."
+    assert losses({}).caption == "No runs were given: --runs names their folder."
 
 
 def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
@@ -117,19 +117,19 @@ def test_published_values_lie_behind_the_same_models_and_beside_others(ours, run
     light = [line for line in first.drawn.panels[0].lines if line.light]
     assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
     others = figures_of(ours, runs, flops_of(runs, settings()), published())
-    assert [one.drawn.key for one in others if isinstance(one.drawn, Missing)] == []
+    assert [one.drawn.key for one in others if not one.drawn.panels] == []
     beside = [one.drawn.key for one in others if one.published is not None]
     assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
 
 
 def test_all_that_tables_alone_allow():
     shown = figures_of(published(), {}, flops_by_shape(published()))
-    assert [one.drawn.key for one in shown if isinstance(one.drawn, Missing)] == [
+    assert [one.drawn.key for one in shown if not one.drawn.panels] == [
         "mask-ratios-with-clm",
         "learning-rates",
         "losses",
     ]
-    assert all(one.drawn.why.endswith(".") for one in shown if isinstance(one.drawn, Missing))
+    assert all(one.drawn.caption.endswith(".") for one in shown if not one.drawn.panels)
 
 
 def test_another_seed_of_the_pretraining_is_points_without_a_line():

@@ -10,7 +10,7 @@ from megaenc.study import statistics
 from megaenc.study.claims import Verdict
 from megaenc.study.comparisons import Comparison
 from megaenc.study.figures.every import Shown
-from megaenc.study.figures.panels import Line, Missing, Panel, Picture, Point
+from megaenc.study.figures.panels import Line, Panel, Picture, Point
 from megaenc.study.page import MARK, Report, page
 from megaenc.study.table import Column, Row, Table
 
@@ -85,7 +85,7 @@ def text() -> str:
     columns = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"))
     rows = (Row(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k"), Row((EVIL, 1, None), light=True, rule=True, name=EVIL))
     tables = [Table("base", "Base models", "Percent.", columns, rows), Table("base-standard", "Standard", "Note.", columns, rows)]
-    figures = [Shown(picture, picture), Shown(Missing("losses", "Losses", "No runs were given."))]
+    figures = [Shown(picture, picture), Shown(Picture("losses", "Losses", "No runs were given."))]
     facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
     return page(
         Report(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"Without any run: {EVIL}.")

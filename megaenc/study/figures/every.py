@@ -16,9 +16,7 @@ from megaenc.study.figures.panels import (
     OBJECTIVES,
     ORANGE,
     PURPLE,
-    Drawn,
     Line,
-    Missing,
     Panel,
     Picture,
     Point,
@@ -36,7 +34,7 @@ from megaenc.study.spread_tables import sensitivity
 class Shown:
     """A figure, and the published numbers drawn the same way where they cannot lie in it."""
 
-    drawn: Drawn
+    drawn: Picture
     published: Picture | None = None
 
 
@@ -46,14 +44,14 @@ def figures_of(
     """Return every figure; `flops` by setting, `published` what to lay behind or next to the scores."""
     flops_there = flops_by_shape(published) if published else {}
 
-    def by_flops(of: Evidence, behind: Evidence | None = None) -> Drawn:
+    def by_flops(of: Evidence, behind: Evidence | None = None) -> Picture:
         return objectives.by_flops(of, flops if of is evidence else flops_there, behind)
 
-    def both(*makes: Callable[..., Drawn]) -> list[Shown]:
+    def both(*makes: Callable[..., Picture]) -> list[Shown]:
         found = []
         for make in makes:
             ours, theirs = make(evidence, published), make(published) if published else None
-            found.append(Shown(ours, theirs if isinstance(theirs, Picture) and not laid_over(ours.panels) else None))
+            found.append(Shown(ours, theirs if theirs and theirs.panels and not laid_over(ours.panels) else None))
         return found
 
     others = objectives.schedules(evidence)
@@ -83,13 +81,13 @@ _KINDS = {
 }
 
 
-def losses(runs: Mapping[str, TrainedRun]) -> Drawn:
+def losses(runs: Mapping[str, TrainedRun]) -> Picture:
     """Draw held-out losses over the steps of every run; a branch begins where it left its parent."""
     key, title = "losses", "Held-out loss of the runs"
     curves = {name: found for name, run in runs.items() if (found := curves_of(run.validated))}
     if not curves:
         why = "No run has a validation." if runs else "No runs were given: --runs names their folder."
-        return Missing(key, title, why)
+        return Picture(key, title, why)
     few = len(curves) <= _FEW
     style = styles(list(curves))
     panels = []
@@ -112,7 +110,7 @@ def losses(runs: Mapping[str, TrainedRun]) -> Drawn:
     return Picture(key, title, caption, tuple(panels))
 
 
-def rates(evidence: Evidence) -> Drawn:
+def rates(evidence: Evidence) -> Picture:
     """Draw points lost against each model's own best rate: a light line a model, a strong one for the mean of an objective."""
     key, title = "learning-rates", "Sensitivity to the learning rate"
     panels = []
@@ -141,7 +139,7 @@ def rates(evidence: Evidence) -> Drawn:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
     if not panels:
         why = "No model has results of every seed at two learning rates; published tables have chosen rates alone."
-        return Missing(key, title, why)
+        return Picture(key, title, why)
     caption = (
         "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
         "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."

@@ -12,9 +12,7 @@ from megaenc.study.figures.panels import (
     OBJECTIVES,
     ORANGE,
     PURPLE,
-    Drawn,
     Line,
-    Missing,
     Panel,
     Picture,
     Series,
@@ -28,14 +26,14 @@ from megaenc.study.setting import Setting
 from megaenc.study.setups import FAMILIES, dataset_label, datasets_of, objective, parent_of, percent, steps_of
 
 
-def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw the base models of CLM and of MLM at the usual mask ratio, by size, or by data set where there is one size."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.grouped().get("base", []), evidence.mask_ratio
     models = {name: [one for one in base if objective(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")}
     if not all(models.values()):
         lacking = " and ".join(name for name, found in models.items() if not found)
-        return Missing(key, title, f"No base model of {lacking} has a score yet.")
+        return Picture(key, title, f"No base model of {lacking} has a score yet.")
     sizes = evidence.sizes_of(one for found in models.values() for one in found)
     hidden = f"MLM hides {percent(mask)} of the tokens."
     if len(sizes) > 1:
@@ -70,12 +68,12 @@ def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str
     return tuple(panels)
 
 
-def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
     base = [one for one in evidence.grouped().get("base", []) if objective(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
-        return Missing(key, title, "No size has MLM models of two mask ratios with scores yet.")
+        return Picture(key, title, "No size has MLM models of two mask ratios with scores yet.")
     sizes = evidence.sizes_of(base)
     style = styles(sizes)
     series = [
@@ -85,7 +83,7 @@ def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> Drawn:
     return picture_of(key, title, "MLM base models of each size.", evidence, series, published, **axis)
 
 
-def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw MLM alone and CLM then MLM over mask ratios, at each size and budget that has two ratios of both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
     groups: dict[tuple[str, int, float], list[Setting]] = defaultdict(list)
@@ -99,7 +97,7 @@ def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) 
         if share and (size, steps, 0.0) in several
     ]
     if not pairs:
-        return Missing(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
+        return Picture(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({(found[0].size, found[0].steps) for _, found in pairs}) > 1
     series: dict[str, Series] = {}
     colours = iter(_styles(2 * len(pairs)))
@@ -123,18 +121,18 @@ def _styles(count: int) -> list[tuple[str, str]]:
     return list(styles([f"{at}" for at in range(count)]).values())
 
 
-def by_step(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def by_step(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw checkpoints on the way over their steps."""
     key, title = "efficiency-steps", "Data efficiency by step"
     places = {one: float(one.steps) for one in evidence.settings() if not one.decayed}
     if len(set(places.values())) < 2:
-        return Missing(key, title, "Fewer than two checkpoints on the way have scores.")
+        return Picture(key, title, "Fewer than two checkpoints on the way have scores.")
     seen = sorted(set(places.values()))
     ticks = {place: short(place) for place in seen} if len(seen) <= 8 else None
     return _efficiency(key, title, evidence, published, places, x_label="step", unit="steps", ticks=ticks)
 
 
-def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evidence | None = None) -> Drawn:
+def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evidence | None = None) -> Picture:
     """Draw the same over the operations that they took; `flops` by setting, those that it lacks are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
     settings = [one for one in evidence.settings() if not one.decayed]
@@ -146,7 +144,7 @@ def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evid
                 "The operations of its runs are not known: --runs names the folder of the pretraining runs, which say them. "
                 "Models of a manifest always need it; only those of the study are counted from their shapes without."
             )
-        return Missing(key, title, why)
+        return Picture(key, title, why)
     return _efficiency(key, title, evidence, published, places, x_label="FLOPs of the matrix products", unit="operations")
 
 
@@ -169,7 +167,7 @@ def _efficiency(
     return picture_of(key, title, caption, evidence, series, published, log=log, **axis)
 
 
-def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw models from scratch at the usual mask ratio over their CLM shares, at each budget with a two-stage model."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.mask_ratio
     groups: dict[tuple[str, int], list[Setting]] = defaultdict(list)
@@ -182,7 +180,7 @@ def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Drawn:
         if any(objective(one) == "CLM + MLM" for one in members) and len({one.clm_share for one in members}) > 1
     }
     if not groups:
-        return Missing(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
+        return Picture(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
     names = _budgets(evidence, groups)
     style = styles(list(names.values()))
     series = [
@@ -201,7 +199,7 @@ def _budgets(evidence: Evidence, groups: Mapping[tuple[str, int], list[Setting]]
     return {(size, steps): f"{steps_of(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
 
 
-def continued(evidence: Evidence, published: Evidence | None = None) -> Drawn:
+def continued(evidence: Evidence, published: Evidence | None = None) -> Picture:
     """Draw finished models, at 0 more steps, and those that went on from them with MLM, by its length."""
     key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.settings()
     groups: dict[tuple[Setting, float | None], list[Setting]] = defaultdict(list)
@@ -213,7 +211,7 @@ def continued(evidence: Evidence, published: Evidence | None = None) -> Drawn:
             if parent in settings and parent not in members:
                 members.append(parent)
     if not groups:
-        return Missing(key, title, "No model of continued pretraining has a score yet.")
+        return Picture(key, title, "No model of continued pretraining has a score yet.")
     sizes, masks = evidence.sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective(parent) for parent, _ in order]

@@ -66,13 +66,13 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, not drawn yet."""
+    """A figure, not drawn yet; without panels one that there is nothing to draw of."""
 
     key: str
     title: str
     caption: str
-    """What is seen, in a sentence or two; it is the alternative text too."""
-    panels: tuple[Panel, ...]
+    """What is seen, in a sentence or two (it is the alternative text too), or why nothing is."""
+    panels: tuple[Panel, ...] = ()
 
     def draw(self, columns: int = WIDE) -> Any:
         """Return matplotlib's Figure with the panels in so many columns."""
@@ -90,19 +90,6 @@ class Picture:
     def svg(self) -> str:
         """That as SVG."""
         return as_svg(self.wide, self.key)
-
-
-@dataclass(frozen=True)
-class Missing:
-    """A figure that there is nothing to draw of, and why."""
-
-    key: str
-    title: str
-    why: str
-    panels: tuple[Panel, ...] = ()
-
-
-Drawn = Picture | Missing
 
 
 @dataclass(frozen=True)
