@@ -28,7 +28,7 @@ from megaenc.finetune.intervals import (
     trained_apart,
 )
 from megaenc.finetune.result_file import read_examples
-from megaenc.finetune.results import RESULTS, Result
+from megaenc.finetune.results import RESULTS, Result, scan
 from megaenc.study.scope import NOTHING, Scope
 from megaenc.study.score import Grid, Score, mean_by_rate, trainings
 from megaenc.study.setting import Setting
@@ -98,6 +98,14 @@ class Evidence:
             return families.index(Family(of[0])), is_average(of[1]), order.get(of, len(order))
 
         return sorted(dict.fromkeys((score.family, score.dataset) for score in self.scores), key=place)
+
+
+def read_evidence(results: Path, settings: Mapping[str, Setting], metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+    """Read a tree of results; `settings` says what its models are by name, the others keep None.
+
+    Raises InputError for a tree without results and for a metric that no finished run has.
+    """
+    return of_results(scan(results), settings.get, metric, kind)
 
 
 def of_results(

@@ -1,4 +1,4 @@
-"""What the study published: the means and intervals of its tables, shipped with the package.
+"""What the study published: the means and intervals of its tables, shipped with the package, and its result files.
 
 published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
 Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Two models stand in
@@ -8,10 +8,13 @@ three of its tables, with the same numbers, so there are 46.
 import csv
 import functools
 from importlib import resources
+from pathlib import Path
 
-from megaenc.study.evidence import AVERAGE, Evidence
+from megaenc.finetune.intervals import STUDY, Kind
+from megaenc.finetune.results import scan
+from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
 from megaenc.study.score import Score
-from megaenc.study.setting import BUDGET, Setting, name_of
+from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
 from megaenc.study.setups import DATASETS
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
@@ -46,3 +49,13 @@ def published() -> Evidence:
         score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
         found.setdefault((setting, family, dataset), score)
     return Evidence(list(found.values()))
+
+
+def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+    """The study's own result files, under the names of its models and over the data sets of its tables alone.
+
+    `folder` is its `results`, as in the repository hgissbkh/EncodEval. Raises InputError for a tree without results.
+    """
+    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
+    found = scan(folder)
+    return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.finetune.examples import Family
-from megaenc.finetune.intervals import STUDY, Kind
+from megaenc.finetune.intervals import STUDY
 from megaenc.finetune.jobs import rate_name
-from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
+from megaenc.study.evidence import AVERAGE
 from megaenc.study.published import published
 from megaenc.study.score import Score
-from megaenc.study.setting import Setting, setting_of
+from megaenc.study.setting import Setting
 
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
@@ -85,18 +84,6 @@ def seed_scores(setting: Setting, family: Family) -> tuple[str, dict[str, np.nda
     else:
         raise AssertionError(f"{cells[0].model} {family}: no five scores from 0 to 1 are found that print so")
     return cells[0].model, {cell.dataset: of_seeds for cell, of_seeds in zip(cells, scores, strict=True)}
-
-
-def read_evidence(folder: Path, settings: dict[str, Setting], metric: str = PAPER) -> Evidence:
-    """Return what is in a tree; `settings` says what its models are by name."""
-    return of_results(scan(folder), settings.get, metric)
-
-
-def raw(folder: Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
-    """Return what is in such a tree, over the data sets of the tables alone."""
-    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
-    found = [result for result in scan(folder) if (result.family, result.dataset) in of_study]
-    return of_results(found, setting_of, metric, kind)
 
 
 def reachable(setting: Setting, family: Family) -> bool:

@@ -3,9 +3,9 @@
 import json
 
 import manifests
-from published_tree import read_evidence
 
 from megaenc.finetune import results
+from megaenc.study.evidence import read_evidence
 from megaenc.study.manifest import read_manifest
 
 PLAIN = {"size": "toy", "steps": 400, "mask": 0.4}

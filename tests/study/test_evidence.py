@@ -5,14 +5,13 @@ import json
 import numpy as np
 import published_tree
 import pytest
-from published_tree import raw, read_evidence
 
 from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import Asked
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, of_results, without_score
-from megaenc.study.published import PRINTED, published, row_setting, rows
+from megaenc.study.evidence import AVERAGE, of_results, read_evidence, without_score
+from megaenc.study.published import PRINTED, published, raw, row_setting, rows
 from megaenc.study.scope import Scope
 from megaenc.study.setting import Setting, setting_of
 

@@ -5,9 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from published_tree import read_evidence
 
-from megaenc.study.evidence import Evidence
+from megaenc.study.evidence import Evidence, read_evidence
 from megaenc.study.published import published
 from megaenc.study.score import Score
 from megaenc.study.setting import Setting
