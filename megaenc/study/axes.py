@@ -15,6 +15,7 @@ AXIS_LABELS: dict[Against, str] = {
     "flops": "FLOPs of the matrix products, forward and backward",
 }
 GREY = "#555555"
+HELD_OUT = {"markerfacecolor": "white", "clip_on": False}
 LEGEND = {"fontsize": 9, "edgecolor": "none", "framealpha": 0.8}
 
 # Okabe and Ito's colours for every kind of colour vision; a name keeps its own throughout a picture.

@@ -38,7 +38,7 @@ def _pretrained(comparisons: Sequence[Comparison]) -> str:
 
 def _left_out(models: Models, lines: Sequence[Line]) -> str:
     """Pretraining seeds of compared models that have no partner of the same seed."""
-    used = {score.setting for line in lines for terms in line.terms.values() for _, score in terms}
+    used = {score.setting for line in lines for of_run in line.members for _, score in of_run}
     recipes = {replace(setting, seed=0) for setting in used}
     count = sum(setting not in used and replace(setting, seed=0) in recipes for setting in models.settings)
     models_are = "1 model is" if count == 1 else f"{count} models are"
@@ -49,21 +49,17 @@ def _unequal(lines: Sequence[Line]) -> str:
     """Fine-tuning seeds and rates that one side of a line has and the other has not, or not yet."""
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()
-    for line in lines:
-        for terms in line.terms.values():
-            members = [member for _, score in terms for member in score.members or (score,)]
-            if not all(member.seeds for member in members):
-                continue
-            having = [set(member.seeds) for member in members]
+    for members in (of_run for line in lines for of_run in line.members):
+        having = [set(member.seeds) for _, member in members]
+        if all(having):
             seeds[len(set.intersection(*having)), len(set.union(*having))] += 1
-            if len(tried := {_tried(member) for member in members}) > 1:
+            if len(tried := {_tried(member) for _, member in members}) > 1:
                 rates |= tried
     parts = []
     if fewer := {place: count for place, count in seeds.items() if place[0] < place[1]}:
         worst = min(fewer, key=lambda place: place[0] / place[1])
-        parts.append(
-            f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds ({worst[0]} of {worst[1]})"
-        )
+        lacking = f"{sum(fewer.values())} of {seeds.total()} pairs of models lack fine-tuning seeds"
+        parts.append(f"{lacking} ({worst[0]} of {worst[1]})")
     if rates:
         parts.append(f"sides chose among unequal numbers of learning rates ({min(rates)} to {max(rates)})")
     return f"Not complete: {'; '.join(parts)}." if parts else ""
@@ -71,8 +67,6 @@ def _unequal(lines: Sequence[Line]) -> str:
 
 def _tried(score: Score) -> int:
     """Rates of which every seed has ended, well or not."""
-    ended = {
-        rate: len(score.rates.get(rate, ())) + len(score.rates_failed.get(rate, ()))
-        for rate in {*score.rates, *score.rates_failed}
-    }
-    return sum(count >= len(score.seeds) for count in ended.values())
+    every = {*score.rates, *score.rates_failed}
+    ended = [len(score.rates.get(rate, ())) + len(score.rates_failed.get(rate, ())) for rate in every]
+    return sum(count >= len(score.seeds) for count in ended)

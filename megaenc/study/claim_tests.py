@@ -1,16 +1,20 @@
 """The claims of the study one by one: what each compares, and the p and the direction that its verdict will rest on."""
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from megaenc.finetune.examples import Family
 from megaenc.study import statistics
-from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, lines_of, of_family, pooled
+from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, better_first, lines_of, of_family
 from megaenc.study.models import Models, Pair, only_clm
 from megaenc.study.pooling import lending, test
+from megaenc.study.score import Score, nothing
 from megaenc.study.setting import Setting
-from megaenc.study.setups import percent
+from megaenc.study.setups import is_average, percent, sizes_known
 from megaenc.study.statistics import LEVEL
 
 MARGIN = 0.01
@@ -27,12 +31,6 @@ FAMILIES = tuple(str(family) for family in Family)
 class Draft:
     """A verdict to be: p is corrected over all claims before it is one."""
 
-    claim: int
-    part: str
-    title: str
-    question: str
-    missing: str
-    """what it takes, said where it is not there"""
     comparisons: list[Comparison] = field(default_factory=list)
     overall: Comparison | None = None
     p: float = math.nan
@@ -43,57 +41,64 @@ class Draft:
     """those that must not clearly go the other way"""
     lines: list[Line] = field(default_factory=list)
     """what was compared, as the evidence has it"""
+    missing: str = ""
+    """what it takes, if that is not what the claim says"""
+
+
+def directional(lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
+    """Test that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
+    lent, sound = lending(lines), comparable(decisive or lines)
+    comparisons = adjusted([test([line], lent) for line in lines])
+    draft = Draft(comparisons, note=note, lines=list(lines))
+    if not sound:
+        return draft
+    overall = test(sound, lent, draws=draws)
+    way = "holds" if overall.difference > 0 else "reversed"
+    among = [one for one, line in zip(comparisons, lines, strict=True) if line in sound]
+    return replace(draft, overall=overall, p=overall.p, way=way, decisive=among)
+
+
+def comparable(lines: Sequence[Line]) -> list[Line]:
+    """Return those of which no side has collapsed: only these are pooled."""
+    return [line for line in lines if not line.collapsed]
+
+
+def points(difference: float) -> str:
+    return f"{difference:+.2f} points"
 
 
 def _gaps(models: Models, family: Family) -> list[Line]:
-    """MLM less CLM, a line for each size."""
-    names = (models.mlm, models.clm)
-    found = [lines_of(models.evidence, names, size, pair, [family]) for size, pair in models.final().items()]
-    return [line for of_size in found for line in of_size]
+    """Return MLM less CLM at equal steps, a line for each size."""
+    sizes, names = models.final().items(), (models.mlm, models.clm)
+    return [line for size, pair in sizes for line in lines_of(models.evidence, names, size, pair, [family])]
 
 
-def mlm_above(models: Models, draws: int, part: str, family: Family) -> Draft:
-    """1a, 1b: MLM less CLM at equal steps, over sizes."""
-    draft = Draft(
-        1,
-        part,
-        f"MLM is above CLM on {family}",
-        f"Is {models.mlm} above CLM on {_WORDS[family]}, trained for as many steps?",
-        f"an MLM and a CLM model of one size and as many steps, both decayed and evaluated on {family}",
-    )
-    return directional(draft, _gaps(models, family), draws)
+def mlm_above(models: Models, draws: int, family: Family) -> Draft:
+    """1a, 1b: MLM less CLM, over sizes."""
+    return directional(_gaps(models, family), draws)
 
 
 def about_equal(models: Models, draws: int) -> Draft:
     """1c: the same on TC, within a margin either way (two one-sided tests)."""
-    draft = Draft(
-        1,
-        "c",
-        "MLM and CLM are about equal on TC",
-        f"Do {models.mlm} and CLM differ by less than {100 * MARGIN:g} point on token classification?",
-        "an MLM and a CLM model of one size and as many steps, both decayed and evaluated on TC",
-    )
-    if not (lines := _gaps(models, Family.TC)):
-        return draft
+    lines = _gaps(models, Family.TC)
     lent, sound = lending(lines), comparable(lines)
-    each = [test(line, lent, MARGIN) for line in lines]
+    each = [test([line], lent, MARGIN) for line in lines]
     corrected = statistics.holm([_inside(one) for one in each])
     comparisons = [
         replace(one, p=_inside(one), p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)
     ]
-    draft = replace(draft, lines=lines, comparisons=comparisons)
     if not sound:
-        return draft
-    overall = test(pooled(sound), lent, MARGIN, draws)
+        return Draft(comparisons, lines=lines)
+    overall = test(sound, lent, MARGIN, draws)
     note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
     p, way = _inside(overall), "holds"
     if _equal(overall, math.nan) == "reversed":  # the opposite of what that p is of: of the interval, and of no difference
         note, p, way = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal", overall.p, "reversed"
-    return replace(draft, overall=replace(overall, p=p), p=p, way=way, note=note, decisive=comparisons)
+    return Draft(comparisons, replace(overall, p=p), p, way, note, comparisons, lines)
 
 
 def _inside(one: Comparison) -> float:
-    """p of a difference beyond the margin; nan where there is no p at all."""
+    """Return p of a difference beyond the margin; nan where there is no p at all."""
     return math.nan if math.isnan(one.p) else one.test.margin_p
 
 
@@ -107,180 +112,238 @@ def _equal(one: Comparison, p: float) -> Outcome:
 
 def gap_narrows(models: Models, draws: int) -> Draft:
     """1d: the linear trend of the gap over the sizes by rank, from the smallest to the largest."""
-    draft = Draft(
-        1,
-        "d",
-        "The gap on IR narrows with size",
-        f"Is the difference between {models.mlm} and CLM on retrieval smaller in larger models?",
-        "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
-    )
     if len(lines := _gaps(models, Family.IR)) < 2:
-        return draft
-    if not models.ordered:
-        return replace(draft, missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
+        return Draft()
+    if not sizes_known(models.settings, models.evidence.scope.sizes):
+        return Draft(missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
     lent, sound = lending(lines), comparable(lines)
-    draft = replace(draft, lines=lines, comparisons=adjusted([test(line, lent) for line in lines]))
+    draft = Draft(adjusted([test([line], lent) for line in lines]), lines=lines)
     if len(sound) < 2:
         return draft
-    gap, middle = test(pooled(sound), lent), (len(sound) - 1) / 2
+    gap, middle = test(sound, lent), (len(sound) - 1) / 2
     ranks = [at - middle for at in range(len(sound))]
     sign = -1 if gap.difference > 0 else 1  # the trend of its size, turned so that narrowing is above 0
     weights = [sign * rank * (len(sound) - 1) / math.fsum(rank**2 for rank in ranks) for rank in ranks]
-    names = ("gap of the smallest", "that of the largest")
-    trend = replace(pooled(sound, weights), where=f"{sound[0].where} to {sound[-1].where}", names=names)
-    overall = test(trend, lent, draws=draws)
-    p = greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
+    trend = test(sound, lent, draws=draws, weights=weights)
+    where = f"{sound[0].where} to {sound[-1].where}"
+    overall = replace(trend, left="gap of the smallest", right="that of the largest", where=where)
+    p = _greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
     way = "holds" if overall.difference > 0 else "reversed"
     return replace(draft, overall=overall, p=p, way=way, note=f"the mean gap is {points(gap.difference)}")
 
 
+def _greatest(p: Sequence[float]) -> float:
+    """Return what all of several tests say together; nan if one says nothing."""
+    return math.nan if any(math.isnan(one) for one in p) else max(p)
+
+
 def early(models: Models, draws: int) -> Draft:
     """2: CLM less MLM at each intermediate checkpoint that is early."""
-    draft = Draft(
-        2,
-        "",
-        "CLM learns faster early",
-        f"Is CLM above {models.mlm} after as many of the first steps?",
-        f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY:.0%} of them",
-    )
     pairs = models.pairs(
         lambda one: not one.decayed and only_clm(one),
         lambda one: not one.decayed and models.only_mlm(one),
-        lambda one: (one.size, one.steps),
     )
-    ends = models.ends()
+    ends, names = models.ends(), (models.clm, models.mlm)
+    early = {(size, steps): pair for (size, steps), pair in sorted(pairs.items()) if steps <= EARLY * ends[size]}
     lines = [
         line
-        for (size, steps), pair in sorted(pairs.items())
-        if steps <= EARLY * ends[size]
-        for line in lines_of(models.evidence, (models.clm, models.mlm), f"{size} at {steps:,} steps", pair, FAMILIES)
+        for (size, steps), pair in early.items()
+        for line in lines_of(models.evidence, names, f"{size} at {steps:,} steps", pair, FAMILIES)
     ]
-    steps = sorted({at for size, at in pairs if at <= EARLY * ends[size]})
-    crossing = "; ".join(_crossings(models, pairs))
-    first = f"early is step {', '.join(f'{at:,}' for at in steps)}"
-    return directional(draft, lines, draws, f"{first}; {crossing}" if crossing else first)
+    first = f"early is step {', '.join(f'{steps:,}' for steps in sorted({steps for _, steps in early}))}"
+    return directional(lines, draws, "; ".join([first, *_crossings(models, pairs)]))
 
 
 def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
-    """For each size and family, from which step on the mean of MLM is no longer below that of CLM."""
+    """Return for each size and family from which step on the mean of MLM is no longer below that of CLM."""
     found = []
-    for size in dict.fromkeys(size for size, _ in pairs):
-        for family in FAMILIES:
-            ahead: dict[int, bool] = {}
-            for (of, steps), by_seed in pairs.items():
-                clm, mlm = next(iter(by_seed.values()))
-                if of == size and (standing := of_family(models.evidence, family, (clm, mlm))) is not None:
-                    means = [math.fsum(weight * score.mean for weight, score in side) for side in standing[1]]
-                    ahead[steps] = means[1] >= means[0]
-            steps = sorted(ahead)
-            since = next((at for here, at in enumerate(steps) if all(ahead[later] for later in steps[here:])), None)
-            if steps:
-                when = (
-                    f"MLM is ahead from step {since:,} on" if since is not None else f"CLM is still ahead at step {steps[-1]:,}"
-                )
-                found.append(f"{size} on {family}: {when}")
+    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in FAMILIES):
+        ahead: dict[int, bool] = {}
+        for (of, steps), by_seed in pairs.items():
+            if of == size and (standing := of_family(models.evidence, family, next(iter(by_seed.values())))) is not None:
+                clm, mlm = (math.fsum(weight * score.mean for weight, score in side) for side in standing[1])
+                ahead[steps] = mlm >= clm
+        steps = sorted(ahead)
+        since = next((at for here, at in enumerate(steps) if all(ahead[later] for later in steps[here:])), None)
+        if steps:
+            when = f"MLM is ahead from step {since:,} on" if since is not None else f"CLM is still ahead at step {steps[-1]:,}"
+            found.append(f"{size} on {family}: {when}")
     return found
+
+
+def sensitivity(models: Models, draws: int = 0) -> Draft:
+    """3: the variance between rates, by data set, MLM less CLM, as a difference of standard deviations."""
+    names, evidence = (models.mlm, models.clm), models.evidence
+    lines, variances, unfinished = [], [], 0
+    places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
+    for (size, by_seed), (family, dataset) in ((one, place) for one in models.final().items() for place in places):
+        sides = {seed: [evidence.find(setting, dataset, family) for setting in pair] for seed, pair in by_seed.items()}
+        grids = {seed: found for seed, pair in sides.items() if None not in pair and (found := _grids(pair)) is not None}
+        if grids:
+            values, apart = _values(grids)
+            valued = {
+                seed: [replace(side, seeds=of, examples=nothing) for side, of in zip(sides[seed], values[seed], strict=True)]
+                for seed in grids
+            }
+            source, terms = ({seed: [(1.0, of[seed][0]), (-1.0, of[seed][1])] for seed in grids} for of in (sides, valued))
+            lines.append(Line(names, size, family, dataset, size, terms, source))
+            variances.append(apart)
+            tried = {seed: {rate for side in sides[seed] for rate in (*side.rates, *side.rates_failed)} for seed in grids}
+            unfinished += sum(len(tried[seed]) - len(grid) for seed, (grid, _) in grids.items())
+    notes = []
+    if lines:
+        spreads = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*variances, strict=True)]
+        notes = [f"standard deviation over the rates, without what seeds do: {spreads[0]:.2f} and {spreads[1]:.2f} points"]
+    compared = [[score for _, score in pair] for line in lines for pair in line.source.values()]
+    failed = [sum(len(seeds) for pair in compared for seeds in pair[side].rates_failed.values()) for side in (0, 1)]
+    if any(failed):
+        counts = " and ".join(f"{count} of {name}" for count, name in zip(failed, names, strict=True) if count)
+        unknown = any(score.rates_failed and score.floor is None for pair in compared for score in pair)
+        notes.append(f"failed runs count as {'the worst run there' if unknown else 'the trivial baseline'}: {counts}")
+    if unfinished:
+        notes.append(f"rates left out, as not finished with every seed of both: {unfinished}")
+    return directional(lines, 0, "; ".join(notes))
+
+
+def _grids(sides: Sequence[Score]) -> list[np.ndarray] | None:
+    """Return float[R, S] of each side at the rates both have done with all their seeds; None below two rates or seeds.
+
+    A run that failed scores what the family's trivial baseline does; where results do not say that, the worst of both sides.
+    """
+    scores = [score for side in sides for by_seed in side.rates.values() for score in by_seed.values()]
+    grids: list[Mapping[float, Mapping[int, float]]] = []
+    for side in sides:
+        every = replace(side, floor=min(scores, default=0.0) if side.floor is None else side.floor).counted
+        most = max(map(len, every.values()), default=0)
+        grids.append({rate: by_seed for rate, by_seed in every.items() if len(by_seed) == most})
+    rates = sorted(set(grids[0]) & set(grids[1]))
+    seeds = sorted(set.intersection(*(set(grid[rate]) for grid in grids for rate in rates))) if rates else []
+    if min(len(rates), len(seeds)) < 2:
+        return None
+    return [np.array([[grid[rate][seed] for seed in seeds] for rate in rates]) for grid in grids]
+
+
+def _values(grids: Mapping[int, Sequence[np.ndarray]]) -> tuple[dict[int, list[dict[int, float]]], list[float]]:
+    """Return by pretraining seed, of both sides, by number of the fine-tuning seed, points; and both variances between rates.
+
+    In points, as a difference of variances over twice the root mean square spread of both, noise included, is nearly that of
+    standard deviations; noise moves what it is divided by for both sides alike.
+    """
+    whole = float(np.mean([np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]))
+    scale = 2 * math.sqrt(whole) if whole > 0 else 1.0
+    between = {seed: [statistics.between(grid) for grid in pair] for seed, pair in grids.items()}
+    means = [float(np.mean([float(pair[side].mean()) for pair in between.values()])) for side in (0, 1)]
+    return {seed: [dict(enumerate(values / scale)) for values in pair] for seed, pair in between.items()}, means
 
 
 def quarter_first(models: Models, draws: int) -> Draft:
     """4: at each budget, CLM for about a quarter of the steps and then MLM, less MLM alone."""
-    draft = Draft(
-        4,
-        "",
-        "25 % CLM, then MLM, beats MLM alone",
-        "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
-        f"a decayed model with {QUARTER[0]:.0%} to {QUARTER[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
-    )
-    shares = {one for one in models.settings if one.decayed and not one.cpt_mlm_steps and one.mlm_steps}
+
+    def budget(one: Setting) -> tuple[str, int, float]:
+        return one.size, one.steps, one.mask_ratio or 0.0
+
+    shares = [one for one in models.settings if one.decayed and not one.cpt_mlm_steps and one.mlm_steps]
     nearest: dict[tuple, float] = {}
     for one in shares:
         if one.clm_steps:
-            nearest[_run(one)] = min(nearest.get(_run(one), 1.0), one.clm_share, key=lambda share: abs(share - 0.25))
+            nearest[budget(one)] = min(nearest.get(budget(one), 1.0), one.clm_share, key=lambda share: abs(share - 0.25))
     pairs = models.pairs(
-        lambda one: one in shares and QUARTER[0] <= one.clm_share <= QUARTER[1] and one.clm_share == nearest[_run(one)],
-        lambda one: one in shares and not one.clm_steps,
-        _run,
+        lambda one: QUARTER[0] <= one.clm_share <= QUARTER[1] and one.clm_share == nearest[budget(one)],
+        lambda one: not one.clm_steps,
+        budget,
+        shares,
     )
+    names = ("25 % CLM, then MLM", "MLM alone")
     lines = [
         line
         for (size, steps, ratio), pair in sorted(pairs.items())
-        for line in lines_of(models.evidence, ("25 % CLM, then MLM", "MLM alone"), _place(size, steps, ratio), pair, FAMILIES)
+        for line in lines_of(models.evidence, names, f"{size}, {steps:,} steps, {percent(ratio)}", pair, FAMILIES)
     ]
-    return directional(draft, lines, draws)
+    return directional(lines, draws)
 
 
 def continued(models: Models, draws: int) -> Draft:
     """5: at equal lengths; the longest decides, as a model that changes its objective needs time to."""
-    draft = Draft(
-        5,
-        "",
-        "MLM on a finished CLM model beats more MLM",
-        "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
-        "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
-    )
     pairs = models.pairs(
-        lambda one: one.decayed and one.cpt_mlm_steps > 0 and one.clm_steps > 0 and not one.mlm_steps,
-        lambda one: one.decayed and one.cpt_mlm_steps > 0 and not one.clm_steps and one.mlm_steps > 0,
+        lambda one: one.clm_steps > 0 and not one.mlm_steps,
+        lambda one: not one.clm_steps and one.mlm_steps > 0,
         lambda one: (one.size, one.clm_steps + one.mlm_steps, one.cpt_mlm_steps, one.mask_ratio or 0.0),
+        [one for one in models.settings if one.decayed and one.cpt_mlm_steps > 0],
     )
-    names = ("MLM on CLM", "more MLM on MLM")
+    longest: dict[tuple, int] = {}
+    by_length: dict[int, list[Line]] = defaultdict(list)
+    lines, last = [], []
+    for (size, before, more, ratio), _ in pairs.items():
+        longest[size, before, ratio] = max(more, longest.get((size, before, ratio), 0))
+    for (size, before, more, ratio), pair in sorted(pairs.items()):
+        where = f"{size}, {more:,} after {before:,} steps"
+        some = lines_of(models.evidence, ("MLM on CLM", "more MLM on MLM"), where, pair, FAMILIES)
+        lines += some
+        if more == longest[size, before, ratio]:
+            last += some
+        else:
+            by_length[more] += comparable(some)
+    pooled = [(length, test(some).difference) for length, some in sorted(by_length.items()) if some]
+    shorter = [f"after {length:,} steps it is {points(difference)}" for length, difference in pooled]
+    return directional(lines, draws, "; ".join(shorter), last)
+
+
+def no_best_ratio(models: Models, draws: int = 0) -> Draft:
+    """6: every two ratios against each other, by size and family.
+
+    Holds where each ratio is clearly beaten somewhere; reversed where one is never and is above each other one overall.
+    """
+    alone = [one for one in models.planned if one.decayed and not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio]
+    found: dict[tuple[str, int], set[float]] = defaultdict(set)
+    for one in alone:
+        found[one.size, one.steps].add(one.mask_ratio)
+    several = {place: sorted(ratios) for place, ratios in found.items() if len(ratios) > 1}
+    longest = {size: max(steps for of, steps in several if of == size) for size, _ in several}
     lines: list[Line] = []
-    lengths: list[tuple[int, bool]] = []
-    for key, pair in sorted(pairs.items()):
-        size, before, more, ratio = key
-        longest = more == max(of for *start, of, mask in pairs if (*start, mask) == (size, before, ratio))
-        some = lines_of(models.evidence, names, f"{size}, {more:,} after {before:,} steps", pair, FAMILIES)
-        lines, lengths = lines + some, lengths + [(more, longest)] * len(some)
-    last = [line for line, (_, longest) in zip(lines, lengths, strict=True) if longest]
-    shorter = []
-    for length in sorted({more for more, longest in lengths if not longest}):
-        of_length = comparable([line for line, found in zip(lines, lengths, strict=True) if found == (length, False)])
-        if of_length:
-            shorter.append(f"after {length:,} steps it is {points(test(pooled(of_length)).difference)}")
-    return directional(draft, lines, draws, "; ".join(shorter), last)
-
-
-def directional(draft: Draft, lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
-    """The claim that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
-    if not lines:
-        return draft
+    sides: list[tuple[float, float]] = []
+    for size, steps in longest.items():
+        ratios = several[size, steps]
+        here = [one for one in models.settings if one in alone and (one.size, one.steps) == (size, steps)]
+        for first, second in [(a, b) for a in ratios for b in ratios if a < b]:
+            [pair] = models.pairs(
+                lambda one, ratio=first: one.mask_ratio == ratio, lambda one, ratio=second: one.mask_ratio == ratio, among=here
+            ).values() or [{}]
+            some = lines_of(models.evidence, (percent(first), percent(second)), size, pair, FAMILIES)
+            lines += some
+            sides += [(first, second)] * len(some)
     lent = lending(lines)
-    comparisons = adjusted([test(line, lent) for line in lines])
-    sound = comparable(decisive or lines)
-    draft = replace(draft, lines=list(lines), comparisons=comparisons, note=note)
-    if not sound:
-        return draft
-    overall = test(pooled(sound), lent, draws=draws)
-    way = "holds" if overall.difference > 0 else "reversed"
-    among = [one for one, line in zip(comparisons, lines, strict=True) if line in sound]
-    return replace(draft, overall=overall, p=overall.p, way=way, decisive=among)
+    comparisons = adjusted([test([line], lent) for line in lines])
+    ratios = sorted({ratio for pair in sides for ratio in pair})
+    beaten = {ratio: _beaten(ratio, sides, comparisons) for ratio in ratios}
+    note = "; ".join(f"{percent(ratio)} {_where_beaten(*worst)}" for ratio, worst in beaten.items())
+    p, way = max((p for p, _ in beaten.values()), default=math.nan), "holds"
+    if all(math.isnan(one.p) for one in comparisons):
+        p = math.nan
+    unbeaten = [ratio for ratio in ratios if beaten[ratio][0] >= LEVEL]
+    if not p < LEVEL and len(unbeaten) == 1:
+        against = []
+        for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
+            if of_pair := comparable([line for line, names in zip(lines, sides, strict=True) if names == pair]):
+                against.append((test(of_pair, lent), pair[0] == unbeaten[0]))
+        if len(against) == len(ratios) - 1 and all((one.difference > 0) == first for one, first in against):
+            p, way = _greatest([one.p for one, _ in against]), "reversed"
+    return Draft([better_first(one) for one in comparisons], p=p, way=way, note=note, lines=lines)
 
 
-def comparable(lines: Sequence[Line]) -> list[Line]:
-    """Those of which no side has collapsed: only these are pooled."""
-    return [line for line in lines if not line.collapsed]
+def _beaten(
+    ratio: float, sides: Sequence[tuple[float, float]], comparisons: Sequence[Comparison]
+) -> tuple[float, Comparison | None]:
+    """Return the smallest corrected p of a comparison that `ratio` loses, and that comparison; 1 where it loses none."""
+    lost = [
+        (one.p_adjusted, one)
+        for pair, one in zip(sides, comparisons, strict=True)
+        if ratio in pair and (one.difference < 0) == (pair[0] == ratio) and not math.isnan(one.p_adjusted)
+    ]
+    return min(lost, key=lambda found: found[0], default=(1.0, None))
 
 
-def greatest(p: Sequence[float]) -> float:
-    """What all of several tests say together; nan if one says nothing."""
-    return math.nan if any(math.isnan(one) for one in p) else max(p)
-
-
-def points(difference: float) -> str:
-    return f"{difference:+.2f} points"
-
-
-def _run(one: Setting) -> tuple[str, int, float]:
-    return one.size, one.steps, one.mask_ratio or 0.0
-
-
-def _place(size: str, steps: int, ratio: float) -> str:
-    return f"{size}, {steps:,} steps, {percent(ratio)}"
-
-
-_WORDS = {
-    Family.SC: "sequence classification",
-    Family.TC: "token classification",
-    Family.QA: "question answering",
-    Family.IR: "retrieval",
-}
+def _where_beaten(p: float, worst: Comparison | None) -> str:
+    if worst is None or p >= LEVEL:
+        return "is not shown to be beaten anywhere"
+    better = worst.left if worst.difference > 0 else worst.right
+    return f"is beaten by {better} on {worst.family} at {worst.where} ({points(abs(worst.difference))})"

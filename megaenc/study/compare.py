@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
-from megaenc.study.axes import AXIS_LABELS, LEGEND, Against, clean, plain_counts, styles, verbatim
+from megaenc.study.axes import AXIS_LABELS, HELD_OUT, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.metrics import Row
 
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -63,18 +63,9 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
             colour, marker = style[name]
             x, losses = each[objective]
             panel.plot(
-                x,
-                losses,
-                color=colour,
-                marker=marker,
-                markersize=4,
-                markevery=max(1, len(x) // 12),
-                markerfacecolor="white",
-                linewidth=1.6,
-                clip_on=False,
-                zorder=3 + at,
-                label=f"{name}  ({losses[-1]:.3f})",
-            )
+                x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4, markevery=max(1, len(x) // 12), linewidth=1.6,
+                zorder=3 + at, label=f"{name}  ({losses[-1]:.3f})",
+            )  # fmt: skip
         panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
         panel.set_xlabel(AXIS_LABELS[against])
         panel.set_ylabel("held-out loss (nats a predicted token)")
@@ -87,6 +78,6 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
     for panel in panels[len(shared) :]:  # what the last row has too many
         panel.set_visible(False)
     shown = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
-    left_out = [f"{name} ({', '.join(run for run in curves if name not in curves[run])})" for name in objectives]
-    left_out = [text for text, name in zip(left_out, objectives, strict=True) if name not in shared]
+    lacking = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
+    left_out = [f"{name} ({', '.join(runs)})" for name, runs in lacking.items()]
     return picture, shown + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")

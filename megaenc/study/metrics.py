@@ -1,7 +1,7 @@
 """Reader of a run directory's numbers: logged steps, validations and run.json, every field checked."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ _MOST_BYTES = 4 << 30  # of a file of rows: ten million steps
 _LONGEST_ROW = 1 << 20
 _LARGEST = 1e100  # sums and squares of such numbers stay finite
 _EXPECTED = "what a run wrote there"
+_PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str) -> list[Row]:
@@ -63,8 +64,8 @@ def read_facts(run: str | Path) -> dict[str, Any]:
     """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
     path, facts = Path(run) / FACTS, read_run_json(run)
     return {
-        "parameters": _field(path, facts, "parameters", _count),
-        "train_iters": _field(path, facts["identity"], "train_iters", _count),
+        "parameters": _field(path, facts, "parameters"),
+        "train_iters": _field(path, facts["identity"], "train_iters"),
     }
 
 
@@ -76,9 +77,8 @@ def read_beginning(run: str | Path) -> Row:
     path = Path(run) / FACTS
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
-        return {"step": 0, "tokens": 0, "predicted_tokens": 0, "flops": 0.0}
-    step = _field(path, start, "at", _count)
-    return {"step": step, **{name: _field(path, start, name, _KINDS[name]) for name in ("tokens", "predicted_tokens", "flops")}}
+        return {"step": 0, **dict.fromkeys(_PROGRESS, 0)}
+    return {"step": _field(path, start, "at"), **{name: _field(path, start, name) for name in _PROGRESS}}
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
@@ -119,18 +119,17 @@ def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
         row = parse_json(line)
     except ValueError as error:
         raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
-    missing = [name for name in needed if not isinstance(row, dict) or name not in row]
-    if missing:
-        raise InputError(f"{place}: no field `{missing[0]}`; expected {_EXPECTED}")
-    return row | {name: _field(place, row, name, kind) for name, kind in _KINDS.items() if name in row}
+    if not isinstance(row, dict):
+        raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
+    return row | {name: _field(place, row, name) for name in _KINDS if name in row or name in needed}
 
 
-def _field(place: str | Path, values: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
-    """Return a field as `kind` reads it. Raises InputError, naming the field, if it is missing or of another kind."""
+def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:
+    """Return a field, checked. Raises InputError, naming the field, if it is missing or not what a run writes."""
     if name not in values:
         raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
     try:
-        return kind(values[name])
+        return _objectives(values[name]) if name == "objectives" else _checked(values[name], name)
     except ValueError as error:
         raise InputError(f"{place}: field `{name}`: found {_short(values[name])}; expected {error}") from None
 
@@ -140,74 +139,57 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError("a whole number of 0 or more")
-    return value
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or abs(value) >= 1 << 63:
-        raise ValueError("a whole number")
-    return value
-
-
 def is_number(value: Any) -> bool:
     """Return whether a value of JSON is a number with which can be computed: finite, and not beyond 1e100."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
-def _amount(value: Any) -> float:
-    if not is_number(value) or value < 0:
-        raise ValueError("a number of 0 or more")
-    return value
+_COUNT = ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 1 << 63)
+_WHOLE = ("a whole number", lambda value: type(value) is int and abs(value) < 1 << 63)
+_AMOUNT = ("a number of 0 or more", lambda value: is_number(value) and value >= 0)
+_LOSS = ("a number or null", lambda value: value is None or is_number(value))
+_SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_number(value) and 0 <= value <= 1))
+_TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
+_OF_AN_OBJECTIVE = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
+_KINDS = {
+    "step": _COUNT,
+    "objective": _TEXT,
+    "phase": _WHOLE,
+    "loss": _LOSS,
+    "learning_rate": _AMOUNT,
+    "tokens": _COUNT,
+    "predicted_tokens": _COUNT,
+    "flops": _AMOUNT,
+    "step_seconds": _AMOUNT,
+    "objectives": None,
+    "held_out": _TEXT,
+    "parameters": _COUNT,
+    "train_iters": _COUNT,
+    "at": _COUNT,
+}
+"""The fields of rows and of run.json that are read anywhere: what they must be."""
 
 
-def _loss(value: Any) -> float | None:
-    """Return a number, or None for null and for NaN and infinity, which a diverged run may have."""
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+def _checked(value: Any, name: str, kinds: Mapping[str, Any] = _KINDS) -> Any:
+    """Return a value of a field, NaN and infinity, which a diverged run has as losses, as None. Raises ValueError."""
+    expected, holds = kinds[name]
+    if kinds[name] in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
         return None
-    if not is_number(value):
-        raise ValueError("a number or null")
-    return value
-
-
-def _share(value: Any) -> float | None:
-    if (number := _loss(value)) is not None and not 0 <= number <= 1:
-        raise ValueError("a share from 0 to 1, or null")
-    return number
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.isprintable():
-        raise ValueError("text in one line")
+    if not holds(value):
+        raise ValueError(expected)
     return value
 
 
 def _objectives(value: Any) -> dict[str, dict[str, float | None]]:
-    """Return loss, accuracy and most_frequent by objective."""
-    kinds = {"loss": _loss, "accuracy": _share, "most_frequent": _share}
+    """Return loss, accuracy and most_frequent by objective. Raises ValueError."""
     if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
         raise ValueError("an object of objects")
+    if lacking := [key for key in _OF_AN_OBJECTIVE for result in value.values() if key not in result]:
+        raise ValueError(f"`{lacking[0]}` for each objective")
     try:
-        return {_text(name): {key: kind(result[key]) for key, kind in kinds.items()} for name, result in value.items()}
-    except KeyError as error:
-        raise ValueError(f"`{error.args[0]}` for each objective") from None
+        return {
+            _checked(name, "objective"): {key: _checked(result[key], key, _OF_AN_OBJECTIVE) for key in _OF_AN_OBJECTIVE}
+            for name, result in value.items()
+        }
     except ValueError as error:
         raise ValueError(f"of each objective's name and numbers {error}") from None
-
-
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "step": _count,
-    "objective": _text,
-    "phase": _whole,
-    "loss": _loss,
-    "learning_rate": _amount,
-    "tokens": _count,
-    "predicted_tokens": _count,
-    "flops": _amount,
-    "step_seconds": _amount,
-    "objectives": _objectives,
-    "held_out": _text,
-}
-"""The fields of rows that are read anywhere, and how."""

@@ -2,13 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 
 from megaenc.study.evidence import Evidence
 from megaenc.study.setting import Setting
-from megaenc.study.setups import percent, sizes_known
+from megaenc.study.setups import percent
 
 Pair = dict[int, tuple[Setting, Setting]]
 """By seed of the pretraining, a setting of each side."""
+Is = Callable[[Setting], bool]
 
 
 class Models:
@@ -26,12 +28,12 @@ class Models:
 
     def pairs(
         self,
-        left: Callable[[Setting], bool],
-        right: Callable[[Setting], bool],
-        same: Callable[[Setting], tuple],
+        left: Is,
+        right: Is,
+        same: Callable[[Setting], tuple] = attrgetter("size", "steps"),
         among: Iterable[Setting] | None = None,
     ) -> dict[tuple, Pair]:
-        """By what `same` says of both, by seed of the pretraining: the first setting that is `left` and the first `right`."""
+        """Return the first setting that is `left` and the first `right`, by what `same` says of both, by pretraining seed."""
         found: dict[tuple, dict[int, list[Setting | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
         for setting in self.settings if among is None else among:
             for side, wanted in enumerate((left, right)):
@@ -42,30 +44,15 @@ class Models:
         return {key: by_seed for key, by_seed in kept.items() if by_seed}
 
     def final(self) -> dict[str, Pair]:
-        """By size, smallest first, MLM and CLM alone to their decayed end, at the most steps that both have or will have."""
-
-        def ends(among: Iterable[Setting]) -> dict[tuple, Pair]:
-            return self.pairs(
-                lambda one: one.decayed and self.only_mlm(one),
-                lambda one: one.decayed and only_clm(one),
-                lambda one: (one.size, one.steps),
-                among,
-            )
-
-        longest: dict[str, int] = {}
-        for size, steps in ends(self.planned):
-            longest[size] = max(steps, longest.get(size, 0))
-        pairs = ends(self.settings)
+        """Return by size, smallest first, MLM and CLM alone to their decayed end, at the most steps that both (will) have."""
+        ends = (lambda one: one.decayed and self.only_mlm(one), lambda one: one.decayed and only_clm(one))
+        longest = dict(sorted(self.pairs(*ends, among=self.planned)))  # by size, the last is the longest
+        pairs = self.pairs(*ends)
         order = self.evidence.sizes_of(self.settings)
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
 
-    @property
-    def ordered(self) -> bool:
-        """Whether it is known which size is the larger one."""
-        return sizes_known(self.settings, self.evidence.scope.sizes)
-
     def ends(self) -> dict[str, int]:
-        """By size, the steps of the longest run from scratch, of those too that have only checkpoints on the way yet."""
+        """Return by size the steps of the longest run from scratch, of those too that have only checkpoints on the way yet."""
         found: dict[str, int] = defaultdict(int)
         for one in self.planned:
             if not one.cpt_mlm_steps:
@@ -73,10 +60,10 @@ class Models:
         return found
 
     def only_mlm(self, one: Setting) -> bool:
-        """Nothing but MLM at the ratio that stands for it."""
+        """Return whether a model saw nothing but MLM at the ratio that stands for it."""
         return not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio == self.ratio and one.mlm_steps > 0
 
 
 def only_clm(one: Setting) -> bool:
-    """Nothing but CLM."""
+    """Return whether a model saw nothing but CLM."""
     return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0

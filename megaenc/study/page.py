@@ -1,18 +1,21 @@
 """The report as one HTML file: verdicts, figures, tables, how it was made. Nothing is fetched and nothing runs."""
 
 import base64
+import math
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 
-from megaenc.study.claims import Verdict
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from megaenc.study.claims import Verdict, p_value
 from megaenc.study.figures.every import Shown
-from megaenc.study.figures.panels import NARROW, Missing, Picture, as_svg, inline
+from megaenc.study.figures.panels import NARROW, Picture, as_svg, inline
 from megaenc.study.made import Fact
-from megaenc.study.page_tables import table_card, text
-from megaenc.study.page_verdicts import verdict_cards
-from megaenc.study.setups import FAMILIES
-from megaenc.study.table import Table
+from megaenc.study.setups import FAMILIES, dataset_label
+from megaenc.study.table import Table, shown
 
 
 @dataclass(frozen=True)
@@ -37,91 +40,70 @@ class Report:
 MARK = '<meta name="generator" content="megaenc study report">'
 """In the head of every page: by this a report is known, and only such may be replaced."""
 
+_SIGNS = {
+    "holds": {"css": "holds", "words": "\u2713 holds", "counted": "hold"},
+    "reversed": {"css": "reversed", "words": "\u21c4 reversed", "counted": "reversed"},
+    "not resolved": {"css": "open", "words": "? not resolved", "counted": "not resolved"},
+    "no data": {"css": "none", "words": "\u2013 no data", "counted": "without data"},
+}
+"""Class and words of each verdict (a sign and a word, for readers who do not see the colour), and its word after a number."""
+
 
 def page(report: Report) -> str:
-    """The whole file. Whatever comes from results, runs or manifests is escaped."""
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    drawn = [_figure(one) for one in report.figures if isinstance(one.drawn, Picture)]
-    tables = [table_card(table) for table in report.tables]
-    parts = {
-        "verdicts": ("Verdicts", verdict_cards(report.verdicts, report.published)),
-        "figures": ("Figures", [*drawn, _missing(report.figures)]),
-        "tables": ("Tables", [_ABBREVIATIONS, _lacking(report.lacking), *tables, _download(report.scores)]),
-        "made": ("How it was made", [_facts(report.facts)]),
-    }
-    sections = [_section(name, title, inside) for name, (title, inside) in parts.items()]
-    links = " ".join(f'<a href="#{name}">{title}</a>' for name, (title, _) in parts.items())
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-{MARK}
-<title>{text(report.title)}</title>
-<link rel="icon" href="data:,">
-<style>
-{style}</style>
-</head>
-<body>
-<header>
-<h1>{text(report.title)}</h1>
-<p class="muted">{text(report.lead)}</p>
-<nav aria-label="Sections">{links}</nav>
-</header>
-<main>
-{"".join(sections)}</main>
-</body>
-</html>
-"""
-
-
-def _section(name: str, title: str, parts: Sequence[str]) -> str:
-    body = "\n".join(part for part in parts if part)
-    return f'<section id="{name}" aria-labelledby="{name}-title">\n<h2 id="{name}-title">{title}</h2>\n{body}\n</section>\n'
-
-
-def _figure(one: Shown) -> str:
-    picture = one.drawn
-    beside = ""
-    if one.published is not None:
-        theirs = _drawings(one.published, f"{picture.key}-published", f"Published: {picture.title}")
-        beside = f"<details><summary>The published numbers, drawn the same way</summary>{theirs}</details>"
-    return (
-        f'<figure class="card" id="figure-{picture.key}">\n<h3>{text(picture.title)}</h3>\n'
-        f'<figcaption class="muted">{text(picture.caption)}</figcaption>\n'
-        f"{_drawings(picture, picture.key, f'{picture.title}. {picture.caption}')}{beside}</figure>"
+    """Return the whole file, from report.html.j2. Whatever comes from results, runs or manifests is escaped."""
+    environment = Environment(
+        loader=PackageLoader(__package__, ""),
+        autoescape=True,
+        finalize=_unbroken,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
+    environment.globals |= {"mark": Markup(MARK), "signs": _SIGNS, "families": FAMILIES}
+    environment.globals |= {"classes": _classes, "dataset_label": dataset_label}
+    environment.filters |= {"shown": shown, "signed": _signed, "minus": _minus, "seeds": _seeds, "reach": _reach, "twins": _twins}
+    environment.filters["p_value"] = lambda value: "" if math.isnan(value) else p_value(value)
+    environment.filters["place"] = lambda value, reach: f"{75 + 70 * value / reach:.1f}"
+    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
+    verdicts = Counter(one.verdict for one in report.verdicts)
+    counts = ", ".join(f"{verdicts[name]} {sign['counted']}" for name, sign in _SIGNS.items() if verdicts[name])
+    return environment.get_template("report.html.j2").render(report=report, counts=counts)
 
 
-def _drawings(picture: Picture, name: str, alt: str) -> str:
-    """Wide for a page and narrow for a phone; the style shows one of them."""
+def _unbroken(value: object) -> object:
+    """Return text with percent signs kept next to their numbers; anything else as it is."""
+    return value.replace(" %", "\u00a0%") if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def _classes(**on: bool) -> Markup:
+    """Return the attribute that names the classes that are on, or nothing."""
+    names = " ".join(name for name, is_on in on.items() if is_on)
+    return Markup(' class="{}"').format(names) if names else Markup()
+
+
+def _minus(said: str) -> str:
+    """Return text with the sign that is as wide as a plus before numbers; hyphens in names stay."""
+    return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
+
+
+def _signed(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
+
+
+def _seeds(needed: float | None) -> str:
+    return "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}"
+
+
+def _reach(verdict: Verdict) -> float:
+    """Return the farthest end of a verdict's intervals from 0, which are drawn on one axis."""
+    listed = [*verdict.comparisons, *([verdict.overall] if verdict.overall else [])]
+    ends = [abs(end) for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
+    return max(ends, default=1.0) or 1.0
+
+
+def _twins(picture: Picture, name: str, alt: str) -> list[tuple[str, Markup]]:
+    """Return a figure's drawings for the width of a page and of a phone."""
     of_kind = {"wide": picture.svg, "narrow": as_svg(picture.draw(NARROW), picture.key)}
-    return "\n".join(f'<div class="{kind}">{inline(svg, f"{name}-{kind}", alt)}</div>' for kind, svg in of_kind.items())
-
-
-def _missing(figures: Sequence[Shown]) -> str:
-    """A sentence for each figure that there is nothing to draw of."""
-    lacking = [one.drawn for one in figures if isinstance(one.drawn, Missing)]
-    listed = "".join(f"<li>{text(one.title)}: {text(one.why)}</li>" for one in lacking)
-    return f'<div class="card"><h3>Not drawn</h3><ul>{listed}</ul></div>' if lacking else ""
-
-
-_ABBREVIATIONS = (
-    f'<p class="muted">{", ".join(f"{short} {name.lower()}" for short, name in FAMILIES.items())}; CLM and MLM: causal and '
-    'masked language modelling; CPT: continued pretraining. <a href="#made">How it was made</a>.</p>'
-)
-
-
-def _lacking(said: str) -> str:
-    return f'<p class="card">{text(said)}</p>' if said else ""
-
-
-def _download(scores: str) -> str:
-    data = base64.b64encode(scores.encode()).decode()
-    link = f'<a download="scores.csv" href="data:text/csv;base64,{data}">All scores as one CSV file</a>'
-    return f"<p>{link}, in the columns of the published one.</p>"
-
-
-def _facts(facts: Sequence[Fact]) -> str:
-    listed = "".join(f"<dt>{text(name)}</dt><dd>{text(said)}</dd>" for name, said in facts)
-    return f'<div class="card"><dl>{listed}</dl></div>'
+    return [(kind, Markup(inline(svg, f"{name}-{kind}", alt))) for kind, svg in of_kind.items()]

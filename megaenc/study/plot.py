@@ -2,6 +2,7 @@
 held-out losses over each other.
 """
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import whole_files
 from megaenc.output_paths import check_output_file, created_parent
-from megaenc.study.axes import AXIS_LABELS, GREY, LEGEND, Against, clean, plain_counts, styles, verbatim
+from megaenc.study.axes import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, clean, plain_counts, styles, verbatim
 from megaenc.study.compare import comparison, curves_of, named
 from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
 
@@ -73,13 +74,9 @@ def phases_of(made: list[Row], against: Against = "step", begun: Row | None = No
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
     objectives of a mixture each of theirs has a Phase over the same stretch.
     """
-    groups: list[list[Row]] = []
+    groups = [list(rows) for _, rows in itertools.groupby(made, key=lambda row: row["phase"])]
     before, start = (begun["step"], begun[against]) if begun else (0, 0)
     short_steps = (made[-1]["step"] - before) / 50
-    for row in made:
-        if not groups or groups[-1][-1]["phase"] != row["phase"]:
-            groups.append([])
-        groups[-1].append(row)
     stretches, short_before = [], False
     for group in groups:
         steps = group[-1]["step"] - before
@@ -120,27 +117,17 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
             panel.axvspan(phase.start, phase.end, bottom, top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
-        if (phase.end - phase.start) / ((last - first) or 1) >= _LETTER * len(
-            phase.objective
-        ):  # else it would cover its neighbours'
+        wide = (phase.end - phase.start) / ((last - first) or 1)
+        if wide >= _LETTER * len(phase.objective):  # else the name would cover its neighbours'
             labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
             loss.text((phase.start + phase.end) / 2, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
     for objective, (x, losses) in validations.items():
         colour, marker = style[objective]
         loss.plot(
-            x,
-            losses,
-            color=colour,
-            marker=marker,
-            markersize=4.5,
-            markerfacecolor="white",
-            linestyle=":",
-            linewidth=1,
-            clip_on=False,
-            zorder=3,
+            x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
             label=f"held out, {objective}",
-        )
+        )  # fmt: skip
     handles, _ = loss.get_legend_handles_labels()
     handles.insert(0, Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"))
     handles.insert(1, Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"))

@@ -4,15 +4,17 @@ What pooled lines share (a data set, a seed, a model) is kept: weights of the sa
 docs/study-claims.md has the rules in words, and how often they raise a false alarm.
 """
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megaenc.study import statistics
-from megaenc.study.comparisons import Comparison, Line, Pool, Terms, pooled
+from megaenc.study.comparisons import Comparison, Line, Terms
 from megaenc.study.score import Score, examples_of
 from megaenc.study.statistics import Components, Test
 
@@ -59,35 +61,55 @@ def lending(lines: Sequence[Line]) -> Lent:
     }
 
 
-def test(what: Line | Pool, lent: Lent | None = None, margin: float = 0.0, draws: int = 0) -> Comparison:
-    """Test one line, or several; `margin` (a fraction) as in statistics.contrast. p_adjusted and verdict are to be filled in.
+def test(
+    lines: Sequence[Line],
+    lent: Lent | None = None,
+    margin: float = 0.0,
+    draws: int = 0,
+    weights: Sequence[float] | None = None,
+) -> Comparison:
+    """Test one line, or the mean (or weighted sum) of several; `margin` (a fraction) as in statistics.contrast.
 
-    Lines with the same seeds of the pretraining are added up by seed; such groups and the lines of one run by Welch and
-    Satterthwaite. A line of one run varies as its fine-tunings do, and by what `lent` says (None: what the lines themselves say);
-    without that it is about the trained models and not about their recipes. Published tables have neither seeds nor examples: see
-    statistics.printed.
+    p_adjusted and verdict are to be filled in. Lines with the same seeds of the pretraining are added up by seed; such groups and
+    the lines of one run by Welch and Satterthwaite. A line of one run varies as its fine-tunings do, and by what `lent` says
+    (None: what the lines themselves say); without that it is about the trained models and not about their recipes. Published
+    tables have neither seeds nor examples: see statistics.printed.
     """
-    pool = pooled([what]) if isinstance(what, Line) else what
-    lent = lending([line for _, line in pool.lines]) if lent is None else lent
+    weights = weights or [1 / len(lines)] * len(lines)
+    pool = [(weight, line) for weight, line in zip(weights, lines, strict=True) if weight]
+    compared = functools.partial(_comparison, lines, pretrained=min(len(line.seeds) for _, line in pool))
+    lent = lending([line for _, line in pool]) if lent is None else lent
+    if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
+        return compared(*_printed(pool, margin))
     groups: dict[Seeds, list[tuple[float, Line]]] = defaultdict(list)
-    for weight, line in pool.lines:
+    for weight, line in pool:
         groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
-    if not all(score.seeds for _, line in pool.lines for terms in line.terms.values() for _, score in terms):
-        return _printed(what, pool, margin)
     rows = {seeds: _rows(members, seeds) for seeds, members in groups.items()}
     if None in rows.values():  # no fine-tuning seed in common
         nothing = Test(math.nan, math.nan, math.nan, math.nan, Components(math.nan, math.nan), math.nan, 0)
-        return _comparison(what, nothing, math.nan)
-    fewest = min(len(line.seeds) for _, line in pool.lines)
+        return compared(nothing, math.nan, pretrained=1)
     if len(rows) == 1 and (() not in rows or not lent):
         [made] = rows.values()
         blocks = list((made.examples or {}).values())
         found = statistics.contrast(made.scores, blocks, margin)
         drawn = statistics.bootstrap(made.scores, blocks, draws) if draws and blocks and found.seeds > 2 else None
-        return _comparison(what, found, statistics.effect_size(made.left, made.right), drawn, fewest)
+        drawn = drawn and tuple(tuple(100 * edge for edge in interval) for interval in drawn)
+        return compared(found, statistics.effect_size(made.left, made.right), bootstrap=drawn)
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
     found = statistics.combined(difference, _variances(groups, rows, lent), _of_examples(list(rows.values())), margin)
-    return _comparison(what, found, math.nan, None, fewest, () in rows)
+    return compared(found, math.nan, lent=() in rows)
+
+
+def _comparison(lines: Sequence[Line], made: Test, effect: float, **more: Any) -> Comparison:
+    """Return what a test of these lines says, under the names that they share."""
+    families, sets, places = ([*dict.fromkeys(getattr(line, of) for line in lines)] for of in ("family", "dataset", "where"))
+    where = places[0] if len(places) == 1 else f"{len(places)} pairs"
+    family = families[0] if len(families) == 1 else ""
+    collapsed, p = lines[0].collapsed if len(lines) == 1 else (), made.p
+    if collapsed:
+        where, p = f"{where} ({' and '.join(collapsed)} collapsed)", math.nan
+    dataset = sets[0] if len(sets) == 1 and family else "all"
+    return Comparison(*lines[0].names, where, family, dataset, made, p, p, effect, collapsed=collapsed, **more)
 
 
 def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], lent: Lent) -> list[tuple[float, float]]:
@@ -103,8 +125,7 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], len
     found: dict[Seeds, float] = defaultdict(float)
     for seeds, members in groups.items():
         alike = 1 if not seeds else sum(bool({line.size for _, line in members} & sizes) for sizes in parts)
-        scores = rows[seeds].scores
-        found[seeds] += alike * float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
+        found[seeds] += alike * statistics.of_mean(rows[seeds].scores)
     for size, members in once.items():
         alike = sum(size in sizes for sizes in parts)
         whole = math.fsum(abs(weight) for weight, _ in members)
@@ -145,8 +166,6 @@ def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
 
 def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | None:
     """By fine-tuning seed, of one run of the pretraining for each line."""
-    if lines[0][1].left:
-        return _given(lines)
     terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
     seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
     if not seeds:
@@ -156,16 +175,6 @@ def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | Non
         for sign in (1, -1)
     )
     return Rows(*sides, _blocks(terms, seeds) if examples else None)
-
-
-def _given(lines: Sequence[tuple[float, Line, int]]) -> Rows | None:
-    """Of lines that are no sums of scores."""
-    each = [(weight, line.left[seed], line.right[seed]) for weight, line, seed in lines]
-    seeds = sorted(set.intersection(*(set(left) & set(right) for _, left, right in each)))
-    if not seeds:
-        return None
-    left, right = (np.array([math.fsum(one[0] * one[side][seed] for one in each) for seed in seeds]) for side in (1, 2))
-    return Rows(left, right, None)
 
 
 def _merged(terms: Terms) -> list[tuple[float, Score]]:
@@ -191,41 +200,11 @@ def _blocks(terms: Terms, seeds: Sequence[int]) -> dict[Place, np.ndarray] | Non
     return found
 
 
-def _printed(what: Line | Pool, pool: Pool, margin: float) -> Comparison:
-    first = _merged([(weight * part, score) for weight, line in pool.lines for part, score in line.terms[line.seeds[0]]])
+def _printed(pool: Weighted, margin: float) -> tuple[Test, float]:
+    """The test of published means, and its effect size."""
+    first = _merged([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
     weights = [weight for weight, _ in first]
     halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]
     made = statistics.printed([score.mean for _, score in first], halves, weights, margin=margin)
     spread = 5 * (np.array(weights) * halves / 1.96) ** 2  # variance of a seed on each side; pooled: their mean
-    return _comparison(what, made, statistics.standardised(made.difference, math.sqrt(spread.sum() / 2), 8))
-
-
-def _comparison(
-    what: Line | Pool,
-    made: Test,
-    effect: float,
-    drawn: Sequence[Sequence[float]] | None = None,
-    pretrained: int = 1,
-    lent: bool = False,
-) -> Comparison:
-    collapsed = what.collapsed if isinstance(what, Line) else ()
-    p = math.nan if collapsed else made.p
-    return Comparison(
-        left=what.names[0],
-        right=what.names[1],
-        where=f"{what.where} ({' and '.join(collapsed)} collapsed)" if collapsed else what.where,
-        family=what.family,
-        dataset=what.dataset,
-        difference=100 * made.difference,
-        low=100 * made.low,
-        high=100 * made.high,
-        p=p,
-        p_adjusted=p,
-        effect=effect,
-        verdict="not resolved",
-        test=made,
-        bootstrap=tuple(tuple(100 * edge for edge in interval) for interval in drawn) if drawn else None,
-        pretrained=pretrained,
-        lent=lent,
-        collapsed=collapsed,
-    )
+    return made, statistics.standardised(made.difference, math.sqrt(spread.sum() / 2), 8)

@@ -15,25 +15,12 @@ from megaenc.finetune.results import scan
 from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
 from megaenc.study.score import Score
 from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
+from megaenc.study.setups import DATASETS
 
 SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
 
-PRINTED = {
-    "SST-2": "sst2",
-    "QQP": "qqp",
-    "MNLI": "mnli_m",
-    "CoNLL": "conll2003_en",
-    "OntoNotes": "ontonotes",
-    "UNER": "uner_en",
-    "SQuAD": "squad",
-    "SQuAD-v2": "squad_v2",
-    "ReCoRD": "record",
-    "MS MARCO": "msmarco",
-    "NQ": "nq",
-    "MLDR": "mldr_en",
-    "Average": AVERAGE,
-}
+PRINTED = {label: name for labels in DATASETS.values() for name, label in labels.items()} | {"Average": AVERAGE}
 """What the tables call a data set, and its name here."""
 
 
@@ -48,16 +35,9 @@ def rows() -> list[dict[str, str]]:
 
 def row_setting(row: dict[str, str]) -> Setting:
     """The model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
-    masked, on_the_way = bool(row["mask_ratio"]), row["setup"] == "efficiency"
-    return Setting(
-        size=row["size"],
-        clm_steps=int(row["clm_steps"]),
-        mlm_steps=int(row["mlm_steps"]),
-        cpt_mlm_steps=int(row["cpt_mlm_steps"]),
-        mask_ratio=float(row["mask_ratio"]) if masked else None,
-        decayed=not on_the_way,
-        budget=BUDGET if on_the_way else 0,
-    )
+    steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
+    mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
+    return Setting(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
 
 
 @functools.cache
@@ -65,16 +45,9 @@ def published() -> Evidence:
     """The printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
     found: dict[tuple[Setting, str, str], Score] = {}
     for row in rows():
-        setting, dataset = row_setting(row), PRINTED[row["dataset"]]
-        score = Score(
-            model=name_of(setting),
-            setting=setting,
-            family=row["task"],
-            dataset=dataset,
-            mean=float(row["mean"]) / 100,
-            half=float(row["ci95"]) / 100,
-        )
-        found.setdefault((setting, score.family, dataset), score)
+        setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
+        score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
+        found.setdefault((setting, family, dataset), score)
     return Evidence(list(found.values()))
 
 

@@ -4,10 +4,10 @@ From a folder of results, with the manifest that they were made by where there i
 --published, from its printed tables alone. Published values stand beside and behind those of the same models.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
@@ -17,23 +17,21 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import whole_files, write_whole
 from megaenc.finetune.intervals import Asked, Kind
 from megaenc.finetune.jobs import rate_name
-from megaenc.finetune.results import Result, scan
+from megaenc.finetune.results import scan
 from megaenc.output_paths import created_parent
 from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
-from megaenc.study.evidence import PAPER, Evidence, of_results
+from megaenc.study.evidence import PAPER, Evidence, of_results, without_score
 from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
-from megaenc.study.lacking import without_score
 from megaenc.study.page import Report, page
 from megaenc.study.published import published
 from megaenc.study.report_folder import FIGURES, PAGE, TABLES
-from megaenc.study.run_tree import TrainedRun, flops_of, named_settings, read_runs
+from megaenc.study.run_tree import flops_of, named_settings, read_runs
 from megaenc.study.scope import Scope, scope_of
-from megaenc.study.setting import Setting
 from megaenc.study.setups import STANDARD
 from megaenc.study.spread_tables import spread_tables
-from megaenc.study.table import WRITERS, Table
+from megaenc.study.table import WRITERS
 from megaenc.study.tables import score_tables, standard_tables, tidy
 
 SCORES = "scores.csv"
@@ -66,26 +64,33 @@ def report_of(settings: ReportFlags) -> Report:
         if given:
             raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
         evidence = published()
-        return _assemble(
-            evidence, [], {}, flops_by_shape(evidence), None, "The published tables", _PUBLISHED, made.of_published()
-        )
+        figures = figures_of(evidence, {}, flops_by_shape(evidence))
+        return _assemble(evidence, [], None, figures, made.of_published(), title="The published tables", lead=_PUBLISHED)
     if not settings.results:
         raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
     scope, title = _manifest(settings.manifest)
     results = scan(settings.results)
-    known = named_settings(sorted({one.model for one in results}), scope.names)
-    _check_known(settings, results, scope.names)
+    models = list(dict.fromkeys(one.model for one in results))
+    if scope.names and not any(model in scope.names for model in models):
+        found, expected = ", ".join(models[:3]), ", ".join(list(scope.names)[:3])
+        raise InputError(
+            f"--results {settings.results}: found models {found}, expected those of {settings.manifest}: {expected}, ..."
+        )
     runs = read_runs(Path(settings.runs)) if settings.runs else {}
+    known = named_settings(sorted(models), scope.names)
     evidence = of_results(results, known.get, PAPER, settings.interval, scope)
     if scope.asked is not None and not evidence.grids:
         found = Asked(tuple(sorted({one.learning_rate for one in results})), tuple(sorted({one.seed for one in results})))
         wanted = f"some of what {settings.manifest} asks for: {_grid(scope.asked)}"
         raise InputError(f"--results {settings.results}: found {_grid(found)}, expected {wanted}")
     if not evidence.scores:
-        lacking = f": {without_score(evidence)}"
         raise InputError(
-            f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one{lacking}"
+            f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one: "
+            f"{without_score(evidence)}"
         )
+    there = {name for one in results if one.test is not None for name in one.test.metrics}
+    metrics = [name for names in STANDARD.values() for name in names if name in there]
+    standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
     facts = [
         *made.noted(Path(settings.results), settings.about),
         *made.of_results(results, evidence),
@@ -93,8 +98,8 @@ def report_of(settings: ReportFlags) -> Report:
         made.intervals_of(evidence, published()),
     ]
     flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
-    standard = _standard(results, known, settings.interval, scope)
-    return _assemble(evidence, standard, runs, flops, published(), title or "Results of a study", _OURS, facts)
+    figures = figures_of(evidence, runs, flops, published())
+    return _assemble(evidence, standard, published(), figures, facts, title=title or "Results of a study", lead=_OURS)
 
 
 _PUBLISHED = (
@@ -111,7 +116,7 @@ def _grid(asked: Asked) -> str:
 
 
 def _manifest(path: str) -> tuple[Scope, str]:
-    """What it set out to measure, and its title."""
+    """Return what it set out to measure, and its title."""
     if not path:
         return Scope(), ""
     from megaenc.study.manifest import read_manifest
@@ -120,41 +125,23 @@ def _manifest(path: str) -> tuple[Scope, str]:
     return scope_of(manifest), manifest.title
 
 
-def _check_known(settings: ReportFlags, results: Sequence[Result], names: Mapping[str, Setting]) -> None:
-    models = dict.fromkeys(one.model for one in results)
-    if names and not any(model in names for model in models):
-        found, expected = ", ".join(list(models)[:3]), ", ".join(list(names)[:3])
-        raise InputError(
-            f"--results {settings.results}: found models {found}, expected those of {settings.manifest}: {expected}, ..."
-        )
-
-
-def _standard(results: Sequence[Result], known: Mapping[str, Setting], kind: Kind, scope: Scope) -> list[Evidence]:
-    there = {name for one in results if one.test is not None for name in one.test.metrics}
-    wanted = [name for names in STANDARD.values() for name in names if name in there]
-    return [of_results(results, known.get, name, kind, scope) for name in wanted]
-
-
 def _assemble(
     evidence: Evidence,
     standard: Sequence[Evidence],
-    runs: Mapping[str, TrainedRun],
-    flops: Mapping[Setting, float],
     beside: Evidence | None,
-    title: str,
-    lead: str,
+    figures: Sequence[Shown],
     facts: Sequence[made.Fact],
+    **texts: str,
 ) -> Report:
     with ProgressLine("judging", total=None, closing=False) as progress:
         progress.update(0)
         verdicts = judge(evidence)
         tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
     return Report(
-        title=title,
-        lead=lead,
+        **texts,
         verdicts=verdicts,
         published=judge(beside) if beside is not None else [],
-        figures=figures_of(evidence, runs, flops, beside),
+        figures=figures,
         tables=tables,
         scores=tidy([evidence, *standard]),
         facts=facts,
@@ -170,39 +157,26 @@ def write(report: Report, output: Path) -> None:
     """
     earlier = report_folder.check(output)
     drawn = [(name, picture) for one in report.figures for name, picture in _pictures(one)]
-    names = [f"{TABLES}/{table.key}.{suffix}" for table in report.tables for suffix in WRITERS] + [f"{TABLES}/{SCORES}"]
-    names += [f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg")]
+    texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
+    names = [*texts, f"{TABLES}/{SCORES}", *(f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg"))]
     report_folder.begin(output, earlier, names)
-    _tables(report.tables, output / TABLES)
-    _figures(drawn, output / FIGURES)
+    for name, (table, form) in texts.items():
+        write_whole(output / name, form(table))
+    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
+        for at, (name, picture) in enumerate(drawn):
+            progress.update(at)
+            with whole_files(output / FIGURES / f"{name}.png") as [temporary]:
+                picture.wide.savefig(temporary, format="png", metadata={"Software": None})
+            write_whole(output / FIGURES / f"{name}.svg", picture.svg)
     write_whole(output / TABLES / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
     report_folder.finish(output, earlier, names)
 
 
 def _pictures(one: Shown) -> list[tuple[str, Picture]]:
-    """What is drawn of a figure, each under the name of its files."""
+    """Return what is drawn of a figure, each under the name of its files."""
     both = ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published))
-    return [(name, picture) for name, picture in both if isinstance(picture, Picture)]
-
-
-def _tables(tables: Sequence[Table], folder: Path) -> None:
-    for table in tables:
-        for suffix, as_text in WRITERS.items():
-            write_whole(folder / f"{table.key}.{suffix}", as_text(table))
-
-
-def _figures(drawn: Sequence[tuple[str, Picture]], folder: Path) -> None:
-    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
-        for at, (name, picture) in enumerate(drawn):
-            progress.update(at)
-            _save(picture.wide, folder / f"{name}.png")
-            write_whole(folder / f"{name}.svg", picture.svg)
-
-
-def _save(figure: Any, path: Path) -> None:
-    with whole_files(path) as [temporary]:
-        figure.savefig(temporary, format="png", metadata={"Software": None})
+    return [(name, picture) for name, picture in both if picture and picture.panels]
 
 
 @one_line_errors
@@ -219,5 +193,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.lacking:
         say(report.lacking)
-    drawn = sum(isinstance(one.drawn, Picture) for one in report.figures)
+    drawn = sum(bool(one.drawn.panels) for one in report.figures)
     say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")

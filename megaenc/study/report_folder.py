@@ -29,25 +29,23 @@ def check(output: Path) -> set[str]:
     Raises InputError for anything but a report's folder: a file, a link, a folder that holds something else.
     """
     try:
-        return _check(output)
+        _check_kinds(output)
+        if not output.exists():
+            return set()
+        ours = MARK in _text(output / PAGE)
+        mark, *names = _text(output / FILES).splitlines() or [""]
+        if mark == _LISTED:
+            own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
+        else:  # only leftovers of an attempt that was killed at once
+            own, names = {name for name in (TABLES, FIGURES) if _is_empty(output / name)}, []
+        others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
+        if others and not (ours and mark == _LISTED):
+            raise InputError(
+                f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
+            )
+        return {name for name in names if _WRITTEN.fullmatch(name) and _kind(output / name) == "file"}
     except OSError as error:
         raise InputError(f"--output {output}: cannot be read: {error.strerror}; expected another folder") from None
-
-
-def _check(output: Path) -> set[str]:
-    _check_kinds(output)
-    if not output.exists():
-        return set()
-    ours = MARK in _text(output / PAGE)
-    mark, *names = _text(output / FILES).splitlines() or [""]
-    if mark == _LISTED:
-        own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
-    else:  # only leftovers of an attempt that was killed at once
-        own, names = {name for name in (TABLES, FIGURES) if _is_empty(output / name)}, []
-    others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
-    if others and not (ours and mark == _LISTED):
-        raise InputError(f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report")
-    return {name for name in names if _WRITTEN.fullmatch(name) and _kind(output / name) == "file"}
 
 
 def _check_kinds(output: Path) -> None:

@@ -20,9 +20,9 @@ class TrainedRun:
     """A run folder: what it has made itself, its parent's steps not among them."""
 
     name: str
+    facts: Mapping[str, Any]
     steps: list[Row]
     validated: list[Row]
-    facts: Mapping[str, Any]
     begun: Row
     """how far it had come before its first step: 0, or where it branched"""
 
@@ -62,7 +62,7 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """The runs in `folder`, each a folder with run.json, by name; those without a step yet are left out.
+    """Return the runs in `folder`, each a folder with run.json, by name; those without a step yet are left out.
 
     Raises InputError where there is none, and for files that no run wrote.
     """
@@ -70,11 +70,8 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
         places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
     except OSError as error:
         raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
-    found = {}
-    for path in places:
-        if _has_row(path / METRICS):
-            facts = read_run_json(path)
-            found[path.name] = TrainedRun(path.name, read_steps(path), read_validations(path), facts, read_beginning(path))
+    reads = (read_run_json, read_steps, read_validations, read_beginning)
+    found = {path.name: TrainedRun(path.name, *(read(path) for read in reads)) for path in places if _has_row(path / METRICS)}
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found
@@ -112,21 +109,16 @@ def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) ->
 
 
 def _without_step(name: str, setting: Setting) -> str:
-    """`610m-clm-42k-1000` as `610m-clm-42k`, the seed at its end kept."""
+    """Return `610m-clm-42k-1000` as `610m-clm-42k`, the seed at its end kept."""
     return re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name)
 
 
 def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
-    """Operations of the model that a run began with the weights of, which its own count leaves out."""
-    spent = 0.0
-    seen: set[str] = set()
-    while run.name not in seen:
+    """Return the operations of the models that a run began with the weights of, which its own count leaves out."""
+    spent, seen = 0.0, set()
+    while run.name not in seen and (parent := runs.get(run.parent)) is not None:
         seen.add(run.name)
-        parent = runs.get(run.parent)
-        if parent is None:
-            break
-        if run.start == "weights":
-            spent += float(parent.steps[-1].get("flops", 0.0))
+        spent += float(parent.steps[-1].get("flops", 0.0)) if run.start == "weights" else 0.0
         run = parent
     return spent
 

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from megaenc.study.setting import Setting
@@ -57,32 +58,25 @@ def grouped(
     yet. `order`: of sizes.
     """
     every, planned = list(dict.fromkeys(settings)), list(planned)
-    whole = list(dict.fromkeys([*planned, *every]))
+    whole = [one for one in dict.fromkeys([*planned, *every]) if one.decayed and not one.schedule]
     sizes = sizes_of(every, order)
     longest = {**longest_of(every), **longest_of(planned)}
-    found: dict[Setup, list[Setting]] = {setup: [] for setup in SETUPS}
-    from_scratch = [one for one in whole if one.decayed and not one.cpt_mlm_steps and not one.schedule]
     masks: dict[tuple[str, int], set[float | None]] = {}
-    for one in from_scratch:
-        if objective(one) == "CLM + MLM":
+    for one in whole:
+        if not one.cpt_mlm_steps and objective(one) == "CLM + MLM":
             masks.setdefault((one.size, one.steps), {None}).add(one.mask_ratio)
-    continued = [one for one in whole if one.cpt_mlm_steps and one.decayed and not one.schedule]
-    parents = {parent_of(one) for one in continued}
-    for one in every:
-        if one.schedule:
-            found["other"].append(one)
-            continue
-        if not one.decayed:
-            found["efficiency"].append(one)
-            continue
-        if pure(one) and one.steps == longest[one.size]:
-            found["base"].append(one)
-        if not one.cpt_mlm_steps:
-            budget = (one.size, one.steps)
-            if one.mask_ratio in masks.get(budget, ()) or (pure(one) and one.steps != longest[one.size]):
-                found["pfs"].append(one)
-        if one.cpt_mlm_steps or one in parents:
-            found["cpt"].append(one)
+    parents = {parent_of(one) for one in whole if one.cpt_mlm_steps}
+
+    def member(setup: Setup, one: Setting) -> bool:
+        if one.schedule or not one.decayed:
+            return setup == ("other" if one.schedule else "efficiency")
+        base = pure(one) and one.steps == longest[one.size]
+        of_two_stages = one.mask_ratio in masks.get((one.size, one.steps), ())
+        return {
+            "base": base,
+            "pfs": not one.cpt_mlm_steps and (of_two_stages or (pure(one) and not base)),
+            "cpt": bool(one.cpt_mlm_steps) or one in parents,
+        }.get(setup, False)
 
     def mask(one: Setting) -> float:
         return math.inf if one.mask_ratio is None else one.mask_ratio
@@ -94,23 +88,20 @@ def grouped(
         "cpt": lambda one: (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask(one)),
         "other": lambda one: (one.schedule, one.steps, mask(one)),
     }
-    return {
-        setup: sorted(members, key=lambda one, setup=setup: (sizes.index(one.size), *orders[setup](one), one.seed))
-        for setup, members in found.items()
-        if members
+    found = {
+        setup: sorted(
+            (one for one in every if member(setup, one)),
+            key=lambda one, order=order: (sizes.index(one.size), *order(one), one.seed),
+        )
+        for setup, order in orders.items()
     }
+    return {setup: members for setup, members in found.items() if members}
 
 
 def parent_of(setting: Setting) -> Setting:
     """The decayed model that continued pretraining began with."""
-    return Setting(
-        setting.size,
-        setting.clm_steps,
-        setting.mlm_steps,
-        mask_ratio=setting.mask_ratio if setting.mlm_steps else None,
-        schedule=setting.schedule,
-        seed=setting.seed,
-    )
+    mask = setting.mask_ratio if setting.mlm_steps else None
+    return replace(setting, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
 def longest_of(settings: Iterable[Setting]) -> dict[str, int]:
@@ -155,7 +146,7 @@ def dataset_label(family: str, dataset: str) -> str:
 
 
 def datasets_of(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """From pairs of family and data set, those of each family: the study's first, as in its tables, averages last."""
+    """Return the data sets of each family: the study's first, as in its tables, averages last."""
     shown: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for family, dataset in dict.fromkeys(found):
         shown.setdefault(family, []).append(dataset)

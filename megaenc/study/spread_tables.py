@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from megaenc.study.score import Grid, Score, examples_of, trainings
 from megaenc.study.setups import dataset_label, datasets_of
 from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
 from megaenc.study.table import Column, Row, Table, Value, score
-from megaenc.study.tables import blocks_of, columns_of, models_of, places_of, unfinished, unfinished_said
+from megaenc.study.tables import columns_of, models_of, places_of, unfinished, unfinished_said
 
 
 def spread_tables(evidence: Evidence) -> list[Table]:
@@ -48,14 +49,14 @@ def rate_table(evidence: Evidence) -> Table | None:
             " †k/n: k of the n trainings at all rates collapsed to worthless predictions or failed; what always collapses looks "
             "as if no rate mattered."
         )
-    blocks = blocks_of(evidence)
+    places = places_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
     rows = []
     for model in models_of(evidence):
-        cells = [made.get((model, family, name)) for _, family, name in places_of(blocks)]
+        cells = [made.get((model, family, name)) for *_, family, name in places]
         if any(value is not None for value in cells):
             rows.append(Row((model, *cells)))
-    columns = (Column("Model", number=False), *columns_of(blocks))
+    columns = (Column("Model", number=False), *columns_of(places))
     note += unfinished_said(evidence.scores)
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, tuple(rows)) if rows else None
 
@@ -111,16 +112,14 @@ WANTED = (0.002, 0.005, 0.01, 0.02)
 
 
 def variance_table(evidence: Evidence) -> Table | None:
-    """Where the uncertainty comes from, by data set, and the seeds that a difference needs. None without seeds.
+    """Return where the uncertainty comes from, by data set, and the seeds that a difference needs. None without seeds.
 
     Spreads are root mean squares over the models, seeds needed are for the difference of two neighbours of the tables, which have
     seeds and examples in common.
     """
     columns = (
-        Column("Family", number=False),
-        Column("Data set", number=False),
-        Column("Models"),
-        Column("Seeds"),
+        *(Column(name, number=False) for name in ("Family", "Data set")),
+        *(Column(name) for name in ("Models", "Seeds")),
         *(Column(name, "Standard deviation") for name in ("of a run", "of a mean: seeds", "of a mean: examples")),
         *(Column(f"{100 * wanted:g}", "Seeds for a difference of") for wanted in WANTED),
     )
@@ -128,18 +127,15 @@ def variance_table(evidence: Evidence) -> Table | None:
     order = {model: at for at, model in enumerate(models_of(evidence))}
     for family, names in datasets_of(evidence.datasets()).items():
         for name in names:
-            members = sorted(
-                (one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seeds) > 1),
-                key=lambda one: order[one.model],
-            )
+            scores = [one for one in evidence.scores if (one.family, one.dataset) == (family, name) and len(one.seeds) > 1]
+            members = sorted(scores, key=lambda one: order[one.model])
             if not members:
                 continue
-            single = [_components(one) for one in members]
-            runs = math.sqrt(np.mean([len(one.seeds) * parts.seeds for one, parts in zip(members, single, strict=True)]))
-            from_examples = [parts.examples for parts in single if not math.isnan(parts.examples)]
+            single = [_components(one.seeds, _blocks(one, sorted(one.seeds))) for one in members]
+            runs = [len(one.seeds) * parts.seeds for one, parts in zip(members, single, strict=True)]
+            spreads = (_root(runs), _root(parts.seeds for parts in single), _root(parts.examples for parts in single))
             head = (family, dataset_label(family, name), len(members), max(len(one.seeds) for one in members))
-            spreads = (runs, _root(parts.seeds for parts in single), _root(from_examples))
-            rows.append(Row((*head, *(score(spread) for spread in spreads), *_needed(members)), rule=name == names[0]))
+            rows.append(Row((*head, *map(score, spreads), *_needed(members)), rule=name == names[0]))
     note = (
         "Points; root mean squares over the models. Standard deviations: of a run's score over the seeds; of a mean, as other "
         "fine-tuning seeds would move it, and as other test examples of the same kind would. Seeds for a difference of so many "
@@ -149,40 +145,40 @@ def variance_table(evidence: Evidence) -> Table | None:
     return Table("variance", "Seeds and examples: where uncertainty comes from", note, columns, tuple(rows)) if rows else None
 
 
-def _root(variances: Iterable[float]) -> float | None:
-    known = list(variances)
-    return math.sqrt(float(np.mean(known))) if known else None
+def _mean(values: Iterable[float]) -> float:
+    """Return the mean of those that are known; nan for none."""
+    known = [value for value in values if not math.isnan(value)]
+    return float(np.mean(known)) if known else math.nan
+
+
+def _root(variances: Iterable[float]) -> float:
+    return math.sqrt(_mean(variances))
 
 
 def _blocks(found: Score, seeds: Sequence[int]) -> list[np.ndarray]:
-    """float32[S, N] of each data set behind a score, as it counts in it; none at all where some has no examples."""
+    """Return float32[S, N] of each data set behind a score, as it counts in it; none at all where some has no examples."""
     members = found.members or (found,)
     blocks = [examples_of(member, seeds) for member in members]
     return [] if any(block is None for block in blocks) else [block / len(members) for block in blocks]
 
 
-def _components(found: Score) -> Components:
-    seeds = sorted(found.seeds)
-    return components(np.array([found.seeds[seed] for seed in seeds]), _blocks(found, seeds))
+def _components(by_seed: Mapping[int, float], blocks: Sequence[np.ndarray]) -> Components:
+    return components(np.array([by_seed[seed] for seed in sorted(by_seed)]), blocks)
 
 
 def _needed(members: Sequence[Score]) -> list[Value]:
-    """Cells of WANTED from the mean components of the differences of neighbours that have seeds in common."""
-    found: list[tuple[Components, int]] = []
+    """Return cells of WANTED from the mean components of the differences of neighbours that have seeds in common."""
+    found: dict[int, list[Components]] = defaultdict(list)
     for one, other in itertools.pairwise(members):
         seeds = sorted(one.seeds.keys() & other.seeds.keys())
-        if len(seeds) < 2:
-            continue
-        blocks, others = _blocks(one, seeds), _blocks(other, seeds)
-        alike = [block.shape for block in blocks] == [block.shape for block in others]
-        paired = [a - b for a, b in zip(blocks, others, strict=True)] if alike else ()
-        found.append((components(np.array([one.seeds[seed] - other.seeds[seed] for seed in seeds]), paired), len(seeds)))
+        if len(seeds) > 1:
+            blocks, others = _blocks(one, seeds), _blocks(other, seeds)
+            alike = [block.shape for block in blocks] == [block.shape for block in others]
+            paired = [a - b for a, b in zip(blocks, others, strict=True)] if alike else ()
+            found[len(seeds)].append(_components({seed: one.seeds[seed] - other.seeds[seed] for seed in seeds}, paired))
     if not found:
         return [None] * len(WANTED)
-    counts = {count for _, count in found}
-    count = max(counts)
-    parts = [part for part, seeds in found if seeds == count]
-    of_examples = [part.examples for part in parts if not math.isnan(part.examples)]
-    mean = Components(float(np.mean([part.seeds for part in parts])), float(np.mean(of_examples)) if of_examples else math.nan)
-    needed = [seeds_needed(wanted, mean, count) for wanted in WANTED]
+    parts = found[max(found)]
+    mean = Components(_mean(part.seeds for part in parts), _mean(part.examples for part in parts))
+    needed = [seeds_needed(wanted, mean, max(found)) for wanted in WANTED]
     return ["never" if seeds is None else seeds for seeds in needed]

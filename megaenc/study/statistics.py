@@ -7,6 +7,7 @@ Shapes: S seeds, N examples of a data set.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,15 +55,15 @@ class Test:
 def components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> Components:
     """Of the mean of float[S] `scores`, from what the examples behind them scored: float[S, N] of each data set, or none.
 
-    The contributions of several data sets to a score add up. Works for one model's scores as for a contrast. Two-way analysis of
-    variance without repetition, the estimators of Dorfman, Berbaum and Metz (1992): of seeds by examples, MS_examples -
-    MS_residual over S * N is what examples share in all seeds, 0 where negative; residuals are in the seeds' variance already.
+    The contributions of several data sets to a score add up. Two-way analysis of variance without repetition (Dorfman, Berbaum
+    and Metz 1992): examples share (MS_examples - MS_residual) / (S * N) in all seeds, 0 where negative; the seeds' variance holds
+    the residuals already.
     """
-    return Components(_of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
+    return Components(of_mean(scores), math.fsum(shared([block]) for block in examples) if len(examples) else math.nan)
 
 
-def _of_mean(scores: np.ndarray) -> float:
-    """The variance of the mean of float[S]; nan for one."""
+def of_mean(scores: np.ndarray) -> float:
+    """Return the variance of the mean of float[S]; nan for one."""
     return float(np.var(scores, ddof=1)) / len(scores) if len(scores) > 1 else math.nan
 
 
@@ -123,15 +124,9 @@ def combined(
 def printed(
     means: Sequence[float], halves: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
 ) -> Test:
-    """The same of published means and half intervals alone: Welch's t test for independent seeds.
-
-    A half is 1.96 * sd / sqrt(seeds), so variance (half / 1.96) ** 2 of its mean; degrees of freedom by Welch and Satterthwaite.
-    What the same seeds have in common is not printed and cannot be used, nor are examples.
-    """
+    """Test published means by their half intervals, 1.96 * sd / sqrt(seeds), alone: Welch's t test for independent seeds."""
     each = (np.asarray(weights) * np.asarray(halves) / 1.96) ** 2
-    total = float(each.sum())
-    df = total**2 / float((each**2 / (seeds - 1)).sum()) if total else math.nan
-    return _test(float(np.dot(weights, means)), Components(total, math.nan), [(total, df)], 0, margin)
+    return combined(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
 
 def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float) -> Test:
@@ -159,12 +154,10 @@ def holm(p: Sequence[float]) -> list[float]:
 
     Holm, Scandinavian Journal of Statistics 6 (1979). nan is no test: it stays and does not count.
     """
-    given = np.asarray(p, dtype=np.float64)
-    order = [at for at in np.argsort(given, kind="stable") if not math.isnan(given[at])]
-    adjusted, highest = given.copy(), 0.0
-    for rank, at in enumerate(order):
-        highest = max(highest, min(1.0, (len(order) - rank) * given[at]))
-        adjusted[at] = highest
+    adjusted = np.array(p, dtype=np.float64)
+    order = np.argsort(adjusted, kind="stable")[: np.count_nonzero(~np.isnan(adjusted))]  # nan is last
+    factors = np.arange(len(order), 0, -1)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * adjusted[order]))
     return adjusted.tolist()
 
 
@@ -191,10 +184,10 @@ _CHANCES = (np.arange(400) + 0.5) / 400
 
 
 def power(difference: float, parts: Components, seeds: int, more: int) -> float:
-    """How often `contrast` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`; the examples stay.
+    """Return how often `contrast` sees a true `difference` at 5 % with `more` seeds, where `seeds` gave `parts`.
 
-    Both of its tests have to: the mean over what variance so many seeds may show (its chi-squared distribution, in 400 equal
-    parts) of the chance that the difference found is beyond the greater of both tests' edges. Before any correction.
+    That is the mean, over what variance so many seeds may show (chi-squared, in 400 equal parts), of the chance that the
+    difference found is beyond the edges of both its tests. Before any correction.
     """
     of_seeds, of_examples = parts.seeds * seeds / more, float(np.nan_to_num(parts.examples))
     if more < 2 or not of_seeds + of_examples > 0:
@@ -216,19 +209,15 @@ def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float
     """
     if math.isnan(parts.seeds) or not power(difference, parts, seeds, at_most) >= wanted:
         return None
-    low, high = 1, at_most  # power grows with seeds: the answer is above low and at most high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power(difference, parts, seeds, middle) >= wanted else (middle, high)
-    return high
+    counts = range(2, at_most)  # power grows with them
+    return 2 + bisect_left(counts, wanted, key=lambda more: power(difference, parts, seeds, more))
 
 
 def between(scores: np.ndarray) -> np.ndarray:
-    """How far the means of float[R, S], by rate and by seed, are apart beyond chance: float[S] whose mean is that variance.
+    """Return float[S] whose mean is how far the means of float[R, S], by rate and by seed, are apart beyond chance, a variance.
 
-    The covariance over the rates of what two seeds score, over all pairs of seeds: what a seed does at one rate alone is not in
-    the other one's, so noise adds nothing on average, however much there is and at which rate. That is the variance component
-    (MS_rates - MS_residual) / S of a two-way analysis of variance. The values are jackknife pseudo-values over the seeds, to be
+    It is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, the mean covariance over the
+    rates of two seeds, so that noise adds nothing on average. The values are its jackknife pseudo-values over the seeds, to be
     tested by t (Tukey; Arvesen 1969). Two seeds have one pair: float[1]. Raises ValueError below two rates or seeds.
     """
     rates, count = scores.shape
@@ -253,14 +242,15 @@ def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
 def bootstrap(
     scores: np.ndarray, examples: Sequence[np.ndarray], draws: int = 2000, seed: int = 0
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """95 % intervals by resampling seeds and then examples, the same ones for all models and seeds: percentile and studentised.
+    """Return 95 % intervals by resampling seeds and then examples, the same for all models: percentile and studentised.
 
-    `examples` as in `components`; float[S] `scores` are what their means add up to. Beside the t interval of `contrast`, not in
-    its stead: over five seeds it is calibrated only by luck. nan below three seeds, where a draw often has one seed alone.
+    `examples` as in `components`. For a look next to the t interval of `contrast`: over five seeds it is calibrated only by luck.
+    nan below three seeds, where a draw often has one seed alone.
     """
     count, random = len(scores), np.random.default_rng(seed)
     if count < 3:
         return (math.nan, math.nan), (math.nan, math.nan)
+    parts = components(scores, examples)
     times = random.multinomial(count, np.full(count, 1 / count), draws)
     rows = np.broadcast_to(np.asarray(scores, dtype=np.float64), (draws, count)).copy()
     for block in examples:
@@ -270,11 +260,10 @@ def bootstrap(
             row += block @ np.bincount(random.integers(of, size=of), minlength=of) / of
     means = (times * rows).sum(1) / count
     low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
-    of_examples = np.nan_to_num(components(scores, examples).examples)
-    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + of_examples)
+    errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.examples))
     middle = float(np.mean(scores))
     with np.errstate(divide="ignore", invalid="ignore"):
         pivots = np.nan_to_num((means - middle) / errors, posinf=np.inf, neginf=-np.inf)
     below, above = np.quantile(pivots, [LEVEL / 2, 1 - LEVEL / 2])
-    error = math.sqrt(components(scores, examples).total)
+    error = math.sqrt(parts.total)
     return (float(low), float(high)), (middle - float(above) * error, middle - float(below) * error)

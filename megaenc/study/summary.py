@@ -66,22 +66,21 @@ def summarise(run: str | Path) -> Summary:
     learnt = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
-        if before is None or None in (*before.values(), *after.values()):  # no target in the held-out packs
-            continue
-        loss, accuracy = (before["loss"], after["loss"]), (before["accuracy"], after["accuracy"])
-        learnt.append(Learnt(objective, loss, accuracy, after["most_frequent"]))
+        if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
+            both = ((before[name], after[name]) for name in ("loss", "accuracy"))
+            learnt.append(Learnt(objective, *both, after["most_frequent"]))
     newest, begun = steps[-1], read_beginning(run)
     return Summary(
-        newest["step"],
-        facts["train_iters"],
-        first["step"],
-        last["step"],
-        facts["parameters"],
-        newest["tokens"],
-        training_seconds(steps, begun["step"]),
-        begun["step"],
-        begun["tokens"],
-        tuple(learnt),
+        step=newest["step"],
+        train_iters=facts["train_iters"],
+        first_validation=first["step"],
+        last_validation=last["step"],
+        parameters=facts["parameters"],
+        tokens=newest["tokens"],
+        seconds=training_seconds(steps, begun["step"]),
+        branched_at=begun["step"],
+        tokens_before=begun["tokens"],
+        learnt=tuple(learnt),
     )
 
 

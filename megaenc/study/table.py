@@ -2,6 +2,8 @@
 
 import csv
 import io
+import itertools
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -51,13 +53,14 @@ class Table:
                 raise ValueError(f"{self.key}: a row of {len(row.cells)} cells under {len(self.columns)} columns")
 
     @property
+    def named(self) -> bool:
+        """Whether rows have short names, for a phone."""
+        return any(row.name for row in self.rows)
+
+    @property
     def groups(self) -> dict[str, int]:
         """The groups in order, each with the number of its columns."""
-        counted: dict[str, int] = {}
-        for column in self.columns:
-            if column.group:
-                counted[column.group] = counted.get(column.group, 0) + 1
-        return counted
+        return dict(Counter(column.group for column in self.columns if column.group))
 
 
 def score(mean: float | None, half: float | None = None) -> Value:
@@ -103,11 +106,10 @@ _WIDE = 9
 
 
 def as_latex(table: Table) -> str:
-    """A `table` environment for booktabs. Tables too wide for a page have their groups below each other."""
+    """Return a `table` environment for booktabs. Tables too wide for a page have their groups below each other."""
     groups = list(table.groups)
     parts = [[group] for group in groups] if len(table.columns) > _WIDE and groups else [groups]
-    blocks = [_block(table, part) for part in parts]
-    body = "\n\n\\medskip\n".join(blocks)
+    body = "\n\n\\medskip\n".join(_block(table, part) for part in parts)
     caption = _in_latex(f"{table.title}. {table.note}")
     return (
         "% \\usepackage{booktabs}\n\\begin{table}\n\\centering\\small\n"
@@ -116,24 +118,24 @@ def as_latex(table: Table) -> str:
 
 
 def _block(table: Table, groups: list[str]) -> str:
-    kept = [at for at, column in enumerate(table.columns) if not column.group or column.group in groups]
-    columns = [table.columns[at] for at in kept]
-    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for column in columns)}}}", "\\toprule"]
+    kept = [(at, column) for at, column in enumerate(table.columns) if not column.group or column.group in groups]
+
+    def line(cells: Iterable[str]) -> str:
+        return " & ".join(cells) + r" \\"
+
+    lines = [f"\\begin{{tabular}}{{{''.join('r' if column.number else 'l' for _, column in kept)}}}", "\\toprule"]
     if groups:
         heads = sum(not column.group for column in table.columns)
-        cells, rules, at = [""] * heads, [], heads + 1
-        for group in groups:
-            width = table.groups[group]
-            cells.append(f"\\multicolumn{{{width}}}{{c}}{{{_in_latex(group)}}}")
-            rules.append(f"\\cmidrule(lr){{{at}-{at + width - 1}}}")
-            at += width
-        lines += [" & ".join(cells) + r" \\", " ".join(rules)]
-    lines += [" & ".join(_in_latex(column.name) for column in columns) + r" \\", "\\midrule"]
+        ends = list(itertools.accumulate((table.groups[group] for group in groups), initial=heads))
+        named = [f"\\multicolumn{{{table.groups[group]}}}{{c}}{{{_in_latex(group)}}}" for group in groups]
+        rules = [f"\\cmidrule(lr){{{start + 1}-{end}}}" for start, end in itertools.pairwise(ends)]
+        lines += [line([""] * heads + named), " ".join(rules)]
+    lines += [line(_in_latex(column.name) for _, column in kept), "\\midrule"]
     for at, row in enumerate(table.rows):
         if row.rule and at:
             lines.append("\\addlinespace")
-        cells = [_in_latex(shown(row.cells[number])) for number in kept]
-        lines.append(" & ".join(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells) + r" \\")
+        cells = [_in_latex(shown(row.cells[number])) for number, _ in kept]
+        lines.append(line(f"\\textit{{{cell}}}" if row.light and cell else cell for cell in cells))
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"])
 
 

@@ -10,8 +10,7 @@ from megaenc.errors import InputError
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import Asked
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, of_results, read_evidence
-from megaenc.study.lacking import without_score
+from megaenc.study.evidence import AVERAGE, of_results, read_evidence, without_score
 from megaenc.study.published import PRINTED, published, raw, row_setting, rows
 from megaenc.study.scope import Scope
 from megaenc.study.setting import Setting, setting_of

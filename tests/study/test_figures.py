@@ -8,9 +8,9 @@ from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results import scan
 from megaenc.study.evidence import Evidence, of_results
-from megaenc.study.figures import continued, efficiency, losses, masks, objectives, rates, schedules, shares
-from megaenc.study.figures.every import figures_of, flops_by_shape
-from megaenc.study.figures.panels import PAPER, Missing, Picture, as_svg, inline
+from megaenc.study.figures import objectives
+from megaenc.study.figures.every import figures_of, flops_by_shape, losses, rates
+from megaenc.study.figures.panels import PAPER, Picture, as_svg, inline
 from megaenc.study.published import published
 from megaenc.study.run_tree import flops_of, read_runs
 from megaenc.study.score import Score
@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 
 
 def test_objectives_by_size():
-    picture = objectives.picture(published())
+    picture = objectives.clm_and_mlm(published())
     assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
     assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
     assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
@@ -43,7 +43,7 @@ def test_objectives_by_size():
 
 
 def test_objectives_of_one_size_by_data_set(ours):
-    picture = objectives.picture(ours)
+    picture = objectives.clm_and_mlm(ours)
     assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
     mlm = ours.find(Setting("mini", 0, 300, mask_ratio=0.4), "demo_sc")
     [line] = [line for line in picture.panels[0].lines if line.name == "MLM"]
@@ -51,29 +51,29 @@ def test_objectives_of_one_size_by_data_set(ours):
 
 
 def test_mask_ratios():
-    picture = masks.by_size(published())
+    picture = objectives.mask_ratios(published())
     assert list(points(picture, 0, "1B").values()) == [87.97, 87.00, 88.23, 88.21]
     assert picture.panels[0].ticks == {20: "20 %", 30: "30 %", 40: "40 %", 50: "50 %"}
 
 
 def test_mask_ratios_with_and_without_clm(ours):
-    assert isinstance(masks.with_clm(published()), Missing)
-    picture = masks.with_clm(ours)
+    assert not objectives.mask_ratios_with_clm(published()).panels
+    picture = objectives.mask_ratios_with_clm(ours)
     assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
     two_stage = ours.find(Setting("mini", 75, 225, mask_ratio=0.2), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
 
 
 def test_efficiency_by_step_and_by_operations(ours, runs):
-    picture = efficiency.by_step(published())
+    picture = objectives.by_step(published())
     assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
-    by_flops = efficiency.by_flops(ours, flops_of(runs, settings()))
+    by_flops = objectives.by_flops(ours, flops_of(runs, settings()))
     assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
-    assert "Models of a manifest always need it" in efficiency.by_flops(ours, {}).why
+    assert "Models of a manifest always need it" in objectives.by_flops(ours, {}).caption
 
 
 def test_shares_of_each_budget():
-    picture = shares.picture(published())
+    picture = objectives.clm_shares(published())
     assert [line.name for line in picture.panels[0].lines] == ["12k steps", "22k steps", "42k steps"]
     line = picture.panels[0].lines[2]
     assert [round(point.mean, 2) for point in line.points] == [87.0, 87.85, 87.58, 87.06, 83.58]
@@ -81,33 +81,33 @@ def test_shares_of_each_budget():
 
 
 def test_continued_pretraining_begins_with_the_finished_model():
-    picture = continued.picture(published())
+    picture = objectives.continued(published())
     assert list(points(picture, 0, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
     assert list(points(picture, 0, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
     assert list(picture.panels[0].ticks.values()) == ["0", "2k", "12k", "22k"]
 
 
 def test_rates_are_drawn_below_each_models_best(ours):
-    picture = rates.picture(ours)
+    picture = rates(ours)
     assert len(picture.panels) == len(DATASETS)
     for line in picture.panels[0].lines:
         assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
     strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
     assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
-    assert isinstance(rates.picture(published()), Missing)
+    assert not rates(published()).panels
 
 
 def test_losses_of_the_runs(runs):
-    picture = losses.picture(runs)
+    picture = losses(runs)
     assert [panel.title for panel in picture.panels] == ["under clm", "under mlm"]
     names = [line.name for line in picture.panels[0].lines]
     assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
     [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]
     rows = runs["mini-clm-300"].validated
     assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
-    few = losses.picture({name: runs[name] for name in list(runs)[:2]})
+    few = losses({name: runs[name] for name in list(runs)[:2]})
     assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
-    assert losses.picture({}).why == "No runs were given: --runs names their folder."
+    assert losses({}).caption == "No runs were given: --runs names their folder."
 
 
 def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
@@ -117,19 +117,19 @@ def test_published_values_lie_behind_the_same_models_and_beside_others(ours, run
     light = [line for line in first.drawn.panels[0].lines if line.light]
     assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
     others = figures_of(ours, runs, flops_of(runs, settings()), published())
-    assert [one.drawn.key for one in others if isinstance(one.drawn, Missing)] == []
+    assert [one.drawn.key for one in others if not one.drawn.panels] == []
     beside = [one.drawn.key for one in others if one.published is not None]
     assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
 
 
 def test_all_that_tables_alone_allow():
     shown = figures_of(published(), {}, flops_by_shape(published()))
-    assert [one.drawn.key for one in shown if isinstance(one.drawn, Missing)] == [
+    assert [one.drawn.key for one in shown if not one.drawn.panels] == [
         "mask-ratios-with-clm",
         "learning-rates",
         "losses",
     ]
-    assert all(one.drawn.why.endswith(".") for one in shown if isinstance(one.drawn, Missing))
+    assert all(one.drawn.caption.endswith(".") for one in shown if not one.drawn.panels)
 
 
 def test_another_seed_of_the_pretraining_is_points_without_a_line():
@@ -145,7 +145,7 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
         for at in (10, 20)
         for seed in (1, 2)
     ]
-    [first, second] = efficiency.by_step(Evidence(scores)).panels[0].lines
+    [first, second] = objectives.by_step(Evidence(scores)).panels[0].lines
     assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
     assert [point.mean for point in second.points] == pytest.approx([14, 24])
 
@@ -153,23 +153,30 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
 def test_published_values_have_bars_too_thin_ones():
     setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
     same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))], kind="t")
-    picture = objectives.picture(same, published())
+    picture = objectives.clm_and_mlm(same, published())
     widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
     assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
     assert "95 % by Student's t" in picture.caption and "published ones are 1.96 standard errors over 5" in picture.caption
 
 
 def test_captions_say_what_a_bar_is_worth(ours):
-    for make in (objectives.picture, masks.by_size, masks.with_clm, efficiency.by_step, shares.picture, continued.picture):
+    for make in (
+        objectives.clm_and_mlm,
+        objectives.mask_ratios,
+        objectives.mask_ratios_with_clm,
+        objectives.by_step,
+        objectives.clm_shares,
+        objectives.continued,
+    ):
         assert "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100" in make(ours).caption
-    assert "88 times in 100" in shares.picture(published()).caption
+    assert "88 times in 100" in objectives.clm_shares(published()).caption
 
 
 def test_points_of_collapsed_models_are_hollow(ours):
-    picture = objectives.picture(ours)
+    picture = objectives.clm_and_mlm(ours)
     assert not any(point.collapsed for panel in picture.panels for line in panel.lines for point in line.points)
     scores = [dataclasses.replace(one, at_rate_collapsed=one.setting.clm_steps // 300) for one in ours.scores]
-    picture = objectives.picture(Evidence(scores))
+    picture = objectives.clm_and_mlm(Evidence(scores))
     assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
     [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == PAPER]
     assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
@@ -179,11 +186,11 @@ def test_points_of_collapsed_models_are_hollow(ours):
 def test_names_with_dollar_signs_are_no_formulas(name):
     models = (Setting(name, 0, 10, mask_ratio=0.4), Setting(name, 10), Setting("y", 0, 10, mask_ratio=0.4), Setting("y", 10))
     ours = Evidence([Score(f"m{one}", one, "SC", name, 0.5, 0.01) for one in models])
-    svg = objectives.picture(ours).svg
+    svg = objectives.clm_and_mlm(ours).svg
     assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
     ways = [Setting("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
     ways += [Setting(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
-    found = efficiency.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
+    found = objectives.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
     assert f">MLM, {name}</text>" in found.svg  # in the legend
 
 
@@ -198,7 +205,7 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     detour = Setting("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     names = {turns: "610m-turns-42k", detour: "610m-mlm40-dec42k-clm-47k-mlm40-64k"}
     scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
-    picture = schedules.picture(Evidence(scores))
+    picture = objectives.schedules(Evidence(scores))
     found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
     assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
     looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
@@ -206,12 +213,12 @@ def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
     assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
     assert points(picture, 0, names[turns]).popitem()[1] == 52.1
     assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone
-    assert schedules.picture(Evidence(scores[:-2])) is None
+    assert objectives.schedules(Evidence(scores[:-2])) is None
     assert [one.drawn.key for one in figures_of(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
 
 
 def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
-    picture = objectives.picture(ours)
+    picture = objectives.clm_and_mlm(ours)
     assert picture.wide.get_size_inches()[0] == 9 and picture.draw(1).get_size_inches()[0] == 3.75
     axis = picture.wide.axes[0]
     assert [float(line.get_ydata()[0]) for line in axis.get_lines() if line.get_marker() == "s"] == [
@@ -222,7 +229,7 @@ def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
 
 
 def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
-    picture = objectives.picture(ours)
+    picture = objectives.clm_and_mlm(ours)
     assert as_svg(picture.draw(), "a") == as_svg(picture.draw(), "a") and "demo_sc" in picture.svg
     drawn = inline(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
     assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn

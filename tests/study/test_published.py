@@ -18,7 +18,7 @@ def test_all_cells_are_there_and_the_package_says_so():
     found = published.published()
     assert len(found.settings()) == 46 and len(found.scores) == 46 * 16
     packaged = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    assert published.TABLES in packaged["megaenc.study"]
+    assert {published.TABLES, "report.html.j2", "page.css"} <= set(packaged["megaenc.study"])
 
 
 def test_a_model_of_two_tables_has_the_same_numbers_in_both():

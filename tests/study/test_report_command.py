@@ -14,7 +14,6 @@ from study_folders import settings, write_results, write_runs
 from megaenc.finetune.examples import Family
 from megaenc.study import report_command, report_folder
 from megaenc.study.evidence import AVERAGE
-from megaenc.study.figures.panels import Missing, Picture
 from megaenc.study.page import MARK
 from megaenc.study.published import PRINTED, row_setting, rows
 from megaenc.study.report_command import ReportFlags, report_of
@@ -60,7 +59,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
     pairs = list(zip(base.rows[::2], base.rows[1::2], strict=True))
     assert len(pairs) == 15 and all(theirs.light and theirs.cells[:3] == ours.cells[:3] for ours, theirs in pairs)
     assert sum(ours.cells[4:7] == theirs.cells[4:7] for ours, theirs in pairs) == 15
-    drawn = [one.drawn.key for one in report.figures if isinstance(one.drawn, Picture)]
+    drawn = [one.drawn.key for one in report.figures if bool(one.drawn.panels)]
     assert "learning-rates" in drawn and "efficiency-flops" in drawn
     assert {one.claim: one.verdict for one in report.published}[4] == "holds"
 
@@ -68,7 +67,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
 def test_the_printed_tables_alone(capsys):
     report = report_of(ReportFlags(published=True))
     assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
-    assert sum(isinstance(one.drawn, Picture) for one in report.figures) == 6
+    assert sum(bool(one.drawn.panels) for one in report.figures) == 6
     assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
 
 
@@ -276,7 +275,7 @@ def test_intervals_of_student_are_wider(study):
         [line, *_] = csv.DictReader(io.StringIO(report.scores))
         halves.append(float(line["ci95"]))
     assert halves[1] == pytest.approx(halves[0] * 4.303 / 1.96, rel=0.02)
-    assert isinstance(next(one.drawn for one in report.figures if one.drawn.key == "losses"), Missing)
+    assert not next(one.drawn for one in report.figures if one.drawn.key == "losses").panels
 
 
 def test_wrong_input_is_one_line(study, tmp_path, refusal):

@@ -2,15 +2,15 @@
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from typing import Any, Literal
 
-from megaenc.study.axes import clean, plain_counts
-from megaenc.study.bars import words
+from megaenc.study.axes import plain_counts
 from megaenc.study.evidence import Evidence
+from megaenc.study.made import words
 from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import AVERAGE, FAMILIES, dataset_label, datasets_of, is_average
@@ -66,17 +66,20 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, not drawn yet."""
+    """A figure, not drawn yet; without panels one that there is nothing to draw of."""
 
     key: str
     title: str
     caption: str
-    """What is seen, in a sentence or two; it is the alternative text too."""
-    panels: tuple[Panel, ...]
+    """What is seen, in a sentence or two (it is the alternative text too), or why nothing is."""
+    panels: tuple[Panel, ...] = ()
 
     def draw(self, columns: int = WIDE) -> Any:
-        """matplotlib's Figure with the panels in so many columns."""
-        return _draw(self, columns)
+        """Return matplotlib's Figure with the panels in so many columns."""
+        from matplotlib import rc_context
+
+        with rc_context(_STYLE):
+            return _draw(self, columns)
 
     @cached_property
     def wide(self) -> Any:
@@ -90,18 +93,6 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Missing:
-    """A figure that there is nothing to draw of, and why."""
-
-    key: str
-    title: str
-    why: str
-
-
-Drawn = Picture | Missing
-
-
-@dataclass(frozen=True)
 class Series:
     """Models that make a line, and where each stands on the axis."""
 
@@ -110,7 +101,6 @@ class Series:
     marker: str
     places: tuple[tuple[float, Setting], ...]
     joined: bool = True
-    labelled: bool = True
 
 
 def headline(evidence: Evidence) -> dict[str, str]:
@@ -121,10 +111,17 @@ def headline(evidence: Evidence) -> dict[str, str]:
     }
 
 
-def panels_of(
-    evidence: Evidence, series: Sequence[Series], published: Evidence | None = None, dodge: float = 0.0, **axis: Any
-) -> tuple[Panel, ...]:
-    """A panel for each family with a point in it. `published` values of the same models lie lightly behind.
+def picture_of(
+    key: str,
+    title: str,
+    caption: str,
+    evidence: Evidence,
+    series: Sequence[Series],
+    published: Evidence | None = None,
+    dodge: float = 0.0,
+    **axis: Any,
+) -> Picture:
+    """Return a figure with a panel for each family with a point in it. `published` values of the same models lie lightly behind.
 
     `dodge` moves series apart by so much of the axis, where their points would cover each other.
     """
@@ -133,14 +130,17 @@ def panels_of(
         lines = []
         for at, one in enumerate(series):
             shift = dodge * (at - (len(series) - 1) / 2)
-            lines += _lines(one, shift, lambda setting, dataset=dataset, family=family: evidence.find(setting, dataset, family))
-            if published is not None:
-                theirs = _points(one.places, shift, lambda setting, d=dataset, f=family: published.find(setting, d, f))
-                if theirs:
-                    lines.append(Line(behind(one.name), one.colour, one.marker, theirs, one.joined, True))
+            own: list[Line] = []
+            for seed in sorted({setting.seed for _, setting in one.places}):  # of the pretraining: the first one's are joined
+                places = [(x, setting) for x, setting in one.places if setting.seed == seed]
+                if points := _points(evidence, family, dataset, places, shift):
+                    own.append(Line(one.name, one.colour, one.marker, points, one.joined and not own, bool(own), not own))
+            lines += own
+            if published is not None and (theirs := _points(published, family, dataset, one.places, shift)):
+                lines.append(Line(behind(one.name), one.colour, one.marker, theirs, one.joined, True))
         if lines:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
-    return tuple(panels)
+    return Picture(key, title, f"{caption} {bars(evidence, published, panels)}", tuple(panels))
 
 
 def laid_over(panels: Sequence[Panel]) -> bool:
@@ -169,22 +169,11 @@ def panel_title(family: str, dataset: str) -> str:
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
-def _lines(one: Series, shift: float, find: Callable[[Setting], Score | None]) -> list[Line]:
-    """The models of the first seed of pretraining, joined; those of others as points."""
-    lines = []
-    seeds = sorted({setting.seed for _, setting in one.places})
-    for seed in seeds:
-        points = _points([(x, setting) for x, setting in one.places if setting.seed == seed], shift, find)
-        first = not lines
-        if points:
-            lines.append(Line(one.name, one.colour, one.marker, points, one.joined and first, not first, one.labelled and first))
-    return lines
-
-
-def _points(places: Iterable[tuple[float, Setting]], shift: float, find: Callable[[Setting], Score | None]) -> tuple[Point, ...]:
-    found = [(x, find(setting)) for x, setting in places]
-    known = [(x, one) for x, one in found if one is not None]
-    return tuple(point_of(x + shift, one) for x, one in sorted(known, key=lambda of: of[0]))
+def _points(
+    evidence: Evidence, family: str, dataset: str, places: Iterable[tuple[float, Setting]], shift: float
+) -> tuple[Point, ...]:
+    found = [(x, evidence.find(setting, dataset, family)) for x, setting in sorted(places, key=lambda place: place[0])]
+    return tuple(point_of(x + shift, one) for x, one in found if one is not None)
 
 
 def point_of(x: float, score: Score) -> Point:
@@ -203,53 +192,45 @@ def _draw(picture: Picture, columns: int) -> Any:
     across = max(1, min(len(names), 4 if columns > NARROW else 2, int(width // (_HANDLE + _LETTER * longest))))
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
     size = width, rows * _PANEL[1] + legend
-    figure = Figure(figsize=size, dpi=150, facecolor=PAPER)
-    axes = [figure.add_axes(_place(at, columns, size, legend)) for at in range(len(picture.panels))]
+    figure = Figure(figsize=size)
+    of_panel = width / columns
+    axes = []
+    for at in range(len(picture.panels)):
+        row, column = divmod(at, columns)
+        left, bottom = column * of_panel + _LEFT, size[1] - legend - (row + 1) * _PANEL[1] + _BOTTOM
+        across_by_down = ((of_panel - _LEFT - _RIGHT) / width, (_PANEL[1] - _TOP - _BOTTOM) / size[1])
+        axes.append(figure.add_axes((left / width, bottom / size[1], *across_by_down)))
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, picture.panels, strict=True):
         for line in panel.lines:
             handle = _line(axis, line)
             if line.labelled and line.name:
                 handles.setdefault(line.name, handle)
-        axis.set_title(panel.title, loc="left", fontsize=10.5, fontweight="bold", color=INK, **_AS_IT_IS)
-        axis.set_xlabel(panel.x_label, fontsize=9.5, color=FAINT, **_AS_IT_IS)
-        axis.set_ylabel(panel.y_label, fontsize=9.5, color=FAINT, **_AS_IT_IS)
+        axis.set_title(panel.title)
+        axis.set_xlabel(panel.x_label)
+        axis.set_ylabel(panel.y_label)
         _ticks(axis, panel)
         axis.tick_params(labelsize=9, labelcolor=INK, color=FAINT)
-        axis.set_facecolor(PAPER)
-        axis.margins(x=0.06, y=0.1)
-        clean(axis)
-        axis.grid(axis="y", color=GRID, linewidth=0.6)
-        for spine in axis.spines.values():
-            spine.set_color(FAINT)
     if handles:
-        legend_there = figure.legend(
-            handles.values(), handles.keys(), loc="upper left", ncols=across, fontsize=9.5, frameon=False, labelcolor=INK,
-            handlelength=1.8, columnspacing=1.4, borderaxespad=0.1, borderpad=0.2, labelspacing=0.35,
-        )  # fmt: skip
-        for text in legend_there.get_texts():
-            text.set(**_AS_IT_IS)
+        figure.legend(handles.values(), handles.keys(), loc="upper left", ncols=across)
     return figure
 
 
-_AS_IT_IS = {"parse_math": False}  # names of data sets and models may have dollar signs
-
-
+_STYLE = {
+    "figure.dpi": 150, "figure.facecolor": PAPER, "axes.facecolor": PAPER, "axes.edgecolor": FAINT, "axes.xmargin": 0.06,
+    "axes.ymargin": 0.1, "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+    "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlecolor": INK, "axes.labelsize": 9.5, "axes.labelcolor": FAINT,
+    "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.6,
+    "legend.fontsize": 9.5, "legend.frameon": False, "legend.labelcolor": INK, "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.4, "legend.borderaxespad": 0.1, "legend.borderpad": 0.2, "legend.labelspacing": 0.35,
+    "text.parse_math": False,  # names of data sets and models may have dollar signs
+}  # fmt: skip
 _HANDLE, _LETTER = 0.4, 0.075
 """Widths of what stands before a name in the legend and of a letter, in inches."""
 _PANEL, _PHONE = (4.5, 2.75), 3.75
 """Width and height of a panel in inches, and its width on a phone."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
 """What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
-
-
-def _place(at: int, columns: int, size: tuple[float, float], legend: float) -> tuple[float, float, float, float]:
-    """Left, bottom, width and height of a panel's axes, as shares of the figure."""
-    (width, height), (row, column) = size, divmod(at, columns)
-    of_panel = width / columns
-    bottom = height - legend - (row + 1) * _PANEL[1] + _BOTTOM
-    inside = of_panel - _LEFT - _RIGHT, _PANEL[1] - _TOP - _BOTTOM
-    return (column * of_panel + _LEFT) / width, bottom / height, inside[0] / width, inside[1] / height
 
 
 def _line(axis: Any, line: Line) -> Any:
@@ -289,7 +270,7 @@ def _ticks(axis: Any, panel: Panel) -> None:
     if panel.ticks is not None:
         axis.xaxis.set_major_locator(FixedLocator(list(panel.ticks)))
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.set_xticklabels(list(panel.ticks.values()), **_AS_IT_IS)
+        axis.set_xticklabels(list(panel.ticks.values()))
         ends = (min(panel.ticks), max(panel.ticks))
         if not panel.log and ends[0] == ends[1]:
             axis.set_xlim(ends[0] - 1, ends[1] + 1)
@@ -297,16 +278,11 @@ def _ticks(axis: Any, panel: Panel) -> None:
         plain_counts(axis.xaxis)
     elif panel.unit == "operations":
         if panel.log:
-            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if _ends_within(panel, 60) else (1,)))
+            places = [point.x for line in panel.lines for point in line.points]
+            axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(places) <= 60 * min(places) else (1,)))
         else:
             axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.xaxis.set_major_formatter(FuncFormatter(lambda count, _: f"{count:.2g}".replace("e+", "e") if count else "0"))
-
-
-def _ends_within(panel: Panel, ratio: float) -> bool:
-    """Whether the largest place on the axis is at most so many times the smallest."""
-    every = [point.x for line in panel.lines for point in line.points]
-    return max(every) <= ratio * min(every)
 
 
 def as_svg(figure: Any, name: str) -> str:
