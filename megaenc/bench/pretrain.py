@@ -77,7 +77,7 @@ class BenchFlags:
         if self.documents % self.batch:
             raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
         preset(self.model).check(self.tensor_model_parallel_size)
-        objective = self.work("").read().objective(self.objective)
+        objective = self.work("").objective_of(self.objective)
         if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
@@ -89,7 +89,7 @@ class BenchFlags:
             objective=self.objective,
             documents=self.documents,
             shortest=self.shortest,
-            longest=self.longest,
+            seq_length=self.longest,
             batch=self.batch,
             passes=self.passes,
             bf16=self.bf16,
@@ -127,8 +127,7 @@ def sides_of(settings: BenchFlags, weights: str) -> dict[str, Side]:
     work = settings.work(weights)
     sides = {OURS: Side("megaenc", work)}
     if (parts := settings.tensor_model_parallel_size) > 1:
-        layout = dataclasses.replace(work, layout=("--tensor-model-parallel-size", str(parts)))
-        sides[TENSOR_PARALLEL] = Side("megaenc", layout, parts)
+        sides[TENSOR_PARALLEL] = Side("megaenc", dataclasses.replace(work, tensor_model_parallel_size=parts), parts)
     sides[PADDED] = Side("transformers", work)
     sides[SORTED] = Side("transformers", dataclasses.replace(work, by_length=True))
     return sides
@@ -195,7 +194,7 @@ def figures(settings: BenchFlags, kernel: str, turns: dict[str, list[dict[str, A
     """What the turns amount to; `rate`: FLOP/s of the machine."""
     work = settings.work("")
     documents = work.read()
-    attention = documents.objective(work.objective).attention
+    attention = work.objective_of(work.objective).attention
     predicted = turns[OURS][0]["predicted"]
     flops = work.shape.training_flops(work.vocab_size, predicted, documents.spans(attention)) * work.passes
     tokens = documents.tokens * work.passes

@@ -19,11 +19,11 @@ SMALL = pretrain.BenchFlags(model="tiny", vocab_size=300, documents=6, batch=2, 
 
 def test_documents_follow_from_the_seed_in_any_order():
     documents = Documents(6, 3, 40, 300, seed=5)
-    lengths = [documents.length(number) for number in range(6)]
+    lengths = documents.document_lengths.tolist()
     assert min(lengths) >= 3 and max(lengths) <= 40 and documents.tokens == sum(lengths)
     ordered = dataclasses.replace(documents, order=documents.by_length())
     assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
-    objective = documents.objective("mlm(mask=0.4)")
+    objective = SMALL.work("").objective_of("mlm(mask=0.4)")
     for place, number in enumerate(documents.by_length()):
         (here, asked), (there, expected) = ordered.targets(objective, place), documents.targets(objective, number)
         assert here.sample == there.sample and all(map(np.array_equal, asked[:3], expected[:3]))
@@ -34,8 +34,8 @@ def test_documents_follow_from_the_seed_in_any_order():
 def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     work = dataclasses.replace(SMALL, objective=objective).work("")
     documents = work.read()
-    inputs, predicted = turns.padded(work, documents, documents.objective(objective), 1, torch.device("cpu"))
-    assert inputs["attention_mask"].sum(1).tolist() == [documents.length(2), documents.length(3)]
+    inputs, predicted = turns.padded(work, documents, work.objective_of(objective), 1, torch.device("cpu"))
+    assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
         asked = np.flatnonzero(labels != turns.IGNORED)

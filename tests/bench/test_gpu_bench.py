@@ -75,7 +75,8 @@ def test_the_short_run_is_the_hosts(whole):
 
 def test_speed_is_of_what_was_read(whole):
     models = whole.found["speed"]
-    assert set(models) == {"miniature", "miniature attention_backend=sdpa"}
+    assert set(models) == {"miniature", "miniature defaults", "miniature attention_backend=sdpa"}
+    assert {each["mlm(mask=0.4)"]["packs"] for name, each in models.items() if name != "miniature"} == {1}, "like for like"
     small = sizes.SMALL
     for objective, row in models["miniature"].items():
         assert row["updates"] >= 3 and row["finite"] and row["packs"] == small.packs
@@ -121,13 +122,13 @@ class Told:
 
 
 def benchmark(tmp_path, seconds: float) -> Benchmark:
-    return Benchmark(GpuFlags(output=str(tmp_path / "gpu.json"), small=True, seconds=seconds), tmp_path)
+    return Benchmark(GpuFlags(output=str(tmp_path / "gpu.json"), small=True, seconds=seconds), tmp_path, Told(), Told())
 
 
 def test_what_there_is_no_time_for_is_left_out(tmp_path):
     short, crew = benchmark(tmp_path, 30), Told()
-    assert not short.phase("speed, 1b", crew, {}, least=40, most=90) and not crew.seconds
-    assert short.phase("parity", crew, {}, least=20, most=90)
+    assert not short.phase("speed, 1b", crew, "", 40, 90) and not crew.seconds
+    assert short.phase("parity", crew, "", 20, 90)
     assert 29 < crew.seconds[0] <= 30, "no phase has more time than there is left"
     written = json.loads((tmp_path / "gpu.json").read_text())["phases"]
     assert re.fullmatch(r"left out: (29|30) s left, 40 needed", written["speed, 1b"]["ended"])
@@ -137,7 +138,7 @@ def test_what_there_is_no_time_for_is_left_out(tmp_path):
 def test_a_failed_phase_keeps_what_it_had_found(tmp_path):
     broken = benchmark(tmp_path, 100)
     crew = Told((["correctness", "half"], 0.5), (["nothing"], float("nan")), failure="its time was over")
-    assert not broken.phase("correctness", crew, {}, 10, 90)
+    assert not broken.phase("correctness", crew, "", 10, 90)
     written = json.loads((tmp_path / "gpu.json").read_text(), parse_constant=pytest.fail)
     assert written["correctness"] == {"half": 0.5} and written["nothing"] is None
     assert written["phases"]["correctness"]["ended"] == "cut short: its time was over"
@@ -147,7 +148,7 @@ def test_a_job_that_takes_too_long_is_killed(tmp_path):
     with Crew({}, fresh=True, log=tmp_path / "log") as crew:
         worker = crew._ready
         with pytest.raises(Failed, match="its time was over"):
-            list(crew.run({"kind": "machine", "name": "machine"}, seconds=60, left=0.2))
+            list(crew.run({"kind": "worker.machine", "name": "machine"}, seconds=60, left=0.2))
         assert worker.process.returncode == -signal.SIGKILL
         assert crew._ready is not worker, "the next job has a process of its own"
 
@@ -155,9 +156,9 @@ def test_a_job_that_takes_too_long_is_killed(tmp_path):
 def test_a_failed_job_leaves_its_process_to_others(tmp_path):
     with Crew(command.HOST, fresh=False, log=tmp_path / "log") as crew:
         worker = crew._ready
-        with pytest.raises(Failed, match="KeyError: 'setups'"):
-            list(crew.run({"kind": "parity", "name": "parity"}, seconds=60, left=240))
-        found = dict((path[0], value) for path, value in crew.run({"kind": "machine", "name": "a"}, seconds=60, left=240))
+        with pytest.raises(Failed, match="TypeError: run_losses"):
+            list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, left=240))
+        found = dict((path[0], value) for path, value in crew.run({"kind": "worker.machine", "name": "a"}, seconds=60, left=240))
         assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
         assert crew._ready is worker
 

@@ -1,9 +1,7 @@
 """How much each phase does: what one accelerator is given, and the same in miniature for a machine that has none."""
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 from megaenc.model.config import PRESETS, ModelConfig
 
@@ -14,69 +12,54 @@ PEER_TARGET = 3.0
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
 
+def _by_width(heads: int, groups: int, layers: int) -> Mapping[str, ModelConfig]:
+    """Return a model for each width of a head.
+
+    Its weights keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
+    """
+    sizes = {width: heads * width for width in (64, 96)}
+    return {
+        str(width): ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
+        for width, hidden in sizes.items()
+    }
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of everything."""
 
-    widths: Mapping[str, ModelConfig]
+    widths: Mapping[str, ModelConfig] = field(default_factory=lambda: _by_width(6, 2, 2))
     """correctness, by the width of a head"""
-    length: int
+    length: int = 2048
     """tokens of its packs, as of the longest document"""
-    vocab_size: int
-    """of it and of parity"""
-    parity: ModelConfig
-    parity_length: int
-    parity_packs: int
+    vocab_size: int = 2000
+    """of it and of parity; no multiple of 128, so that padding takes part"""
+    parity: ModelConfig = PRESETS["tiny"]
+    parity_length: int = 256
+    parity_packs: int = 4
     """of a micro-batch; an update has two"""
-    updates: int
+    updates: int = 20
     """of parity"""
-    speed: Mapping[str, ModelConfig]
-    speed_length: int
-    speed_vocab_size: int
-    compared: str
+    speed: Mapping[str, ModelConfig] = field(default_factory=lambda: {name: PRESETS[name] for name in TARGETS})
+    speed_length: int = 2048
+    speed_vocab_size: int = 128256
+    compared: str = "610m"
     """which of `speed` the peer and other kernels are compared on"""
-    micro_batches: int
+    micro_batches: int = 4
     """of an update"""
-    packs: int
+    packs: int = 0
     """of a micro-batch; 0: what fills the card"""
-    seconds: float
+    seconds: float = 8.0
     """that an objective is timed"""
-    documents: int
+    documents: int = 64
     """of the comparison with the peer"""
-    passes: int
-
-    def model(self, name: str) -> dict[str, Any]:
-        """Fields of a model of `speed`."""
-        return dataclasses.asdict(self.speed[name])
+    passes: int = 3
 
 
-def _head(width: int, heads: int, groups: int, layers: int) -> ModelConfig:
-    # Weights that keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
-    hidden = heads * width
-    return ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
-
-
-FULL = Sizes(
-    widths={"64": _head(64, 6, 2, 2), "96": _head(96, 6, 2, 2)},
-    length=2048,
-    vocab_size=2000,  # no multiple of 128: padding takes part
-    parity=PRESETS["tiny"],
-    parity_length=256,
-    parity_packs=4,
-    updates=20,
-    speed={name: PRESETS[name] for name in ("1b", "610m", "210m")},
-    speed_length=2048,
-    speed_vocab_size=128256,
-    compared="610m",
-    micro_batches=4,
-    packs=0,
-    seconds=8.0,
-    documents=64,
-    passes=3,
-)
+FULL = Sizes()
 _MINIATURE = ModelConfig(2, 128, 256, 2, 1)
 SMALL = Sizes(
-    widths={"64": _head(64, 3, 1, 1), "96": _head(96, 3, 1, 1)},
+    widths=_by_width(3, 1, 1),
     length=96,
     vocab_size=500,
     parity=_MINIATURE,

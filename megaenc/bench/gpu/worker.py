@@ -1,118 +1,50 @@
 """What a process of the benchmark runs: `python -m megaenc.bench.gpu.worker`, a job a line on stdin, what it finds on stdout.
 
-It loads what all jobs need before it asks for the first, so that the next process is ready when the one before is done.
+A job names a generator of this folder as MODULE.FUNCTION, and its arguments. The process loads what all jobs need before it asks
+for the first, so that the next process is ready when the one before is done.
 """
 
-import dataclasses
+import importlib
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from megaenc.console import overheard, quiet
 
-Found = Iterator[tuple[list[str], Any]]
 
-
-def machine(_: dict[str, Any], __: float) -> Found:
-    """What figures depend on."""
+def machine(deadline: float) -> Iterator[tuple[list[str], Any]]:
+    """Yield what figures depend on; `lacking`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
     import torch
+    from megatron.core.extensions import transformer_engine
 
     from megaenc.backend import detect
     from megaenc.backend.device import host_has_bf16
     from megaenc.bench import report
+    from megaenc.model.attention_backends import ORDER, lacking
 
     backend = detect()
     yield ["machine"], report.machine()
-    about = {"backend": backend.name, "name": backend.description, "bf16": backend.has_bf16, "torch": torch.__version__}
-    about |= {"peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16)}
-    about |= {"host_bf16": host_has_bf16()}
-    about |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    missing = {f"attention_backend={name}": lacking(name, backend.device, torch.bfloat16) for name in ORDER}
+    if not transformer_engine.HAVE_TE:
+        missing["transformer_impl=transformer_engine"] = "transformer-engine is not installed"
+    about = {
+        "backend": backend.name,
+        "name": backend.description,
+        "bf16": backend.has_bf16,
+        "torch": torch.__version__,
+        "peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16),
+        "host_bf16": host_has_bf16(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "lacking": {name: why for name, why in missing.items() if why},
+    }
     if not backend.is_host:
         about["memory"] = torch.cuda.get_device_properties(0).total_memory
         about["compute_capability"] = list(torch.cuda.get_device_capability(0))
-    about["lacking"] = _lacking(backend.device)
     yield ["device"], about
-
-
-def _lacking(device: Any) -> dict[str, str]:
-    """What cannot be had here and why, FIELD=VALUE of Kernels, as far as that is known without a trial."""
-    import torch
-
-    from megaenc.bench.gpu.variants import title
-    from megaenc.errors import InputError
-    from megaenc.model.attention_backends import ORDER, lacking
-    from megaenc.model.transformer_engine import check_installed
-
-    found = {title({"attention_backend": name}): lacking(name, device, torch.bfloat16) for name in ORDER}
-    try:
-        check_installed(None)
-    except InputError:
-        found[title({"transformer_impl": "transformer_engine"})] = "transformer-engine is not installed"
-    return {name: why for name, why in found.items() if why}
-
-
-def reference(job: dict[str, Any], _: float) -> Found:
-    """See correctness.reference."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.reference(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def correctness(job: dict[str, Any], _: float) -> Found:
-    """See correctness.compared."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.compared(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def parity(job: dict[str, Any], _: float) -> Found:
-    """See parity.losses."""
-    from megaenc.bench.gpu import parity
-
-    for name, setup in _setups(job).items():
-        yield from parity.losses(setup, job["packs"], job["updates"], name)
-
-
-def speed(job: dict[str, Any], deadline: float) -> Found:
-    """See speed.measured."""
-    from megaenc.bench.gpu import speed
-
-    timing = speed.Timing(**{**job["timing"], "objectives": tuple(job["timing"]["objectives"])})
-    [setup] = _setups(job).values()
-    yield from speed.measured(setup, timing, deadline)
-
-
-def peer(job: dict[str, Any], deadline: float) -> Found:
-    """See peer.beside."""
-    from megaenc.bench.gpu import peer
-
-    [setup] = _setups(job).values()
-    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], Path(job["folder"]), deadline)
-
-
-def _setups(job: dict[str, Any]) -> dict[str, Any]:
-    from megaenc.bench.gpu.made import Setup
-
-    return {name: Setup(**fields) for name, fields in job["setups"].items()}
-
-
-JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
-    each.__name__: each for each in (machine, reference, correctness, parity, speed, peer)
-}
-
-
-def load() -> None:
-    """What takes its time to import; nothing that touches an accelerator, which may be at work for another process."""
-    from megaenc.backend.megatron import import_megatron
-
-    import_megatron()
-    import torch.profiler  # noqa: F401
-
-    import megaenc.bench.gpu.speed  # noqa: F401
 
 
 def serve() -> None:
@@ -123,36 +55,31 @@ def serve() -> None:
     quiet()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print
-    load()
+    # What takes its time to import; nothing that touches an accelerator, which may be at work for another process.
+    from megaenc.backend.megatron import import_megatron
+
+    import_megatron()
+    import torch.distributed
+
+    from megaenc.bench.gpu import made, speed  # noqa: F401
+
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         job, said = json.loads(line), []
         try:
+            module, _, name = job["kind"].partition(".")
+            function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
             with overheard(said.append):  # which kernels were found wrong, for one
-                for path, value in JOBS[job["kind"]](job, job["deadline"]):
+                for path, value in function(**job.get("arguments", {}), deadline=job["deadline"]):
                     print(json.dumps({"path": path, "value": value}), file=answers)
             print(json.dumps({"path": ["said", job["name"]], "value": said}), file=answers)
             end = None
         except Exception as error:
             traceback.print_exc()
             end = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        _clear()
+        if torch.distributed.is_initialized():  # the process groups that a failed job is still in
+            made.end()
         print(json.dumps({"end": end}), file=answers)
-
-
-def _clear() -> None:
-    """Leave the process groups that a failed job is still in."""
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        from megaenc.bench.gpu import made
-
-        made.end()
-
-
-def as_json(setups: dict[str, Any]) -> dict[str, Any]:
-    """Setups for a job."""
-    return {name: dataclasses.asdict(setup) for name, setup in setups.items()}
 
 
 if __name__ == "__main__":
