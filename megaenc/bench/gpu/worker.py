@@ -1,20 +1,21 @@
-"""What a process of the benchmark runs: `python -m megaenc.bench.gpu.worker`, a job a line on stdin, what it finds on stdout.
+"""What a process of the benchmark runs: one job after another.
 
 It loads what all jobs need before it asks for the first, so that the next process is ready when the one before is done.
 """
 
-import dataclasses
-import json
-import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megaenc.console import overheard, quiet
+from megaenc.console import overheard
 
 Found = Iterator[tuple[list[str], Any]]
+
+
+class Failed(Exception):
+    """A job did not come to its end; the message says why."""
 
 
 def machine(_: dict[str, Any], __: float) -> Found:
@@ -100,12 +101,7 @@ def _setups(job: dict[str, Any]) -> dict[str, Any]:
     return {name: Setup(**fields) for name, fields in job["setups"].items()}
 
 
-JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
-    each.__name__: each for each in (machine, reference, correctness, parity, speed, peer)
-}
-
-
-def load() -> None:
+def load(_: dict[str, Any], __: float) -> Found:
     """What takes its time to import; nothing that touches an accelerator, which may be at work for another process."""
     from megaenc.backend.megatron import import_megatron
 
@@ -114,46 +110,32 @@ def load() -> None:
 
     import megaenc.bench.gpu.speed  # noqa: F401
 
+    yield from ()
 
-def serve() -> None:
-    """Answer each job with what it finds, `{"path": [...], "value": ...}` a line, then `{"end": null}` or what went wrong.
 
-    The first line of all says that it is ready.
-    """
-    quiet()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print
-    load()
-    print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
-        job, said = json.loads(line), []
-        try:
-            with overheard(said.append):  # which kernels were found wrong, for one
-                for path, value in JOBS[job["kind"]](job, job["deadline"]):
-                    print(json.dumps({"path": path, "value": value}), file=answers)
-            print(json.dumps({"path": ["said", job["name"]], "value": said}), file=answers)
-            end = None
-        except Exception as error:
-            traceback.print_exc()
-            end = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
+    each.__name__: each for each in (load, machine, reference, correctness, parity, speed, peer)
+}
+
+
+def findings(job: dict[str, Any]) -> Found:
+    """What a job finds, then what it has said. Raises Failed, which any process can unpickle."""
+    said: list[str] = []
+    try:
+        with overheard(said.append):  # which kernels were found wrong, for one
+            yield from JOBS[job["kind"]](job, job.get("deadline", 0.0))
+        if "name" in job:
+            yield ["said", job["name"]], said
+    except Exception as error:
+        traceback.print_exc()
+        raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+    finally:
         _clear()
-        print(json.dumps({"end": end}), file=answers)
 
 
 def _clear() -> None:
     """Leave the process groups that a failed job is still in."""
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
+    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
         from megaenc.bench.gpu import made
 
         made.end()
-
-
-def as_json(setups: dict[str, Any]) -> dict[str, Any]:
-    """Setups for a job."""
-    return {name: dataclasses.asdict(setup) for name, setup in setups.items()}
-
-
-if __name__ == "__main__":
-    serve()
