@@ -1,4 +1,4 @@
-"""Helper processes: as many as asked for, results in the order of the work, and none that outlives or outwaits its parent."""
+"""Processes below this one: none outlives it, and all that one has started ends with it."""
 
 import contextlib
 import ctypes
@@ -9,21 +9,26 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from types import GeneratorType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import megaenc
+from megaenc.console import quiet
 from megaenc.errors import InputError
 
 _PR_SET_PDEATHSIG = 1
 _MOST_PROCESSES, _MOST_PER_CORE = 64, 8
+_LOOK = 0.02  # seconds between looks at a process that is waited for
+TO_DIE = 5.0
+"""Seconds that a process is given to end in when it is killed or has closed its connection."""
 
 
 def usable_cores() -> int:
@@ -37,6 +42,13 @@ def check_process_count(flag: str, count: int) -> None:
     most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
     if count > most:
         raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
+
+
+def visible_devices(count: int) -> tuple[str, list[str]]:
+    """Return the variable that says which accelerators a process sees, and its words for the first `count`."""
+    variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    chosen = os.environ.get(variable, "")
+    return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
 def highest_resident() -> float:
@@ -94,13 +106,18 @@ def below(command: Sequence[str]) -> list[str]:
 
 
 def become() -> None:
-    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over.
-
-    SIGUSR2, with which a cluster says to every process of a job that its time is over, is left to the parent.
-    """
-    die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which stays so in what takes over
+    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over."""
+    begin_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
+
+
+def begin_child(parent: int) -> None:
+    """Have this process end with process `parent`, and leave SIGUSR2 to it, also in a command that takes this process over.
+
+    With that signal a cluster tells every process of a job that its time is over.
+    """
+    die_with_parent(parent)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 def die_with_launcher() -> None:
@@ -132,32 +149,124 @@ def _is_below_python() -> bool:
     return False
 
 
-class Workers:
-    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager.
+def how_it_ended(code: int) -> str:
+    """Describe an exit code: `ended with exit code 1`, `was killed by SIGKILL, as the kernel does when memory runs out`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
 
-    They are fresh interpreters, not forks: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the
-    caller's `__main__`.
+
+class Child:
+    """A process in a session of its own, so that Ctrl-C reaches its parent alone and `kill` everything that it has started.
+
+    `command` is to be one that ends with this process, as of `below`, and is started in the main thread. `output` takes both of
+    its streams; without it they are this process's own.
     """
 
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO | None = None, pass_fds: Sequence[int] = ()
+    ) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+
+    def code(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+        if self.process.returncode is None:
+            # Not yet reaped: its number, which is its session's too, stays its own until `kill`.
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self.process.returncode
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit code as soon as there is one, None after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (code := self.code()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK)
+        return code
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(TO_DIE)
+
+
+class WorkerEnded(Exception):
+    """A worker has ended before it was done; the message says how."""
+
+
+class Worker(Child):
+    """A fresh interpreter that calls `work(item)` for each item that it is sent. `work`, items and results must pickle.
+
+    It is no fork: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the caller's `__main__`.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
+        # The name must not be `__main__`'s: the worker imports the callable by its module.
+        self._work: bytes | None = pickle.dumps(work)
+        self.connection, there = Pipe()
+        words = ("-c", "from megaenc.processes import serve; serve()", str(os.getpid()), str(there.fileno()))
+        super().__init__(python_command(*words), environment, output, [there.fileno()])
+        there.close()  # so that the end of the process is the end of the connection
+
+    def send(self, item: Any) -> None:
+        """Give the worker one more item. Raises WorkerEnded if it is gone."""
+        try:
+            if self._work is not None:
+                self.connection.send_bytes(self._work)
+                self._work = None
+            self.connection.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
+
+    def results(self, deadline: float | None = None) -> Iterator[Any]:
+        """Yield what `work` makes of the next item; if it is a generator, what it yields, and it goes on only as that is taken.
+
+        Raises the exception of `work`, WorkerEnded if the process ends before, TimeoutError at `deadline` of the monotonic clock.
+        """
+        last = False
+        while not last:
+            try:
+                ready = self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                last, result, error, trace = self.connection.recv() if ready else (False, [], TimeoutError(), "")
+            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
+                raise self._ended() from None
+            if error is not None:
+                if trace and not isinstance(error, InputError):
+                    error.add_note(f"in process {self.process.pid}:\n{trace}")
+                raise error
+            yield from result
+
+    def _ended(self) -> WorkerEnded:
+        code = self.wait(TO_DIE)
+        return WorkerEnded("closed its connection" if code is None else how_it_ended(code))
+
+    def kill(self) -> None:
+        """End the worker at once, with all that it has started."""
+        super().kill()
+        self.connection.close()
+
+
+class Workers:
+    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager."""
+
     def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        # The name must not be `__main__`'s: the helper imports the callable by its module.
-        self._work, self._count = pickle.dumps(work), count
-        self._processes: list[subprocess.Popen] = []
-        self._connections: list[Connection] = []
+        self._work, self._count = work, count
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> Self:
         environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
-        for _ in range(self._count):
-            here, there = Pipe()
-            words = ("-c", "from megaenc.processes import serve; serve()", str(there.fileno()), str(os.getpid()))
-            self._processes.append(
-                subprocess.Popen(python_command(*words), pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL)
-            )
-            self._connections.append(here)
-            there.close()  # so that the end of the process is the end of the connection
-        with contextlib.suppress(BrokenPipeError):  # `map` says which worker is gone
-            for connection in self._connections:
-                connection.send_bytes(self._work)
+        self._workers += [Worker(self._work, environment) for _ in range(self._count)]
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
@@ -169,45 +278,32 @@ class Workers:
         pending: deque[int] = deque()
         for number, item in enumerate(items):
             if len(pending) == 2 * self._count:
-                yield from self._receive(pending.popleft())
+                yield from self._next_results(pending)
             worker = number % self._count
-            try:
-                self._connections[worker].send(item)
-            except (BrokenPipeError, ConnectionResetError):
-                raise self._death(worker) from None
+            with self._named(worker):
+                self._workers[worker].send(item)
             pending.append(worker)
         while pending:
-            yield from self._receive(pending.popleft())
+            yield from self._next_results(pending)
 
-    def _receive(self, worker: int) -> Iterator[Any]:
-        """What the worker makes of its next item."""
-        while True:
-            try:
-                last, result, error, trace = self._connections[worker].recv()
-            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
-                raise self._death(worker) from None
-            if error is not None:
-                if not isinstance(error, InputError):
-                    error.add_note(f"in worker {worker + 1}:\n{trace}")
-                raise error
-            yield from result
-            if last:
-                return
+    def _next_results(self, pending: deque[int]) -> Iterator[Any]:
+        number = pending.popleft()
+        with self._named(number):
+            yield from self._workers[number].results()
 
-    def _death(self, worker: int) -> InputError:
-        code = self._processes[worker].wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "; is there memory enough for so many --workers?" if code == -signal.SIGKILL else ""
-        return InputError(
-            f"worker {worker + 1} of {self._count} (process {self._processes[worker].pid}) {how} before it was done{hint}"
-        )
+    @contextlib.contextmanager
+    def _named(self, number: int) -> Iterator[None]:
+        """Turn the end of a worker into an InputError that names it."""
+        try:
+            yield
+        except WorkerEnded as error:
+            pid = self._workers[number].process.pid
+            hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
+            raise InputError(f"worker {number + 1} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
 
     def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()  # by now it waits for work or its work is not wanted any more
-            process.wait()
-        for connection in self._connections:
-            connection.close()
+        for worker in self._workers:
+            worker.kill()  # by now it waits for work or its work is not wanted any more
 
 
 class Threads:
@@ -242,40 +338,37 @@ class Threads:
 
 
 def serve() -> None:
-    """What a helper process runs: `argv` holds the file descriptor of its connection and its parent's process id."""
-    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone or going, and says why itself
-        _serve(connection)
-
-
-def _serve(connection: Connection) -> None:
-    work = pickle.loads(connection.recv_bytes())
-    # A thread takes the next item off the connection while this one is worked on: otherwise parent and helper could both wait
+    """What a worker runs: `argv` holds its parent's process id and the file descriptor of its connection."""
+    begin_child(int(sys.argv[1]))
+    quiet()
+    connection, messages = Connection(int(sys.argv[2])), SimpleQueue()
+    # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
     # to send.
-    items: Queue = Queue()
-    threading.Thread(target=_take, args=(connection, items), daemon=True).start()
-    while (item := items.get()) is not None:
-        # An answer: whether it is the last for the item, the results in it, an exception, its traceback.
-        try:
-            made = work(item)
-            if isinstance(made, GeneratorType):
-                for result in made:
-                    connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
-                made = []
+    threading.Thread(target=_take, args=(connection, messages), daemon=True).start()
+    work = None
+    with contextlib.suppress(OSError):  # the parent is gone or going, and says why itself
+        while (message := messages.get()) is not None:
+            if work is None:
+                work = pickle.loads(message)
             else:
-                made = [made]
-            answer = (True, made, None, "")
-        except Exception as error:
-            answer = (True, [], error, traceback.format_exc())
-        connection.send(answer)
+                connection.send(_last_answer(connection, work, message))
 
 
-def _take(connection: Connection, items: Queue) -> None:
-    while True:
-        try:
-            items.put(connection.recv())
-        except (EOFError, OSError):
-            items.put(None)
-            return
+def _last_answer(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
+    """Return whether the answer is the last for the item, the results in it, an exception, its traceback; send those before."""
+    try:
+        made = work(pickle.loads(message))
+        if not isinstance(made, GeneratorType):
+            return True, [made], None, ""
+        for result in made:
+            connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
+        return True, [], None, ""
+    except Exception as error:
+        return True, [], error, traceback.format_exc()
+
+
+def _take(connection: Connection, messages: SimpleQueue) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            messages.put(connection.recv_bytes())
+    messages.put(None)

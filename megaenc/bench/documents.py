@@ -100,10 +100,9 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A model and what it reads, as JSON has it."""
+    """A model and what it reads."""
 
-    model: dict[str, Any]
-    """fields of a ModelConfig"""
+    shape: ModelConfig
     vocab_size: int
     seq_length: int
     """tokens of the longest document and of a pack"""
@@ -115,11 +114,6 @@ class Setup:
     kernels: dict[str, Any] = field(default_factory=dict)
     """fields of Kernels that are not to be the default"""
     tensor_model_parallel_size: int = 1
-
-    @property
-    def shape(self) -> ModelConfig:
-        """Of the model."""
-        return ModelConfig(**self.model)
 
     @property
     def vocabulary(self) -> Vocabulary:

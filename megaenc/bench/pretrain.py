@@ -84,7 +84,7 @@ class BenchFlags:
     def work(self, weights: str) -> Work:
         """The same for all sides."""
         return Work(
-            model=dataclasses.asdict(preset(self.model)),
+            shape=preset(self.model),
             vocab_size=self.vocab_size,
             objective=self.objective,
             documents=self.documents,

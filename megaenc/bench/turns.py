@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaenc.bench.documents import EOS, MASK, Documents, Setup
 from megaenc.console import quiet
+from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 from megaenc.processes import highest_resident
 from megaenc.training.options import OptimizerSettings
@@ -243,7 +244,8 @@ def main(side: str, work: str, result: str) -> None:
 
     die_with_launcher()
     quiet()
-    found = SIDES[side](Work(**json.loads(Path(work).read_text())))
+    fields = json.loads(Path(work).read_text())
+    found = SIDES[side](Work(**fields | {"shape": ModelConfig(**fields["shape"])}))
     if rank() == 0:
         Path(result).write_text(json.dumps(found))
 

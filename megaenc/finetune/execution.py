@@ -10,7 +10,7 @@ from megaenc.console import say
 from megaenc.finetune.jobs import Job
 from megaenc.finetune.progress import Screen
 from megaenc.finetune.unfinished import is_locked
-from megaenc.finetune.workers import Outcome, Worker, fork_server, log_path, slots, wait_for_news
+from megaenc.finetune.workers import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
 
 _TRIES = 2
 _LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
@@ -51,7 +51,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
     free = slots(context, local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
     say(f"{len(free)} at a time; the first begin when torch is loaded")
     waiting, tries = list(reversed(jobs)), defaultdict(int)
-    running: dict[Job, tuple[Worker, dict[str, str]]] = {}
+    running: dict[Job, tuple[ForkedRun, dict[str, str]]] = {}
     elsewhere: list[Job] = []
     failed: list[Failed] = []
     finished, looked, told = 0, time.monotonic(), set(heard)
@@ -60,7 +60,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
             while waiting or running or elsewhere:
                 while waiting and free:
                     job, place = waiting.pop(), free.pop(0)
-                    running[job] = (Worker(context, run, job, place, again=local.retry_failed), place)
+                    running[job] = (ForkedRun(context, run, job, place, again=local.retry_failed), place)
                 wait_for_news([worker for worker, _ in running.values()], 0.5)
                 for job, (worker, place) in list(running.items()):
                     outcome = worker.poll(60 * local.hang_minutes)

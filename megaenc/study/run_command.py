@@ -8,7 +8,6 @@ What is finished is not done again: the same command goes on after a kill, a fai
 
 import difflib
 import fnmatch
-import os
 import shlex
 import sys
 import time
@@ -26,7 +25,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.output_paths import created_parent
-from megaenc.processes import check_process_count, python_command, usable_cores
+from megaenc.processes import check_process_count, python_command, usable_cores, visible_devices
 from megaenc.study.begun import Begun
 from megaenc.study.graph import Graph, build_graph
 from megaenc.study.grid_stage import GridNode
@@ -231,10 +230,7 @@ def places(jobs: int) -> list[str]:
 
 def _devices() -> list[str]:
     """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = len(accelerators())
-    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = given.split(",") if given else []
-    return (chosen or [str(number) for number in range(count)])[:count]
+    return visible_devices(len(accelerators()))[1]
 
 
 def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:

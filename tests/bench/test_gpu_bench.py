@@ -6,17 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import runs
 import torch
 
 from megaenc.backend.kernels import Kernels
-from megaenc.bench.gpu import command, crew, sizes, variants
+from megaenc.bench.gpu import command, sizes, variants
 from megaenc.bench.gpu.command import Benchmark, GpuFlags
 from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.table import table
@@ -161,20 +159,6 @@ def test_a_failed_job_leaves_its_process_to_others(tmp_path):
         found = dict((path[0], value) for path, value in crew.run({"kind": "worker.machine", "name": "a"}, seconds=60, left=240))
         assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []
         assert crew._ready is worker
-
-
-@pytest.mark.parametrize(("then", "ended"), [("wait", ""), ("exit 3", "its process ended by itself, with 3")])
-def test_what_a_process_has_begun_ends_with_it(then, ended, tmp_path, monkeypatch):
-    monkeypatch.setattr(crew, "below", lambda command: ["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"])
-    worker = crew._Worker({}, tmp_path / "log")
-    begun = psutil.Process(worker.answer(time.monotonic() + 60))
-    if ended:
-        with pytest.raises(Failed, match=ended):
-            worker.answer(time.monotonic() + 60)
-    else:
-        worker.end()
-    gone, _ = psutil.wait_procs([begun], timeout=10)
-    assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
 
 
 def test_what_its_user_says_of_memory_is_left_alone(monkeypatch):

@@ -11,7 +11,7 @@ def setup(**changes):
     from megaenc.bench.documents import Setup
     from megaenc.bench.gpu.sizes import SMALL
 
-    return Setup(model=dataclasses.asdict(SMALL.widths["64"]), vocab_size=500, seq_length=96, bf16=False, **changes)
+    return Setup(shape=SMALL.widths["64"], vocab_size=500, seq_length=96, bf16=False, **changes)
 
 
 def test_made_documents_are_packed_whole():

@@ -13,10 +13,12 @@ from typing import Any, Literal
 from megaenc import flags
 from megaenc.backend.kernels import Kernels
 from megaenc.bench import report
+from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import variants
 from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.sizes import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, Sizes
 from megaenc.bench.gpu.table import table
+from megaenc.bench.turns import Work
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, write_whole
@@ -147,11 +149,11 @@ class Benchmark:
         """Compare one micro-batch with float32 on the host."""
         sizes, given = self.sizes, self.settings.given
 
-        def setups(word: str, bf16: bool, kernels: dict[str, Any]) -> dict[str, Any]:
+        def setups(word: str, bf16: bool, kernels: dict[str, Any]) -> dict[str, Setup]:
             work = {"vocab_size": sizes.vocab_size, "seq_length": sizes.length, "bf16": bf16, "kernels": kernels}
-            return {f"{width} {word}".strip(): work | {"model": asdict(model)} for width, model in sizes.widths.items()}
+            return {f"{width} {word}".strip(): Setup(shape=shape, **work) for width, shape in sizes.widths.items()}
 
-        work: dict[str, Any] = {"packs": 2, "folder": str(self.folder)}
+        work: dict[str, Any] = {"packs": 2, "folder": self.folder}
         reference = setups("", False, variants.plain())
         if not self.phase("correctness, reference", self.host, "correctness.reference", 20, 60, setups=reference, **work):
             return
@@ -162,7 +164,7 @@ class Benchmark:
     def parity(self) -> None:
         """Compare a short run with the same on the host."""
         sizes, kinds = self.sizes, {"float32": False, "bfloat16": True}
-        work = {"model": asdict(sizes.parity), "vocab_size": sizes.vocab_size, "seq_length": sizes.parity_length, "rate": 2e-3}
+        work = {"shape": sizes.parity, "vocab_size": sizes.vocab_size, "seq_length": sizes.parity_length, "rate": 2e-3}
         # Without instructions for it, bfloat16 on the host takes minutes; float32 there is then what both are compared with.
         quick = self.settings.small or self.found["device"]["host_bf16"]
         for where, crew in (("host", self.host), ("device", self.device)):
@@ -170,7 +172,7 @@ class Benchmark:
             for kind, bf16 in kinds.items():
                 if where == "device" or quick or not bf16:
                     kernels = variants.plain() if where == "host" else self.settings.given
-                    setups[f"{where} {kind}"] = work | {"bf16": bf16, "kernels": kernels if bf16 else for_float32(kernels)}
+                    setups[f"{where} {kind}"] = Setup(**work, bf16=bf16, kernels=kernels if bf16 else for_float32(kernels))
             short = {"packs": sizes.parity_packs, "updates": sizes.updates}
             if not self.phase(f"parity, {where}", crew, "correctness.run_losses", 15, 40, setups=setups, **short):
                 break
@@ -180,32 +182,36 @@ class Benchmark:
     def speed(self) -> None:
         """Time each model."""
         for model in self.settings.models or self.sizes.speed:
-            self._time(f"speed, {model}", model, model, self.settings.given, 30, 90, objectives=[MLM, CLM])
+            setup = self._setup(model, self.settings.given)
+            self._time(f"speed, {model}", 30, 90, setup=setup, name=model, objectives=(MLM, CLM))
 
-    def _setup(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "model": asdict(self.sizes.speed[model]),
-            "vocab_size": self.sizes.speed_vocab_size,
-            "seq_length": self.sizes.speed_length,
-            "bf16": self.found["device"]["bf16"],  # float32 on a processor without instructions for it
-            "rate": 1e-6,
-            "kernels": kernels,
-        }
+    def _setup(self, model: str, kernels: dict[str, Any]) -> Setup:
+        return Setup(
+            shape=self.sizes.speed[model],
+            vocab_size=self.sizes.speed_vocab_size,
+            seq_length=self.sizes.speed_length,
+            bf16=self.found["device"]["bf16"],  # float32 on a processor without instructions for it
+            rate=1e-6,
+            kernels=kernels,
+        )
 
-    def _time(
-        self, phase: str, name: str, model: str, kernels: dict[str, Any], least: float, most: float, **changes: Any
-    ) -> None:
+    def _time(self, phase: str, least: float, most: float, **arguments: Any) -> None:
         sizes = self.sizes
-        timing = {"packs": sizes.packs, "micro_batches": sizes.micro_batches, "seconds": sizes.seconds} | changes
-        setup = self._setup(model, kernels)
-        self.phase(phase, self.device, "speed.measured", least, most, setup=setup, name=name, **timing)
+        usual = {"packs": sizes.packs, "micro_batches": sizes.micro_batches, "seconds": sizes.seconds}
+        self.phase(phase, self.device, "speed.measured", least, most, **usual | arguments)
 
     def peer(self) -> None:
         """Time transformers on the same work."""
         sizes = self.sizes
-        setup = self._setup(sizes.compared, self.settings.given)
-        work = {"objective": MLM, "documents": sizes.documents, "passes": sizes.passes, "folder": str(self.folder)}
-        self.phase("peer", self.device, "peer.beside", 40, 130, setup=setup, **work)
+        work = Work(
+            **vars(self._setup(sizes.compared, self.settings.given)),
+            objective=MLM,
+            documents=sizes.documents,
+            batch=min(sizes.documents, 32),
+            passes=sizes.passes,
+            weights=str(self.folder / "weights.safetensors"),
+        )
+        self.phase("peer", self.device, "peer.beside", 40, 130, work=work)
         rows = self.part("peer").get("rows", {})
         self.part("peer")["ratios"] = ratios(rows, self.fullest)
         self.write()
@@ -220,11 +226,11 @@ class Benchmark:
             self.part("compare")["left out"] = left_out
         tried = [base, *tried]
         packs = max(1, known["packs"] // 2) if known else sizes.packs
-        changes = {"objectives": [MLM], "packs": packs, "seconds": sizes.seconds / 2, "looks": False}
+        timing = {"objectives": (MLM,), "packs": packs, "seconds": sizes.seconds / 2, "looks": False}
         for number, kernels in enumerate(tried):
             title, most = variants.title(kernels), max(25.0, self.left / (len(tried) - number))
-            name = f"{sizes.compared} {title}"
-            self._time(f"compare, {title}", name, sizes.compared, kernels, 20, min(most, 45.0), **changes)
+            setup, name = self._setup(sizes.compared, kernels), f"{sizes.compared} {title}"
+            self._time(f"compare, {title}", 20, min(most, 45.0), setup=setup, name=name, **timing)
 
 
 def for_float32(kernels: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import made
 from megaenc.bench.gpu.sizes import CLM, MLM
+from megaenc.bench.gpu.worker import Finding
 from megaenc.objectives import Attention
 from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
@@ -47,27 +48,25 @@ def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
     return loss / batch.labels.numel(), found
 
 
-def reference(setups: dict[str, Any], packs: int, folder: str, deadline: float) -> Iterator[tuple[list[str], Any]]:
-    """Write what the host finds to `folder`; `setups`: fields by the width of a head, in float32."""
+def reference(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
+    """Write what the host finds to `folder`; `setups` by the width of a head, in float32."""
     backend = made.begin()
-    for width, fields in setups.items():
-        setup = Setup(**fields)
+    for width, setup in setups.items():
         engine = engine_for(setup, backend)
         for number, text in enumerate(OBJECTIVES):
-            torch.save(gradients(engine, setup, text, packs), Path(folder) / f"{width}-{number}.pt")
+            torch.save(gradients(engine, setup, text, packs), folder / f"{width}-{number}.pt")
     made.end()
     yield ["correctness", "reference"], "float32 on the host"
 
 
-def compared(setups: dict[str, Any], packs: int, folder: str, deadline: float) -> Iterator[tuple[list[str], Any]]:
-    """Yield rows for each of `setups` (fields by the width of a head and a word), in the numbers that it says."""
+def compared(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
+    """Yield rows for each of `setups` (by the width of a head and a word), in the numbers that it says."""
     backend = made.begin()
     rows: list[dict[str, Any]] = []
-    for name, fields in setups.items():
-        setup = Setup(**fields)
+    for name, setup in setups.items():
         engine = engine_for(setup, backend)
         for number, text in enumerate(OBJECTIVES):
-            expected = torch.load(Path(folder) / f"{name.split()[0]}-{number}.pt", weights_only=True)
+            expected = torch.load(folder / f"{name.split()[0]}-{number}.pt", weights_only=True)
             here = row(setup, text, gradients(engine, setup, text, packs), expected)
             rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused})
             yield ["correctness", "rows"], rows
@@ -105,10 +104,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(found.double() - expected.double())) / norm if norm else float("inf")
 
 
-def run_losses(setups: dict[str, Any], packs: int, updates: int, deadline: float) -> Iterator[tuple[list[str], Any]]:
+def run_losses(setups: dict[str, Setup], packs: int, updates: int, deadline: float) -> Iterator[Finding]:
     """Yield the losses of `updates` updates, each of two micro-batches of `packs` packs: causal first, bidirectional then."""
-    for name, fields in setups.items():
-        setup = Setup(**fields)
+    for name, setup in setups.items():
         engine = Engine(made.plan_of(setup, *OBJECTIVES), made.begin())
         found: list[float] = []
         for step in range(1, updates + 1):

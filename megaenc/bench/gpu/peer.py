@@ -16,27 +16,19 @@ import torch
 
 from megaenc.bench import turns
 from megaenc.bench.gpu import made
+from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.pretrain import PADDED, SORTED, TOLERANCE
 
 OURS = "megaenc, as many documents"
-BATCHES = (32, 16, 8, 4)
+SMALLEST = 4
+"""Documents of an update: a peer that has no room for them is left out."""
 
 
-def beside(
-    setup: dict[str, Any], objective: str, documents: int, passes: int, folder: str, deadline: float
-) -> Iterator[tuple[list[str], Any]]:
-    """Yield a row for each side, and how they compare. Their weights lie in `folder` meanwhile, which outlives this process."""
+def beside(work: turns.Work, deadline: float) -> Iterator[Finding]:
+    """Yield a row for each side, and how they compare. `work` has the largest batch to try."""
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("safetensors"):
         yield ["peer", "left out"], "transformers or safetensors is not installed"
         return
-    work = turns.Work(
-        **setup,
-        objective=objective,
-        documents=documents,
-        batch=min(documents, BATCHES[0]),
-        passes=passes,
-        weights=f"{folder}/weights.safetensors",
-    )
     rows: dict[str, dict[str, Any]] = {}
     turns.write_weights(work, lambda encoder: made.fill(encoder, work.shape.init_method_std))
     made.clean()
@@ -50,7 +42,7 @@ def beside(
             try:
                 rows[name] = _row(work, name)
             except torch.OutOfMemoryError:
-                if name != PADDED or work.batch <= BATCHES[-1]:
+                if name != PADDED or work.batch <= SMALLEST:
                     yield ["peer", "left out", name], f"out of memory with {work.batch} documents an update"
                     break
                 work = dataclasses.replace(work, batch=work.batch // 2)
@@ -70,9 +62,9 @@ def _best(work: turns.Work) -> tuple[turns.Work, dict[str, Any]]:
     """
     kernels = ["sdpa"] + ["flash_attention_2"] * bool(torch.cuda.is_available() and importlib.util.find_spec("flash_attn"))
     trials: dict[str, Any] = {}
-    for batch in (each for each in BATCHES if each <= work.batch and work.documents % each == 0):
+    while work.batch >= SMALLEST:
         for kernel in kernels:
-            tried = dataclasses.replace(work, batch=batch, kernel=kernel, documents=batch, passes=1)
+            tried = dataclasses.replace(work, kernel=kernel, documents=work.batch, passes=1)
             try:
                 trials[kernel] = turns.train_with_transformers(tried)["seconds"]
             except torch.OutOfMemoryError:
@@ -82,8 +74,9 @@ def _best(work: turns.Work) -> tuple[turns.Work, dict[str, Any]]:
             made.clean()
         taken = {kernel: value for kernel, value in trials.items() if isinstance(value, float)}
         if taken:
-            return dataclasses.replace(work, batch=batch, kernel=min(taken, key=taken.__getitem__)), trials | {"batch": batch}
-    raise RuntimeError(f"transformers: no batch of {BATCHES[-1]} documents or more fits")
+            return dataclasses.replace(work, kernel=min(taken, key=taken.__getitem__)), trials | {"batch": work.batch}
+        work = dataclasses.replace(work, batch=work.batch // 2)
+    raise RuntimeError(f"transformers: no batch of {SMALLEST} documents or more fits")
 
 
 def _row(work: turns.Work, name: str) -> dict[str, Any]:

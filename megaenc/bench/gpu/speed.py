@@ -15,6 +15,7 @@ from megaenc.bench import report
 from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import made
 from megaenc.bench.gpu.breakdown import Watched, breakdown, synchronisations
+from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.turns import clock, peak_memory
 from megaenc.objectives import Objective
 
@@ -99,7 +100,7 @@ class Timing:
 
 
 def measured(
-    setup: dict[str, Any],
+    setup: Setup,
     name: str,
     objectives: Sequence[str],
     packs: int,
@@ -107,16 +108,16 @@ def measured(
     seconds: float,
     deadline: float,
     looks: bool = True,
-) -> Iterator[tuple[list[str], Any]]:
+) -> Iterator[Finding]:
     """Yield rows for the table, one after the other; nothing is begun after `deadline`.
 
-    `setup`: fields of a Setup. `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and
+    `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and
     where the host waits.
     """
-    work, backend = Setup(**setup), made.begin()
-    engine = made.filled(made.plan_of(work, *objectives), backend, Watched)
-    timing = Timing(engine, work, backend, packs, micro_batches, seconds, deadline)
-    timing.packs = packs or fitting(engine, work, objectives, timing.steps)
+    backend = made.begin()
+    engine = made.filled(made.plan_of(setup, *objectives), backend, Watched)
+    timing = Timing(engine, setup, backend, packs, micro_batches, seconds, deadline)
+    timing.packs = packs or fitting(engine, setup, objectives, timing.steps)
     for objective in objectives:
         if time.monotonic() > deadline:
             yield ["speed", name, "left out", objective], "no time left"
@@ -126,7 +127,7 @@ def measured(
         if looks and time.monotonic() < deadline:
             yield ["breakdown", name, objective], breakdown(engine, timing.steps, row)
     if looks and time.monotonic() < deadline:
-        yield ["synchronisations", name], synchronisations(engine, work.objective_of(objectives[0]))
+        yield ["synchronisations", name], synchronisations(engine, setup.objective_of(objectives[0]))
     del engine, timing
     made.end()
 

@@ -1,21 +1,26 @@
-"""What a process of the benchmark runs: `python -m megaenc.bench.gpu.worker`, a job a line on stdin, what it finds on stdout.
+"""What a process of the benchmark runs: one job after another.
 
 A job names a generator of this folder as MODULE.FUNCTION, and its arguments. The process loads what all jobs need before it asks
 for the first, so that the next process is ready when the one before is done.
 """
 
 import importlib
-import json
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from megaenc.console import overheard, quiet
+from megaenc.console import overheard
+
+Finding = tuple[list[str], Any]
+"""Names, one inside the other, and what is found under them."""
 
 
-def machine(deadline: float) -> Iterator[tuple[list[str], Any]]:
+class Failed(Exception):
+    """A job did not come to its end; the message says why."""
+
+
+def machine(deadline: float) -> Iterator[Finding]:
     """Yield what figures depend on; `lacking`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
     import torch
     from megatron.core.extensions import transformer_engine
@@ -47,40 +52,31 @@ def machine(deadline: float) -> Iterator[tuple[list[str], Any]]:
     yield ["device"], about
 
 
-def serve() -> None:
-    """Answer each job with what it finds, `{"path": [...], "value": ...}` a line, then `{"end": null}` or what went wrong.
-
-    The first line of all says that it is ready.
-    """
-    quiet()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print
-    # What takes its time to import; nothing that touches an accelerator, which may be at work for another process.
+def load(deadline: float) -> Iterator[Finding]:
+    """Import what takes its time; nothing that touches an accelerator, which may be at work for another process."""
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    import torch.distributed
+    import megaenc.bench.gpu.speed  # noqa: F401
 
-    from megaenc.bench.gpu import made, speed  # noqa: F401
+    yield from ()
 
-    print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
-        job, said = json.loads(line), []
-        try:
-            module, _, name = job["kind"].partition(".")
-            function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
-            with overheard(said.append):  # which kernels were found wrong, for one
-                for path, value in function(**job.get("arguments", {}), deadline=job["deadline"]):
-                    print(json.dumps({"path": path, "value": value}), file=answers)
-            print(json.dumps({"path": ["said", job["name"]], "value": said}), file=answers)
-            end = None
-        except Exception as error:
-            traceback.print_exc()
-            end = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if torch.distributed.is_initialized():  # the process groups that a failed job is still in
+
+def findings(job: dict[str, Any]) -> Iterator[Finding]:
+    """Yield what a job finds, then what it has said. Raises Failed, which any process can unpickle."""
+    said: list[str] = []
+    module, _, name = job["kind"].rpartition(".")
+    try:
+        function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module or 'worker'}"), name)
+        with overheard(said.append):  # which kernels were found wrong, for one
+            yield from function(**job.get("arguments", {}), deadline=job.get("deadline", 0.0))
+        if "name" in job:
+            yield ["said", job["name"]], said
+    except Exception as error:
+        traceback.print_exc()
+        raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+    finally:  # a failed job is still in its process groups
+        if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
+            from megaenc.bench.gpu import made
+
             made.end()
-        print(json.dumps({"end": end}), file=answers)
-
-
-if __name__ == "__main__":
-    serve()
