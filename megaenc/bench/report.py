@@ -22,17 +22,19 @@ _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", 
 
 def machine() -> dict[str, Any]:
     """What figures depend on: processor, usable cores, memory in GiB, accelerators, load before the start, versions, time."""
+    import torch
+
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "accelerators": _accelerators(),
+        "accelerators": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "load": round(os.getloadavg()[0], 2),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": {each.name: each.version for each in importlib.metadata.distributions() if each.name in _PACKAGES},
     }
 
 
@@ -55,25 +57,6 @@ def write(path: str | Path, found: dict[str, Any]) -> None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _accelerators() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,26 +1,20 @@
-"""One turn of a training benchmark in a process of its own: `python -m megaenc.bench.turns SIDE WORK.json RESULT.json`.
-
-SIDE is `weights` (write the weights that all sides begin with), `megaenc`, or `transformers` with the attention and the order of
-the documents in the work.
-"""
+"""The sides of a training benchmark, and one turn of one of them in a process of its own."""
 
 import contextlib
 import dataclasses
-import json
+import multiprocessing.connection
+import os
 import resource
-import sys
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megaenc.bench.documents import EOS, MASK, Documents, Setup
-from megaenc.console import quiet
-from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
-from megaenc.processes import highest_resident
+from megaenc.processes import Worker, highest_resident, python_environment, usable_cores
 from megaenc.training.options import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -235,20 +229,38 @@ def padded(work: Work, documents: Documents, objective: Any, update: int, device
     return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for _, targets in read)
 
 
-SIDES = {"weights": write_weights, "megaenc": train_with_megaenc, "transformers": train_with_transformers}
+def peak_flops(work: Work) -> dict[str, Any]:
+    """Return the FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
+    import torch
+
+    from megaenc.backend import detect
+
+    return {"peak": detect().peak_flops(torch.bfloat16 if work.bf16 else torch.float32)}
 
 
-def main(side: str, work: str, result: str) -> None:
-    from megaenc.processes import die_with_launcher
-    from megaenc.ranks import rank
+def turn(side: Callable[[Work], dict[str, Any]], work: Work) -> dict[str, Any]:
+    """Call a function of this module in a process of its own, or in as many as share each layer, and return what it finds.
 
-    die_with_launcher()
-    quiet()
-    fields = json.loads(Path(work).read_text())
-    found = SIDES[side](Work(**fields | {"shape": ModelConfig(**fields["shape"])}))
-    if rank() == 0:
-        Path(result).write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    RuntimeError with what it said last where it fails.
+    """
+    count = work.tensor_model_parallel_size
+    threads = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
+    environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // count))}
+    if count > 1:
+        with socket.create_server(("localhost", 0)) as server:
+            environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
+        environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "wb"))
+        workers = []
+        for rank in map(str, range(count)):
+            own = environment | ({"RANK": rank, "LOCAL_RANK": rank} if count > 1 else {})
+            workers.append(Worker(side, own, nowhere))
+            stack.callback(workers[-1].kill)
+            workers[-1].send(work)
+        try:
+            answers = multiprocessing.connection.wait([worker.connection for worker in workers])
+            # All find the same; one that fails leaves the others waiting for it.
+            return next(found for worker in workers if worker.connection in answers for found in worker.results())
+        except Exception as error:  # of whichever library
+            raise RuntimeError(f"{side.__name__}: {type(error).__name__}: {error}") from None
