@@ -10,7 +10,6 @@ megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.jso
 
 import contextlib
 import json
-import os
 import random
 import tempfile
 import time
@@ -107,18 +106,14 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
     began = time.perf_counter()
-    with open(os.devnull, "wb") as nowhere:
-        worker = Worker(ways.turn, python_environment(), nowhere)
-    try:
-        worker.send((way, str(text), tokenizer, workers))
+    with report.at_work(ways.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
         peak = _watched(worker)
-        [found] = worker.results()
-    except InputError:
-        raise
-    except Exception as error:  # of whichever library
-        raise InputError(f"{way}: {type(error).__name__}: {error}") from None
-    finally:
-        worker.kill()
+        try:
+            [found] = worker.results()
+        except InputError:
+            raise
+        except Exception as error:  # of whichever library
+            raise InputError(f"{way}: {type(error).__name__}: {error}") from None
     return {**found, "process_seconds": time.perf_counter() - began, "peak_mib": max(peak, found["peak_mib"])}
 
 

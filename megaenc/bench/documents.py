@@ -74,11 +74,6 @@ class Documents:
         return Pack(number, 0, tokens, np.array([0, len(tokens)], dtype=np.int32))
 
     @property
-    def samples_before_repeat(self) -> int:
-        """See Packs."""
-        return self.count
-
-    @property
     def tokens(self) -> int:
         """Of all documents."""
         return int(self.document_lengths.sum())
@@ -108,7 +103,7 @@ class Setup:
     """tokens of the longest document and of a pack"""
     shortest: int = 12
     """tokens of the shortest document"""
-    bf16: bool
+    bf16: bool = False
     rate: float = 1e-4
     """of learning"""
     kernels: dict[str, Any] = field(default_factory=dict)

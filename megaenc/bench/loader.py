@@ -8,7 +8,6 @@ corpus of random ids, in the page cache, through each packing: as packs, and as 
 megaenc bench loader --output loader.json
 """
 
-import contextlib
 import itertools
 import os
 import tempfile
@@ -30,7 +29,7 @@ from megaenc.data.packs import CorpusPacks
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.output_paths import check_output_file
-from megaenc.processes import Worker, WorkerEnded, check_process_count, python_environment
+from megaenc.processes import WorkerEnded, check_process_count, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
@@ -128,11 +127,7 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
-    with contextlib.ExitStack() as stack:
-        workers = [Worker(MEASURES[what], environment) for _ in range(processes)]
-        for worker in workers:
-            stack.callback(worker.kill)
-            worker.send((str(prefix), packing, settings))
+    with report.at_work(MEASURES[what], (str(prefix), packing, settings), *[environment] * processes) as workers:
         try:
             found = [row for worker in workers for row in worker.results()]
         except (InputError, WorkerEnded) as error:

@@ -1,11 +1,12 @@
 """What every benchmark tells: the machine, medians with their spread, a JSON file."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ import psutil
 from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.output_paths import make_parent
-from megaenc.processes import usable_cores
+from megaenc.processes import Worker, usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
 
@@ -36,6 +37,19 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {each.name: each.version for each in importlib.metadata.distributions() if each.name in _PACKAGES},
     }
+
+
+@contextlib.contextmanager
+def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
+    """Have a process in each of `environments` call `work(item)`; what they print is dropped, and they end with the block."""
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "wb"))
+        workers = []
+        for environment in environments:
+            workers.append(Worker(work, environment, nowhere))
+            stack.callback(workers[-1].kill)
+            workers[-1].send(item)
+        yield workers
 
 
 def check_positive(settings: Any, *names: str) -> None:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from megaenc.bench import report
 from megaenc.bench.documents import EOS, MASK, Documents, Setup
 from megaenc.objectives import Attention
-from megaenc.processes import Worker, highest_resident, python_environment, usable_cores
+from megaenc.processes import highest_resident, python_environment, usable_cores
 from megaenc.training.options import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def peer(work: Work) -> Any:
         dtype=torch.float32,
     )
     # Made without memory, so that no weights are drawn first.
-    model, report = (EuroBertForMaskedLM if both else LlamaForCausalLM).from_pretrained(
+    model, loaded = (EuroBertForMaskedLM if both else LlamaForCausalLM).from_pretrained(
         None,
         config=config,
         state_dict=load_file(work.weights),
@@ -207,8 +208,8 @@ def peer(work: Work) -> Any:
         dtype=torch.float32,
         output_loading_info=True,
     )
-    if report["unexpected_keys"] or set(report["missing_keys"]) - {"lm_head.weight"}:
-        raise ValueError(f"weights of the peer: {report}")
+    if loaded["unexpected_keys"] or set(loaded["missing_keys"]) - {"lm_head.weight"}:
+        raise ValueError(f"weights of the peer: {loaded}")
     return model.train().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -250,14 +251,8 @@ def turn(side: Callable[[Work], dict[str, Any]], work: Work) -> dict[str, Any]:
         with socket.create_server(("localhost", 0)) as server:
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
         environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "wb"))
-        workers = []
-        for rank in map(str, range(count)):
-            own = environment | ({"RANK": rank, "LOCAL_RANK": rank} if count > 1 else {})
-            workers.append(Worker(side, own, nowhere))
-            stack.callback(workers[-1].kill)
-            workers[-1].send(work)
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
+    with report.at_work(side, work, *(environment | rank for rank in ranks)) as workers:
         try:
             answers = multiprocessing.connection.wait([worker.connection for worker in workers])
             # All find the same; one that fails leaves the others waiting for it.

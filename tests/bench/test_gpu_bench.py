@@ -15,6 +15,7 @@ import torch
 
 from megaenc.backend.kernels import Kernels
 from megaenc.bench.gpu import command, sizes, variants
+from megaenc.bench.gpu.__main__ import NEEDED
 from megaenc.bench.gpu.command import Benchmark, GpuFlags
 from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.table import table
@@ -78,7 +79,7 @@ def test_speed_is_of_what_was_read(whole):
     small = sizes.SMALL
     for objective, row in models["miniature"].items():
         assert row["updates"] >= 3 and row["finite"] and row["packs"] == small.packs
-        tokens = row["packs"] * row["micro_batches"] * small.speed_length
+        tokens = row["packs"] * row["micro_batches"] * small.speed["miniature"].seq_length
         assert row["tokens_per_second"] * row["seconds_per_update"] == pytest.approx(tokens)
         assert row["mfu"] == pytest.approx(row["flops_per_second"] / row["peak_flops"])
         assert row["kernels"]["attention_backend"] and "miniature: " in whole.table
@@ -217,9 +218,10 @@ def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
 
 
 def test_what_fills_the_card_is_what_gpus_are_given():
-    assert {name: sizes.FULL.speed[name] for name in sizes.TARGETS} == {name: PRESETS[name] for name in ("1b", "610m", "210m")}
-    assert sizes.FULL.packs == 0 and (sizes.FULL.speed_length, sizes.FULL.speed_vocab_size) == (2048, 128256)
-    assert {shape.head_dim for shape in sizes.FULL.widths.values()} == {64, 96}
+    speed = sizes.FULL.speed
+    assert {name: setup.shape for name, setup in speed.items()} == {name: PRESETS[name] for name in ("1b", "610m", "210m")}
+    assert sizes.FULL.packs == 0 and all((each.seq_length, each.vocab_size) == (2048, 128256) for each in speed.values())
+    assert {setup.shape.head_dim for setup in sizes.FULL.correctness.values()} == {64, 96}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_help_says_what_must_be_installed():
     done = through_the_door(["--help"])
     assert (
         done.returncode == 0
-        and "pip install megatron-core==0.16.1" in done.stdout
+        and all(f" {package.split()[0]}" in done.stdout for package in NEEDED.values())
         and "C compiler" in done.stdout
         and "--kernels" in done.stdout
     )

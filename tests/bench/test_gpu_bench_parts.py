@@ -8,10 +8,9 @@ import torch
 
 
 def setup(**changes):
-    from megaenc.bench.documents import Setup
     from megaenc.bench.gpu.sizes import SMALL
 
-    return Setup(shape=SMALL.widths["64"], vocab_size=500, seq_length=96, bf16=False, **changes)
+    return dataclasses.replace(SMALL.correctness["64"], **changes)
 
 
 def test_made_documents_are_packed_whole():

@@ -6,12 +6,11 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megaenc import flags
-from megaenc.backend.kernels import Kernels
 from megaenc.bench import report
 from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import variants
@@ -76,8 +75,7 @@ class GpuFlags:
         for name in self.models:
             if name not in known:
                 raise InputError(f"--models {name}: expected some of {', '.join(known)}")
-        for kernels in (self.given, *self.tried):
-            Kernels(**kernels)
+        _ = self.given, self.tried
 
     @property
     def given(self) -> dict[str, Any]:
@@ -147,64 +145,48 @@ class Benchmark:
 
     def correctness(self) -> None:
         """Compare one micro-batch with float32 on the host."""
-        sizes, given = self.sizes, self.settings.given
-
-        def setups(word: str, bf16: bool, kernels: dict[str, Any]) -> dict[str, Setup]:
-            work = {"vocab_size": sizes.vocab_size, "seq_length": sizes.length, "bf16": bf16, "kernels": kernels}
-            return {f"{width} {word}".strip(): Setup(shape=shape, **work) for width, shape in sizes.widths.items()}
-
-        work: dict[str, Any] = {"packs": 2, "folder": self.folder}
-        reference = setups("", False, variants.plain())
+        models, work = self.sizes.correctness, {"packs": 2, "folder": self.folder}
+        reference = {width: _by(setup, "float32", variants.plain()) for width, setup in models.items()}
         if not self.phase("correctness, reference", self.host, "correctness.reference", 20, 60, setups=reference, **work):
             return
-        checked = setups("float32", False, for_float32(given)) | setups("bfloat16", True, given)
+        given = self.settings.given
+        checked = {f"{width} {kind}": _by(setup, kind, given) for kind in TOLERANCE for width, setup in models.items()}
         # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
         self.phase("correctness", self.device, "correctness.compared", 15, 120, setups=checked, **work)
 
     def parity(self) -> None:
         """Compare a short run with the same on the host."""
-        sizes, kinds = self.sizes, {"float32": False, "bfloat16": True}
-        work = {"shape": sizes.parity, "vocab_size": sizes.vocab_size, "seq_length": sizes.parity_length, "rate": 2e-3}
+        sizes, part = self.sizes, self.part("parity")
         # Without instructions for it, bfloat16 on the host takes minutes; float32 there is then what both are compared with.
         quick = self.settings.small or self.found["device"]["host_bf16"]
-        for where, crew in (("host", self.host), ("device", self.device)):
-            setups = {}
-            for kind, bf16 in kinds.items():
-                if where == "device" or quick or not bf16:
-                    kernels = variants.plain() if where == "host" else self.settings.given
-                    setups[f"{where} {kind}"] = Setup(**work, bf16=bf16, kernels=kernels if bf16 else for_float32(kernels))
-            short = {"packs": sizes.parity_packs, "updates": sizes.updates}
-            if not self.phase(f"parity, {where}", crew, "correctness.run_losses", 15, 40, setups=setups, **short):
+        for where, crew, kernels, kinds in (
+            ("host", self.host, variants.plain(), TOLERANCE if quick else ("float32",)),
+            ("device", self.device, self.settings.given, TOLERANCE),
+        ):
+            work = {"setups": {f"{where} {kind}": _by(sizes.parity, kind, kernels) for kind in kinds}}
+            work |= {"packs": sizes.parity_packs, "updates": sizes.updates}
+            if not self.phase(f"parity, {where}", crew, "correctness.run_losses", 15, 40, **work):
                 break
-        self.part("parity")["rows"] = compare_runs(self.part("parity"))
+        part["rows"] = compare_runs(part)
         self.write()
 
     def speed(self) -> None:
         """Time each model."""
         for model in self.settings.models or self.sizes.speed:
-            setup = self._setup(model, self.settings.given)
-            self._time(f"speed, {model}", 30, 90, setup=setup, name=model, objectives=(MLM, CLM))
+            work = self._timing(model, self.settings.given) | {"name": model, "objectives": (MLM, CLM)}
+            self.phase(f"speed, {model}", self.device, "speed.measured", 30, 90, **work)
 
-    def _setup(self, model: str, kernels: dict[str, Any]) -> Setup:
-        return Setup(
-            shape=self.sizes.speed[model],
-            vocab_size=self.sizes.speed_vocab_size,
-            seq_length=self.sizes.speed_length,
-            bf16=self.found["device"]["bf16"],  # float32 on a processor without instructions for it
-            rate=1e-6,
-            kernels=kernels,
-        )
-
-    def _time(self, phase: str, least: float, most: float, **arguments: Any) -> None:
+    def _timing(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
+        """Return what all timed updates of `model` have; float32 on a processor without instructions for bfloat16."""
         sizes = self.sizes
-        usual = {"packs": sizes.packs, "micro_batches": sizes.micro_batches, "seconds": sizes.seconds}
-        self.phase(phase, self.device, "speed.measured", least, most, **usual | arguments)
+        setup = replace(sizes.speed[model], bf16=self.found["device"]["bf16"], kernels=kernels)
+        return {"setup": setup, "packs": sizes.packs, "micro_batches": sizes.micro_batches, "seconds": sizes.seconds}
 
     def peer(self) -> None:
         """Time transformers on the same work."""
-        sizes = self.sizes
+        sizes, part = self.sizes, self.part("peer")
         work = Work(
-            **vars(self._setup(sizes.compared, self.settings.given)),
+            **vars(self._timing(sizes.compared, self.settings.given)["setup"]),
             objective=MLM,
             documents=sizes.documents,
             batch=min(sizes.documents, 32),
@@ -212,30 +194,30 @@ class Benchmark:
             weights=str(self.folder / "weights.safetensors"),
         )
         self.phase("peer", self.device, "peer.beside", 40, 130, work=work)
-        rows = self.part("peer").get("rows", {})
-        self.part("peer")["ratios"] = ratios(rows, self.fullest)
+        part["ratios"] = ratios(part.get("rows", {}), self.fullest)
         self.write()
 
     def compare(self) -> None:
         """Time other kernels, all with the same micro-batches: half of what fills the card, for some need more memory."""
-        sizes, base, known = self.sizes, self.settings.given, self.fullest
+        model, base, known = self.sizes.compared, self.settings.given, self.fullest
         tried = self.settings.tried
         if not tried:
             computed = known["kernels"] if known else None
             tried, left_out = variants.worth_a_trial(base, computed, self.found["device"]["lacking"])
             self.part("compare")["left out"] = left_out
-        tried = [base, *tried]
-        packs = max(1, known["packs"] // 2) if known else sizes.packs
-        timing = {"objectives": (MLM,), "packs": packs, "seconds": sizes.seconds / 2, "looks": False}
-        for number, kernels in enumerate(tried):
-            title, most = variants.title(kernels), max(25.0, self.left / (len(tried) - number))
-            setup, name = self._setup(sizes.compared, kernels), f"{sizes.compared} {title}"
-            self._time(f"compare, {title}", 20, min(most, 45.0), setup=setup, name=name, **timing)
+        packs = max(1, known["packs"] // 2) if known else self.sizes.packs
+        less = {"objectives": (MLM,), "packs": packs, "seconds": self.sizes.seconds / 2, "looks": False}
+        for left, kernels in zip(range(len(tried) + 1, 0, -1), [base, *tried], strict=True):
+            title, most = variants.title(kernels), min(max(25.0, self.left / left), 45.0)
+            work = self._timing(model, kernels) | less | {"name": f"{model} {title}"}
+            self.phase(f"compare, {title}", self.device, "speed.measured", 20, most, **work)
 
 
-def for_float32(kernels: dict[str, Any]) -> dict[str, Any]:
-    """Return the same without what takes 16-bit numbers alone."""
-    return {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
+def _by(setup: Setup, numbers: str, kernels: dict[str, Any]) -> Setup:
+    """Return the same in `numbers` of a kind and by `kernels`; by those in float32 that do not take 16-bit numbers only."""
+    if numbers == "float32":
+        kernels = {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
+    return replace(setup, bf16=numbers == "bfloat16", kernels=kernels)
 
 
 def compare_runs(found: dict[str, Sequence[float]]) -> list[dict[str, Any]]:

@@ -148,11 +148,11 @@ def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Ite
 
     def too_large(packs: int) -> bool:
         try:
-            return any(_peak(engine, setup.objective_of(text), packs) > room for text in objectives)
+            found = any(_peak(engine, setup.objective_of(text), packs) > room for text in objectives)
         except torch.OutOfMemoryError:
-            return True
-        finally:
-            _forget(engine)
+            found = True
+        _forget(engine)
+        return found
 
     most = LARGEST // (setup.seq_length * max(2 * setup.shape.ffn_hidden_size, setup.shape.query_size))
     return max(1, bisect_left(range(1, most + 1), True, key=too_large))
