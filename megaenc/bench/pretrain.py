@@ -123,10 +123,14 @@ def fastest_kernel(work: Work) -> str:
     return min(seconds, key=seconds.__getitem__)
 
 
+def same_losses(losses: Sequence[float], bf16: bool) -> bool:
+    """Return whether all sides have the same loss over all documents, within rounding."""
+    return all(abs(loss - losses[0]) <= TOLERANCE[bf16] * losses[0] for loss in losses)
+
+
 def check_losses(losses: dict[str, float], bf16: bool) -> None:
-    """RuntimeError unless all sides have the same loss over all documents, within rounding."""
-    first, *others = losses.values()
-    if any(not abs(other - first) <= TOLERANCE[bf16] * first for other in others):
+    """RuntimeError unless they are the same."""
+    if not same_losses(list(losses.values()), bf16):
         told = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         raise RuntimeError(f"the sides have different losses, so they do not the same work: {told}")
 

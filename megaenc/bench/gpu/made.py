@@ -33,8 +33,13 @@ def begin() -> Backend:
 def clean() -> None:
     """Give back the memory that nothing uses any more."""
     gc.collect()
+    torch.cuda.empty_cache()
+
+
+def forget_peak() -> None:
+    """Let the accelerator's highest use of memory count from here."""
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 def end() -> None:

@@ -17,7 +17,7 @@ import torch
 from megaenc.bench import turns
 from megaenc.bench.gpu import made
 from megaenc.bench.gpu.worker import Finding
-from megaenc.bench.pretrain import PADDED, SORTED, TOLERANCE
+from megaenc.bench.pretrain import PADDED, SORTED, same_losses
 
 OURS = "megaenc, as many documents"
 SMALLEST = 4
@@ -49,9 +49,7 @@ def beside(work: turns.Work, deadline: float) -> Iterator[Finding]:
             made.clean()
         made.clean()
         yield ["peer", "rows"], rows
-    losses = [row["loss"] for row in rows.values()]
-    same = bool(losses) and all(abs(loss - losses[0]) <= TOLERANCE[work.bf16] * losses[0] for loss in losses)
-    yield ["peer", "same_loss"], same
+    yield ["peer", "same_loss"], bool(rows) and same_losses([row["loss"] for row in rows.values()], work.bf16)
     Path(work.weights).unlink()
 
 
@@ -81,8 +79,7 @@ def _best(work: turns.Work) -> tuple[turns.Work, dict[str, Any]]:
 
 def _row(work: turns.Work, name: str) -> dict[str, Any]:
     """Return what the side `name` takes."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    made.forget_peak()
     train = _ours if name == OURS else turns.train_with_transformers
     found = train(dataclasses.replace(work, by_length=name == SORTED))
     return {

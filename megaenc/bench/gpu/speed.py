@@ -18,6 +18,7 @@ from megaenc.bench.gpu.breakdown import Watched, breakdown, synchronisations
 from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.turns import clock, peak_memory
 from megaenc.objectives import Objective
+from megaenc.training.results import BatchResult
 
 FILLED = 0.92
 """Of the memory that is free, how much tensors may take; the rest is lost between them."""
@@ -63,8 +64,7 @@ class Timing:
 
     def _row(self) -> dict[str, Any]:
         first, _ = self._update()
-        if not self.backend.is_host:
-            torch.cuda.reset_peak_memory_stats()
+        made.forget_peak()
         taken, updates, retries = [], [], _retries()
         while len(taken) < 3 or (sum(taken) < self.seconds and len(taken) < 50):
             if taken and time.monotonic() + taken[-1] > self.deadline:
@@ -72,7 +72,7 @@ class Timing:
             seconds, update = self._update()
             taken.append(seconds)
             updates.append(update)
-        total = sum((update.result for update in updates[1:]), updates[0].result)
+        total = sum((update.result for update in updates), BatchResult())
         tokens, spent = len(taken) * self.micro_batches * self.packs * self.setup.seq_length, sum(taken)
         peak = self.backend.peak_flops(torch.bfloat16 if self.setup.bf16 else torch.float32)
         return {
@@ -160,7 +160,7 @@ def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Ite
 
 def _peak(engine: Watched, objective: Objective, packs: int) -> float:
     """Return the bytes of tensors at the worst moment of one micro-batch of `packs` packs."""
-    torch.cuda.reset_peak_memory_stats()
+    made.forget_peak()
     with engine.unreduced():
         engine.gradient_alone(range(packs), objective)
     return float(torch.cuda.max_memory_allocated())
