@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megaenc.console import say
 from megaenc.finetune.jobs import Job
-from megaenc.finetune.progress import Screen
+from megaenc.finetune.progress import GridProgress
 from megaenc.finetune.unfinished import is_locked
 from megaenc.finetune.workers import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
 
@@ -55,7 +55,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
     elsewhere: list[Job] = []
     failed: list[Failed] = []
     finished, looked, told = 0, time.monotonic(), set(heard)
-    with Screen(len(jobs)) as screen:
+    with GridProgress(len(jobs)) as screen:
         try:
             while waiting or running or elsewhere:
                 while waiting and free:
