@@ -63,6 +63,11 @@ def printable(text: str, keep: str = "") -> str:
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Return `text`, its end replaced by three dots if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def rich_console(**options: Any) -> Any:
     """Build a Console of rich on standard output that prints text as `printable` returns it. `options` are those of Console."""
     from rich.console import Console

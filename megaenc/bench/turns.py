@@ -266,7 +266,7 @@ SIDES = {"weights": write_weights, "megaenc": train_with_megaenc, "transformers"
 
 
 def main(side: str, work: str, result: str) -> None:
-    from megaenc.processes import die_with_launcher
+    from megaenc.launcher import die_with_launcher
     from megaenc.ranks import rank
 
     die_with_launcher()

@@ -19,7 +19,8 @@ import numpy as np
 
 from megaenc.console import quiet
 from megaenc.errors import one_line_errors
-from megaenc.processes import die_with_parent, highest_resident
+from megaenc.launcher import die_with_parent
+from megaenc.processes import highest_resident
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]

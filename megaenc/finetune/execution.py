@@ -48,7 +48,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
     if not jobs:
         return []
     context = fork_server(run)
-    free = slots(context, local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
+    free = slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
     say(f"{len(free)} at a time; the first begin when torch is loaded")
     waiting, tries = list(reversed(jobs)), defaultdict(int)
     running: dict[Job, tuple[ForkedRun, dict[str, str]]] = {}
