@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -120,10 +120,7 @@ def become() -> None:
 
 
 def begin_child(parent: int) -> None:
-    """Have this process end with process `parent`, and leave SIGUSR2 to it, also in a command that takes this process over.
-
-    With that signal a cluster tells every process of a job that its time is over.
-    """
+    """Have this process end with process `parent`, and leave it SIGUSR2, by which a cluster tells a job that its time is over."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
@@ -165,11 +162,16 @@ class Child:
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code as soon as there is one, None after `seconds`."""
+        """Return the exit code once there is one, None after `seconds`."""
         deadline = time.monotonic() + seconds
         while (code := self.code()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return code
+
+    def terminate(self) -> None:
+        """Tell the process itself to end."""
+        if self.code() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
@@ -181,7 +183,11 @@ class Child:
 
 
 class WorkerEnded(Exception):
-    """A worker has ended before it was done; the message says how."""
+    """`worker` has ended before it was done; the message says how."""
+
+    def __init__(self, worker: "Worker", how: str) -> None:
+        super().__init__(how)
+        self.worker = worker
 
 
 class Worker(Child):
@@ -228,7 +234,7 @@ class Worker(Child):
 
     def _ended(self) -> WorkerEnded:
         code = self.wait(TO_DIE)
-        return WorkerEnded("closed its connection" if code is None else how_it_ended(code))
+        return WorkerEnded(self, "closed its connection" if code is None else how_it_ended(code))
 
     def kill(self) -> None:
         """End the worker at once, with all that it has started."""
@@ -261,35 +267,26 @@ class _Pool:
 
 
 class Workers(_Pool):
-    """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken.
-
-    `map` raises InputError, naming the worker, when one dies.
-    """
+    """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken."""
 
     def __enter__(self) -> Self:
         environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
         self._workers = [Worker(self._work, environment) for _ in range(self._count)]
         return self
 
-    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
-        worker = number % self._count
-        with self._named(worker):
-            self._workers[worker].send(item)
-        return partial(self._results, worker)
-
-    def _results(self, worker: int) -> Iterator[Any]:
-        with self._named(worker):
-            yield from self._workers[worker].results()
-
-    @contextlib.contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        """Turn the end of a worker into an InputError that names it."""
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """As _Pool.map. Raises InputError, naming the worker, when one dies."""
         try:
-            yield
+            yield from super().map(items)
         except WorkerEnded as error:
-            pid = self._workers[number].process.pid
+            who = f"worker {self._workers.index(error.worker) + 1} of {self._count} (process {error.worker.process.pid})"
             hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
-            raise InputError(f"worker {number + 1} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
+            raise InputError(f"{who} {error}, before it was done{hint}") from None
+
+    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+        worker = self._workers[number % self._count]
+        worker.send(item)
+        return worker.results
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
@@ -325,13 +322,12 @@ def serve() -> None:
     # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
     # to send.
     threading.Thread(target=_take, args=(connection, messages), daemon=True).start()
-    work = None
+    if not (first := messages.get()):
+        return
+    work = pickle.loads(first)
     with contextlib.suppress(OSError):  # the parent is gone or going, and says why itself
-        while (message := messages.get()) is not None:
-            if work is None:
-                work = pickle.loads(message)
-            else:
-                connection.send(_last_answer(connection, work, message))
+        while message := messages.get():
+            connection.send(_last_answer(connection, work, message))
 
 
 def _last_answer(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
@@ -351,4 +347,4 @@ def _take(connection: Connection, messages: SimpleQueue) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv_bytes())
-    messages.put(None)
+    messages.put(b"")

@@ -179,7 +179,7 @@ class _Work:
         if not self.running:
             return
         for running in self.running.values():
-            running.child.process.terminate()
+            running.child.terminate()
         deadline = time.monotonic() + _TO_SAVE
         try:
             say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
