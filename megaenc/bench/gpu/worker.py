@@ -3,9 +3,8 @@
 It loads what all jobs need before it asks for the first, so that the next process is ready when the one before is done.
 """
 
-import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ class Failed(Exception):
     """A job did not come to its end; the message says why."""
 
 
-def machine(_: dict[str, Any], __: float) -> Found:
+def machine() -> Found:
     """What figures depend on."""
     import torch
 
@@ -56,86 +55,54 @@ def _lacking(device: Any) -> dict[str, str]:
     return {name: why for name, why in found.items() if why}
 
 
-def reference(job: dict[str, Any], _: float) -> Found:
-    """See correctness.reference."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.reference(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def correctness(job: dict[str, Any], _: float) -> Found:
-    """See correctness.compared."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.compared(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def parity(job: dict[str, Any], _: float) -> Found:
-    """See parity.losses."""
-    from megaenc.bench.gpu import parity
-
-    for name, setup in _setups(job).items():
-        yield from parity.losses(setup, job["packs"], job["updates"], name)
-
-
-def speed(job: dict[str, Any], deadline: float) -> Found:
-    """See speed.measured."""
-    from megaenc.bench.gpu import speed
-
-    timing = speed.Timing(**{**job["timing"], "objectives": tuple(job["timing"]["objectives"])})
-    [setup] = _setups(job).values()
-    yield from speed.measured(setup, timing, deadline)
-
-
-def peer(job: dict[str, Any], deadline: float) -> Found:
-    """See peer.beside."""
-    from megaenc.bench.gpu import peer
-
-    [setup] = _setups(job).values()
-    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], Path(job["folder"]), deadline)
-
-
-def _setups(job: dict[str, Any]) -> dict[str, Any]:
+def measurements(job: dict[str, Any]) -> Found:
+    """What a job on setups finds."""
+    from megaenc.bench.gpu import correctness, parity, peer, speed
     from megaenc.bench.gpu.made import Setup
 
-    return {name: Setup(**fields) for name, fields in job["setups"].items()}
-
-
-def load(_: dict[str, Any], __: float) -> Found:
-    """What takes its time to import; nothing that touches an accelerator, which may be at work for another process."""
-    from megaenc.backend.megatron import import_megatron
-
-    import_megatron()
-    import torch.profiler  # noqa: F401
-
-    import megaenc.bench.gpu.speed  # noqa: F401
-
-    yield from ()
-
-
-JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
-    each.__name__: each for each in (load, machine, reference, correctness, parity, speed, peer)
-}
+    setups = {name: Setup(**fields) for name, fields in job["setups"].items()}
+    setup = next(iter(setups.values()))
+    match job["kind"]:
+        case "reference":
+            yield from correctness.reference(setups, job["packs"], Path(job["folder"]))
+        case "correctness":
+            yield from correctness.compared(setups, job["packs"], Path(job["folder"]))
+        case "parity":
+            for name, each in setups.items():
+                yield from parity.losses(each, job["packs"], job["updates"], name)
+        case "speed":
+            timing = speed.Timing(**{**job["timing"], "objectives": tuple(job["timing"]["objectives"])})
+            yield from speed.measured(setup, timing, job["deadline"])
+        case "peer":
+            work = (job["objective"], job["documents"], job["passes"], Path(job["folder"]), job["deadline"])
+            yield from peer.beside(setup, *work)
 
 
 def findings(job: dict[str, Any]) -> Found:
-    """What a job finds, then what it has said. Raises Failed, which any process can unpickle."""
+    """What a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
+
+    Raises Failed, which any process can unpickle.
+    """
+    from megaenc.backend.megatron import import_megatron
+
+    import_megatron()
+    import torch.distributed
+    import torch.profiler
+
+    import megaenc.bench.gpu.speed  # noqa: F401
+
+    if not job:
+        return
     said: list[str] = []
     try:
         with overheard(said.append):  # which kernels were found wrong, for one
-            yield from JOBS[job["kind"]](job, job.get("deadline", 0.0))
-        if "name" in job:
-            yield ["said", job["name"]], said
+            yield from machine() if job["kind"] == "machine" else measurements(job)
+        yield ["said", job["name"]], said
     except Exception as error:
         traceback.print_exc()
         raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     finally:
-        _clear()
+        if torch.distributed.is_initialized():  # a failed job is still in its process groups
+            from megaenc.bench.gpu import made
 
-
-def _clear() -> None:
-    """Leave the process groups that a failed job is still in."""
-    if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
-        from megaenc.bench.gpu import made
-
-        made.end()
+            made.end()
