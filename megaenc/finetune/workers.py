@@ -100,11 +100,11 @@ def slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
 class ForkedRun(Child):
     """A process that tries one job, forked by a server. `poll` it until there is an outcome."""
 
-    def __init__(self, context: ForkServerContext, run: str, job: Job, environment: dict[str, str], *, again: bool) -> None:
-        """`again`: what was written as failed is tried again."""
-        self.job, self.progress = job, Progress("loading")
+    def __init__(self, context: ForkServerContext, run: str, job: Job, place: dict[str, str], *, again: bool) -> None:
+        """`place` is added to the environment. `again`: what was written as failed is tried again."""
+        self.job, self.place, self.progress = job, place, Progress("loading")
         self.connection, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(run, job, environment, again, there))
+        self.process = context.Process(target=_work, args=(run, job, place, again, there))
         _start(self.process)
         there.close()
         self.heard = time.monotonic()
