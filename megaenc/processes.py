@@ -1,7 +1,6 @@
 """Processes below this one: none outlives it, and all that one has started ends with it."""
 
 import contextlib
-import ctypes
 import os
 import pickle
 import re
@@ -13,7 +12,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,10 +23,9 @@ from typing import IO, Any, Self
 import megaenc
 from megaenc.console import quiet
 from megaenc.errors import InputError
+from megaenc.launcher import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _MOST_PROCESSES, _MOST_PER_CORE = 64, 8
-_LOOK = 0.02  # seconds between looks at a process that is waited for
 TO_DIE = 5.0
 """Seconds that a process is given to end in when it is killed or has closed its connection."""
 
@@ -42,6 +41,22 @@ def check_process_count(flag: str, count: int) -> None:
     most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
     if count > most:
         raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
+
+
+@cache
+def accelerators() -> list[str]:
+    """Return the name of each that this process may use; without a device file none, which is known without loading torch.
+
+    Raises InputError where they cannot be asked.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return []
+    ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
+    asked = subprocess.run(below(python_command("-c", ask)), env=python_environment(), capture_output=True, text=True)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()
+        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
+    return asked.stdout.splitlines()
 
 
 def visible_devices(count: int) -> tuple[str, list[str]]:
@@ -90,13 +105,6 @@ def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
-
-
 def below(command: Sequence[str]) -> list[str]:
     """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends.
 
@@ -112,41 +120,9 @@ def become() -> None:
 
 
 def begin_child(parent: int) -> None:
-    """Have this process end with process `parent`, and leave SIGUSR2 to it, also in a command that takes this process over.
-
-    With that signal a cluster tells every process of a job that its time is over.
-    """
+    """Have this process end with process `parent`, and leave it SIGUSR2, by which a cluster tells a job that its time is over."""
     die_with_parent(parent)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-
-
-def die_with_launcher() -> None:
-    """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
-
-    A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())
-        if not _is_below_python():
-            os._exit(1)
-
-
-def _is_below_python() -> bool:
-    """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
-    try:
-        own, process = os.readlink("/proc/self/exe"), os.getppid()
-        while process:
-            folder = Path("/proc", str(process))
-            try:
-                program = os.readlink(folder / "exe")
-            except PermissionError:  # of another user, or one that lets nobody look
-                program = (folder / "cmdline").read_text(errors="replace").partition("\0")[0]
-            if program == own or os.path.basename(program).startswith("python"):
-                return True
-            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # hidden, or just ended: then the kernel ends this process too
-        return True
-    return False
 
 
 def how_it_ended(code: int) -> str:
@@ -186,11 +162,16 @@ class Child:
         return self.process.returncode
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit code as soon as there is one, None after `seconds`."""
+        """Return the exit code once there is one, None after `seconds`."""
         deadline = time.monotonic() + seconds
         while (code := self.code()) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK)
+            time.sleep(0.02)
         return code
+
+    def terminate(self) -> None:
+        """Tell the process itself to end."""
+        if self.code() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
@@ -202,7 +183,11 @@ class Child:
 
 
 class WorkerEnded(Exception):
-    """A worker has ended before it was done; the message says how."""
+    """`worker` has ended before it was done; the message says how."""
+
+    def __init__(self, worker: "Worker", how: str) -> None:
+        super().__init__(how)
+        self.worker = worker
 
 
 class Worker(Child):
@@ -249,7 +234,7 @@ class Worker(Child):
 
     def _ended(self) -> WorkerEnded:
         code = self.wait(TO_DIE)
-        return WorkerEnded("closed its connection" if code is None else how_it_ended(code))
+        return WorkerEnded(self, "closed its connection" if code is None else how_it_ended(code))
 
     def kill(self) -> None:
         """End the worker at once, with all that it has started."""
@@ -257,77 +242,69 @@ class Worker(Child):
         self.connection.close()
 
 
-class Workers:
-    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager."""
+class _Pool:
+    """`count` places at which `work(item)` is done. Use as a context manager.
+
+    `_begin(number, item)` has it done and returns what waits for its results.
+    """
 
     def __init__(self, work: Callable[[Any], Any], count: int) -> None:
         self._work, self._count = work, count
-        self._workers: list[Worker] = []
+
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield `work(item)` for each item, in order; at most two items a place are under way. To be taken to its end.
+
+        Where `work` is a generator, what it yields is yielded one by one. An exception of `work` is raised here, in its place in
+        the order.
+        """
+        pending: deque[Callable[[], Iterable[Any]]] = deque()
+        for number, item in enumerate(items):
+            if len(pending) == 2 * self._count:
+                yield from pending.popleft()()
+            pending.append(self._begin(number, item))
+        while pending:
+            yield from pending.popleft()()
+
+
+class Workers(_Pool):
+    """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken."""
 
     def __enter__(self) -> Self:
         environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
-        self._workers += [Worker(self._work, environment) for _ in range(self._count)]
+        self._workers = [Worker(self._work, environment) for _ in range(self._count)]
         return self
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item, in order; at most two items a worker are under way. To be taken to its end.
-
-        Where `work` is a generator, what it yields is yielded one by one; it goes on only as that is taken. An exception of
-        `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
-        """
-        pending: deque[int] = deque()
-        for number, item in enumerate(items):
-            if len(pending) == 2 * self._count:
-                yield from self._next_results(pending)
-            worker = number % self._count
-            with self._named(worker):
-                self._workers[worker].send(item)
-            pending.append(worker)
-        while pending:
-            yield from self._next_results(pending)
-
-    def _next_results(self, pending: deque[int]) -> Iterator[Any]:
-        number = pending.popleft()
-        with self._named(number):
-            yield from self._workers[number].results()
-
-    @contextlib.contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        """Turn the end of a worker into an InputError that names it."""
+        """As _Pool.map. Raises InputError, naming the worker, when one dies."""
         try:
-            yield
+            yield from super().map(items)
         except WorkerEnded as error:
-            pid = self._workers[number].process.pid
+            who = f"worker {self._workers.index(error.worker) + 1} of {self._count} (process {error.worker.process.pid})"
             hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
-            raise InputError(f"worker {number + 1} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
+            raise InputError(f"{who} {error}, before it was done{hint}") from None
+
+    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+        worker = self._workers[number % self._count]
+        worker.send(item)
+        return worker.results
 
     def __exit__(self, *error: object) -> None:
         for worker in self._workers:
             worker.kill()  # by now it waits for work or its work is not wanted any more
 
 
-class Threads:
+class Threads(_Pool):
     """As Workers, in threads of this process: nothing to start and nothing to send.
 
     For work that leaves the interpreter's lock alone most of the time, and whose results for an item fit into memory together.
     """
 
-    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        self._work, self._count = work, count
-
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(max(1, self._count))
         return self
 
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """As Workers.map."""
-        pending: deque[Future] = deque()
-        for item in items:
-            if len(pending) == 2 * self._count:
-                yield from pending.popleft().result()
-            pending.append(self._pool.submit(self._results, item))
-        while pending:
-            yield from pending.popleft().result()
+    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+        return self._pool.submit(self._results, item).result
 
     def _results(self, item: Any) -> list[Any]:
         made = self._work(item)
@@ -345,13 +322,12 @@ def serve() -> None:
     # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
     # to send.
     threading.Thread(target=_take, args=(connection, messages), daemon=True).start()
-    work = None
+    if not (first := messages.get()):
+        return
+    work = pickle.loads(first)
     with contextlib.suppress(OSError):  # the parent is gone or going, and says why itself
-        while (message := messages.get()) is not None:
-            if work is None:
-                work = pickle.loads(message)
-            else:
-                connection.send(_last_answer(connection, work, message))
+        while message := messages.get():
+            connection.send(_last_answer(connection, work, message))
 
 
 def _last_answer(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
@@ -371,4 +347,4 @@ def _take(connection: Connection, messages: SimpleQueue) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             messages.put(connection.recv_bytes())
-    messages.put(None)
+    messages.put(b"")

@@ -129,7 +129,7 @@ def test_the_end_of_a_process_is_told(code, text):
 
 ORPHAN = """
 import os, time
-from megaenc.processes import die_with_launcher
+from megaenc.launcher import die_with_launcher
 launcher = os.getpid()
 if os.fork():
     os._exit(0)

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megaenc.processes import die_with_parent, highest_resident
+from megaenc.launcher import die_with_parent
+from megaenc.processes import highest_resident
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]

@@ -24,6 +24,7 @@ from megaenc.finetune.unfinished import lock, remaining
 from megaenc.processes import (
     TO_DIE,
     Child,
+    accelerators,
     begin_child,
     environment_for_children,
     how_it_ended,
@@ -84,48 +85,26 @@ def _start(process: ForkServerProcess) -> None:
                 time.sleep(0.05)
 
 
-def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
+def slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
     """The environment of each place that a run can take, as many as run at a time.
 
     With accelerators `jobs_per_gpu` on each, or `jobs` at most, the first on different ones. Without: `jobs`, or one for every
     `threads` cores. For 0 `jobs` stands for as many as fit.
     """
-    if devices := _count(context):
+    if devices := len(accelerators()):
         variable, names = visible_devices(devices)
         return [{variable: name} for _ in range(jobs_per_gpu) for name in names][: jobs or None]
     return [{} for _ in range(jobs or max(1, usable_cores() // threads))]
 
 
-def _count(context: ForkServerContext) -> int:
-    """How many accelerators this process may use."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return 0  # known without loading torch
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_count_devices, args=(there,))
-    _start(process)
-    there.close()
-    try:
-        return here.recv()
-    except EOFError:
-        raise InputError("the accelerators could not be counted: torch cannot be loaded; the lines above say why") from None
-    finally:
-        process.join()
-
-
-def _count_devices(answer: Connection) -> None:
-    import torch
-
-    answer.send(torch.cuda.device_count())
-
-
 class ForkedRun(Child):
     """A process that tries one job, forked by a server. `poll` it until there is an outcome."""
 
-    def __init__(self, context: ForkServerContext, run: str, job: Job, environment: dict[str, str], *, again: bool) -> None:
-        """`again`: what was written as failed is tried again."""
-        self.job, self.progress = job, Progress("loading")
+    def __init__(self, context: ForkServerContext, run: str, job: Job, place: dict[str, str], *, again: bool) -> None:
+        """`place` is added to the environment. `again`: what was written as failed is tried again."""
+        self.job, self.place, self.progress = job, place, Progress("loading")
         self.connection, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(run, job, environment, again, there))
+        self.process = context.Process(target=_work, args=(run, job, place, again, there))
         _start(self.process)
         there.close()
         self.heard = time.monotonic()

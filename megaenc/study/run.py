@@ -14,11 +14,11 @@ from megaenc.study import journal
 from megaenc.study.node import Node, finished
 from megaenc.study.record import record
 from megaenc.study.remaining import Remaining
-from megaenc.study.screen import Screen
+from megaenc.study.screen import StudyProgress
 
 _TRIES = 2
 _WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
-_LOOK = 0.2  # seconds between looks at what is running
+_LOOK, _PICTURE = 0.2, 1.0  # seconds between looks at what is running, and between pictures of it on a terminal
 _TO_SAVE = 300.0  # seconds that a run is given when it is told to stop
 
 
@@ -50,12 +50,12 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
     work = _Work(nodes, study, list(slots), tries)
     if work.waiting:
         record(study)
-    with Screen(len(nodes)) as screen:
+    with StudyProgress(len(nodes)) as screen:
         try:
             while work.running or work.can_go_on():
                 for said in work.begin():
                     screen.say(said)
-                if screen.due():
+                if screen.is_due(_PICTURE):
                     left = work.remaining.seconds(len(slots))
                     screen.show(work.progress(), len(work.finished), len(work.failed), left)
                 time.sleep(_LOOK)
@@ -179,7 +179,7 @@ class _Work:
         if not self.running:
             return
         for running in self.running.values():
-            running.child.process.terminate()
+            running.child.terminate()
         deadline = time.monotonic() + _TO_SAVE
         try:
             say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")

@@ -25,7 +25,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.output_paths import created_parent
-from megaenc.processes import check_process_count, python_command, usable_cores, visible_devices
+from megaenc.processes import accelerators, check_process_count, python_command, usable_cores, visible_devices
 from megaenc.study.begun import Begun
 from megaenc.study.graph import Graph, build_graph
 from megaenc.study.grid_stage import GridNode
@@ -33,7 +33,6 @@ from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node, check, finished, name_of
 from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.pretrain_stage import PretrainNode
-from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
 from megaenc.study.stages import CorpusNode, nodes_of

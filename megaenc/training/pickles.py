@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
+from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 from megaenc.training.checkpoint_folder import Damaged
@@ -280,12 +281,10 @@ class _expected:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, _Refused):
             raise InputError(
-                f"{self.file}: unpickling it would call {_short(str(error))}, expected tensors and plain values; "
+                f"{self.file}: unpickling it would call {shortened(str(error))}, expected tensors and plain values; "
                 "it was not read: do not use this checkpoint"
             ) from None
         if isinstance(error, Exception) and not isinstance(error, InputError):  # of a pickle that no save wrote
-            raise InputError(f"{self.file}: not what a save wrote ({_short(repr(error))}); do not use this checkpoint") from None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
+            raise InputError(
+                f"{self.file}: not what a save wrote ({shortened(repr(error))}); do not use this checkpoint"
+            ) from None

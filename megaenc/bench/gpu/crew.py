@@ -33,7 +33,7 @@ class Crew:
     def _begin(self) -> Worker:
         with open(self._log, "ab") as stream:
             worker = Worker(findings, python_environment() | self._environment, stream)
-        worker.send({"kind": "load"})
+        worker.send({})  # to load its libraries
         return worker
 
     def run(self, job: dict[str, Any], seconds: float, left: float) -> Iterator[tuple[list[str], Any]]:

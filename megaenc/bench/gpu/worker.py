@@ -5,7 +5,6 @@ for the first, so that the next process is ready when the one before is done.
 """
 
 import importlib
-import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -52,31 +51,30 @@ def machine(deadline: float) -> Iterator[Finding]:
     yield ["device"], about
 
 
-def load(deadline: float) -> Iterator[Finding]:
-    """Import what takes its time; nothing that touches an accelerator, which may be at work for another process."""
+def findings(job: dict[str, Any]) -> Iterator[Finding]:
+    """Yield what a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
+
+    Raises Failed, which any process can unpickle.
+    """
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    import megaenc.bench.gpu.speed  # noqa: F401
+    import torch.distributed
 
-    yield from ()
+    from megaenc.bench.gpu import made, speed  # noqa: F401
 
-
-def findings(job: dict[str, Any]) -> Iterator[Finding]:
-    """Yield what a job finds, then what it has said. Raises Failed, which any process can unpickle."""
+    if not job:
+        return
     said: list[str] = []
-    module, _, name = job["kind"].rpartition(".")
+    module, _, name = job["kind"].partition(".")
     try:
-        function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module or 'worker'}"), name)
+        function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
         with overheard(said.append):  # which kernels were found wrong, for one
-            yield from function(**job.get("arguments", {}), deadline=job.get("deadline", 0.0))
-        if "name" in job:
-            yield ["said", job["name"]], said
+            yield from function(**job.get("arguments", {}), deadline=job["deadline"])
+        yield ["said", job["name"]], said
     except Exception as error:
         traceback.print_exc()
         raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
-    finally:  # a failed job is still in its process groups
-        if "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized():
-            from megaenc.bench.gpu import made
-
+    finally:
+        if torch.distributed.is_initialized():  # a failed job is still in its process groups
             made.end()
