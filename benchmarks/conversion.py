@@ -124,14 +124,14 @@ def figures(settings: Settings, work: Path) -> dict:
 
 def main() -> None:
     from megaenc import flags
+    from megaenc.bench import report
     from megaenc.console import quiet
-    from megaenc.files import write_whole
 
     quiet()
     settings = flags.parse(Settings, None, prog="conversion.py", description=__doc__)
     with tempfile.TemporaryDirectory(dir=settings.folder or None) as work:
         result = figures(settings, Path(work))
-    write_whole(Path(settings.output), json.dumps(result, indent=1) + "\n")
+    report.write(settings.output, result)
 
 
 if __name__ == "__main__":

@@ -163,14 +163,14 @@ def figures(settings: Settings, work: Path) -> dict[str, Any]:
 
 def main() -> None:
     from megaenc import flags
+    from megaenc.bench import report
     from megaenc.console import quiet
-    from megaenc.files import write_whole
 
     quiet()
     settings = flags.parse(Settings, None, prog="finetuning.py", description=__doc__)
     with tempfile.TemporaryDirectory() as work:
         found = figures(settings, Path(work))
-    write_whole(Path(settings.output), json.dumps(found, indent=1) + "\n")
+    report.write(settings.output, found)
     hourly = found["runs_per_hour"]
     print(f"runs per hour: {hourly['grid']:.0f} in the grid, {hourly['trainer']:.0f} by the Trainer: {found['ratio']:.1f} times")
 

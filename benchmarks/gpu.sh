@@ -24,7 +24,7 @@ benchmarks/gpu.sh: correctness and speed on one GPU, NVIDIA's or AMD's, in under
     benchmarks/gpu.sh --device cpu --small                 tries the benchmark itself, about a minute, without a GPU
 
 This package need not be installed, but what it imports must be, in Python 3.11 or 3.12: torch 2.11 or later for the GPU, and
-    pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser PyYAML rich
+    pip install megatron-core==0.16.1 numpy psutil tyro docstring-parser typeguard PyYAML rich
 and a C compiler with Python's headers (gcc and python3-dev, or their like), with which triton builds what starts its kernels; without
 them torch's own operations stand in for the fused kernels, and a line says so.
 For the phase `peer`, which is left out without them:

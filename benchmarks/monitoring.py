@@ -189,11 +189,11 @@ def table(result: dict) -> str:
 
 def main() -> None:
     from megaenc import flags
-    from megaenc.files import write_whole
+    from megaenc.bench import report
 
     settings = flags.parse(Settings, None, prog="monitoring.py", description=__doc__)
     result = figures(settings, rounds(settings))
-    write_whole(Path(settings.output), json.dumps(result, indent=1) + "\n")
+    report.write(settings.output, result)
     print(table(result))
 
 

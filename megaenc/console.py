@@ -6,10 +6,10 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from megaenc.ranks import rank
 
@@ -63,6 +63,11 @@ def printable(text: str, keep: str = "") -> str:
     return _UNPRINTABLE.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Return `text`, its end replaced by three dots if it has more than `most` characters."""
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def rich_console(**options: Any) -> Any:
     """Build a Console of rich on standard output that prints text as `printable` returns it. `options` are those of Console."""
     from rich.console import Console
@@ -99,41 +104,81 @@ def overheard(listener: Callable[[str], None]) -> Iterator[None]:
         _LISTENERS.remove(listener)
 
 
+class Row(NamedTuple):
+    """A row of a live display: text, how much of what is done, and what stands behind the bar and before it."""
+
+    text: str
+    done: float
+    total: float | None
+    tail: str
+    stage: str = ""
+
+
 class ProgressLine:
     """One line that tells how far something is: description, bar, percent, fields, time left.
 
     On a terminal the line is live; elsewhere (a file, a pipe) it is a plain line at most each `every` seconds and one at the
     end, which an exception or `closing=False` leaves out. Other ranks than 0 stay silent. `total` may be None when it is not
-    known; its unit is that of `done`.
+    known; its unit is that of `done`. `rows`: on a terminal there are the rows that `update` is given instead, over the whole
+    width, whose stages and bars are so wide (0: no stages).
 
         with ProgressLine("tokenising", total=size_in_bytes) as progress:
             progress.update(done, **{"MB/s": 12.5}, documents=1204)
     """
 
-    def __init__(self, description: str, total: float | None, every: float = 10.0, *, closing: bool = True) -> None:
+    def __init__(
+        self,
+        description: str,
+        total: float | None,
+        every: float = 10.0,
+        *,
+        closing: bool = True,
+        rows: tuple[int, int] | None = None,
+    ) -> None:
         self.description, self.total, self.every, self.closing = printable(description), total, every, closing
+        self._widths = rows
         self._done = 0.0
         self._fields: dict[str, Any] = {}
         self._first: tuple[float, float] | None = None  # time and `done` of the first update: a resumed run does not start at 0
         self._printed_at = time.monotonic()
         self._printed: tuple | None = None
-        self._live = None
+        self._live: Any = None
+        self._tasks: dict[Any, Any] = {}  # of rich, by the key of their row
 
     def __enter__(self) -> Self:
         if not rank() and sys.stdout.isatty():
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = [TextColumn("{task.description}", markup=False)]
-            if self.total is not None:
-                columns.append(BarColumn(bar_width=24))
-            columns.append(TextColumn("{task.fields[tail]}", markup=False))
-            self._live = Progress(*columns, console=rich_console())
+            self._live = self._rich_progress()
             self._live.start()
-            self._task = self._live.add_task(self.description, total=self.total, tail="")
+            if self._widths is None:
+                self._draw({None: Row(self.description, 0, self.total, "")})
         return self
 
-    def update(self, done: float, *, description: str | None = None, **fields: Any) -> None:
-        """Say that `done` of `total` is done. `fields` (numbers or text) stay until given again, like `description`."""
+    def _rich_progress(self) -> Any:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        def text(field: str, **layout: Any) -> TextColumn:
+            column = Column(no_wrap=True, overflow="ellipsis", **layout) if self._widths else None
+            return TextColumn(f"{{task.{field}}}", markup=False, table_column=column)
+
+        stage_width, bar_width = self._widths or (0, 24)
+        columns = [text("description", ratio=3)]
+        columns += [text("fields[stage]", min_width=stage_width)] if stage_width else []
+        columns += [BarColumn(bar_width=bar_width)] if self._widths or self.total is not None else []
+        columns += [text("fields[tail]", ratio=2)]
+        return Progress(*columns, console=rich_console(), expand=bool(self._widths))
+
+    def is_due(self, pause: float) -> bool:
+        """Return whether it is time for an `update`: `pause` seconds after the last on a terminal, `every` after it elsewhere."""
+        return time.monotonic() - self._printed_at >= (self.every if self._live is None else pause)
+
+    def update(
+        self, done: float, *, description: str | None = None, rows: Mapping[Any, Row] | None = None, **fields: Any
+    ) -> None:
+        """Say that `done` of `total` is done. `fields` (numbers or text) stay until given again, like `description`.
+
+        `rows`, by a key that each keeps, are shown on a terminal instead.
+        """
         now = time.monotonic()
         self._done = done
         self._fields.update(fields)
@@ -141,15 +186,33 @@ class ProgressLine:
         if self._first is None:
             self._first = (now, done)
         if self._live is not None:
-            self._live.update(self._task, completed=done, description=self.description, tail=self._tail(now))
+            self._printed_at = now
+            self._draw(rows or {None: Row(self.description, done, self.total, self._tail(now))})
         elif not rank() and now - self._printed_at >= self.every:
             self._print(now)
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            say(text)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:
             self._live.stop()
         elif self.closing and kind is None and not rank() and self._printed != self._state():
             self._print(time.monotonic())
+
+    def _draw(self, rows: Mapping[Any, Row]) -> None:
+        for key in self._tasks.keys() - rows.keys():
+            self._live.remove_task(self._tasks.pop(key))
+        for key, row in rows.items():
+            shown = {"description": row.text, "completed": row.done, "total": row.total, "tail": row.tail, "stage": row.stage}
+            if key in self._tasks:
+                self._live.update(self._tasks[key], **shown)
+            else:
+                self._tasks[key] = self._live.add_task(**shown)
 
     def _state(self) -> tuple:
         return (self.description, self._done, tuple(self._fields.items()))
@@ -161,10 +224,14 @@ class ProgressLine:
     def _tail(self, now: float) -> str:
         parts = [] if not self.total else [f"{100 * self._done / self.total:.0f} %"]
         parts += [f"{name} {number(value)}" for name, value in self._fields.items()]
-        if self.total and self._first is not None and self._first[1] < self._done < self.total:
-            rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
-            parts.append(f"{clock((self.total - self._done) / rate)} left")
-        return printable("  ".join(parts))
+        return printable("  ".join([*parts, *self.time_left(now)]))
+
+    def time_left(self, now: float) -> list[str]:
+        """Return `0:42 left`, in a list, if that can be told."""
+        if not self.total or self._first is None or not self._first[1] < self._done < self.total:
+            return []
+        rate = (self._done - self._first[1]) / max(now - self._first[0], 1e-9)
+        return [f"{clock((self.total - self._done) / rate)} left"]
 
 
 def number(value: Any) -> str:

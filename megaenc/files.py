@@ -16,6 +16,7 @@ from pathlib import Path
 
 from megaenc.errors import InputError
 
+_TRIES = 20  # to lock a file that others may be removing
 _UNUSABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -221,6 +222,45 @@ def _final_names(temporary: Sequence[Path], paths: Sequence[Path]) -> Iterator[N
         raise InputError(f"{path}: cannot be written to: {error.strerror}") from None
 
 
+class FileLock:
+    """A lock on the file `path`, which is created if it is missing; held until `close` or the end of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.created = path, False
+
+    def take(self) -> bool:
+        """Return whether the lock could be taken. Raises OSError, without a file name if the file system knows no locks."""
+        for _ in range(_TRIES):
+            try:
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                self.created = True
+            except FileExistsError:
+                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.is_held():
+                    return True
+            except BlockingIOError:
+                self.close()
+                return False
+            except BaseException:
+                self.close()
+                raise
+            self.close()  # the process before has just removed it
+        raise OSError(errno.ESTALE, "its inode number changes from look to look")
+
+    def is_held(self) -> bool:
+        """Return whether this process still has the lock to itself: nobody has removed or replaced its file."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Try to have something to oneself, of which the file `path` is the lock; whether it is. There is no file afterwards.
@@ -228,20 +268,19 @@ def locked(path: Path) -> Iterator[bool]:
     A lock ends with its process, however that ends. On a file system without locks everybody gets it, so what is done under one
     must be written whole and the same by all. Raises InputError where no file can be made.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-    except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
-    try:
-        mine = _lock(descriptor, path)
+    with contextlib.ExitStack() as stack:
         try:
-            yield mine
-        finally:
-            if mine:
-                path.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path)
+            if mine := lock.take():
+                stack.callback(lock.close)
+        except OSError as error:
+            if error.filename is not None:
+                raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
+            mine = True
+        if mine:
+            stack.callback(path.unlink, missing_ok=True)
+        yield mine
 
 
 @contextlib.contextmanager
@@ -253,18 +292,6 @@ def wait_for_lock(path: Path) -> Iterator[None]:
                 yield
                 return
         time.sleep(0.2)
-
-
-def _lock(descriptor: int, path: Path) -> bool:
-    try:
-        with contextlib.suppress(OSError):  # of a file system without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return os.stat(path).st_ino == os.fstat(descriptor).st_ino
-    except FileNotFoundError:  # the one before has just removed it
-        return False
 
 
 def is_locked(path: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 import tyro
 import yaml
 
+from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular
 from megaenc.ranks import rank
@@ -182,7 +183,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is Literal:
         if value in get_args(kind):
             return value
-        raise InputError(f"{place}: found {_short(value)}, expected one of {', '.join(map(str, get_args(kind)))}")
+        raise InputError(f"{place}: found {shortened(repr(value))}, expected one of {', '.join(map(str, get_args(kind)))}")
     if get_origin(kind) is tuple:  # one value stands for a list of one; in a list of words a number is a word
         return tuple(
             str(part) if get_args(kind)[0] is str and isinstance(part, (int, float)) else _read(place, get_args(kind)[0], part)
@@ -194,12 +195,7 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
         return value
     expected = " or ".join([getattr(kind, "__name__", str(kind)), *words])
-    raise InputError(f"{place}: found {_short(value)}, expected a {expected}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
+    raise InputError(f"{place}: found {shortened(repr(value))}, expected a {expected}")
 
 
 def _plain(box: str) -> str:

@@ -1,11 +1,14 @@
-"""What processes that torchrun has started leave for those that it starts in their place."""
+"""Processes that torchrun has started: their end with it, and what they leave for those that it starts in their place."""
 
 import contextlib
+import ctypes
 import os
+import signal
 import sys
 from pathlib import Path
 
 _FILE = "megaenc_exit_code"
+_PR_SET_PDEATHSIG = 1
 
 
 def for_good(code: int) -> None:
@@ -41,3 +44,33 @@ def _memory() -> Path | None:
     if len(error_file.parents) < 3 or not error_file.parents[1].name.startswith("attempt_"):
         return None
     return error_file.parents[2] / _FILE
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def die_with_launcher() -> None:
+    """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
+
+    A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
+    """
+    if started_by_torchrun():
+        die_with_parent(os.getppid())
+        if not _is_below_python():
+            os._exit(1)
+
+
+def _is_below_python() -> bool:
+    """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
+    import psutil
+
+    own = os.path.basename(psutil.Process().cmdline()[0])
+    try:
+        programs = [os.path.basename(next(iter(parent.cmdline()), "")) for parent in psutil.Process().parents()]
+    except psutil.Error:  # hidden, or just ended: then the kernel ends this process too
+        return True
+    return any(program == own or program.startswith("python") for program in programs)

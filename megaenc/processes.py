@@ -1,7 +1,6 @@
-"""Helper processes: as many as asked for, results in the order of the work, and none that outlives or outwaits its parent."""
+"""Processes below this one: none outlives it, and all that one has started ends with it."""
 
 import contextlib
-import ctypes
 import os
 import pickle
 import re
@@ -9,21 +8,26 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from types import GeneratorType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import megaenc
+from megaenc.console import quiet
 from megaenc.errors import InputError
+from megaenc.launcher import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _MOST_PROCESSES, _MOST_PER_CORE = 64, 8
+TO_DIE = 5.0
+"""Seconds that a process is given to end in when it is killed or has closed its connection."""
 
 
 def usable_cores() -> int:
@@ -37,6 +41,29 @@ def check_process_count(flag: str, count: int) -> None:
     most = max(_MOST_PROCESSES, _MOST_PER_CORE * cores)
     if count > most:
         raise InputError(f"{flag}: found {count:,}, expected at most {most:,} with {cores:,} usable cores; give a smaller number")
+
+
+@cache
+def accelerators() -> list[str]:
+    """Return the name of each that this process may use; without a device file none, which is known without loading torch.
+
+    Raises InputError where they cannot be asked.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
+        return []
+    ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
+    asked = subprocess.run(below(python_command("-c", ask)), env=python_environment(), capture_output=True, text=True)
+    if asked.returncode:
+        said = asked.stderr.strip().splitlines()
+        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
+    return asked.stdout.splitlines()
+
+
+def visible_devices(count: int) -> tuple[str, list[str]]:
+    """Return the variable that says which accelerators a process sees, and its words for the first `count`."""
+    variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    chosen = os.environ.get(variable, "")
+    return variable, (chosen.split(",") if chosen else [str(number) for number in range(count)])[:count]
 
 
 def highest_resident() -> float:
@@ -78,13 +105,6 @@ def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, ends however it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
-
-
 def below(command: Sequence[str]) -> list[str]:
     """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends.
 
@@ -94,144 +114,197 @@ def below(command: Sequence[str]) -> list[str]:
 
 
 def become() -> None:
-    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over.
-
-    SIGUSR2, with which a cluster says to every process of a job that its time is over, is left to the parent.
-    """
-    die_with_parent(int(sys.argv[1]))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # which stays so in what takes over
+    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over."""
+    begin_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-def die_with_launcher() -> None:
-    """Under torchrun, be killed when it dies: its workers lead their own sessions and would otherwise go on writing.
-
-    A launcher that died before this call is noticed too, unless a Python program adopts its orphans.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent(os.getppid())
-        if not _is_below_python():
-            os._exit(1)
+def begin_child(parent: int) -> None:
+    """Have this process end with process `parent`, and leave it SIGUSR2, by which a cluster tells a job that its time is over."""
+    die_with_parent(parent)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
-def _is_below_python() -> bool:
-    """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
-    try:
-        own, process = os.readlink("/proc/self/exe"), os.getppid()
-        while process:
-            folder = Path("/proc", str(process))
-            try:
-                program = os.readlink(folder / "exe")
-            except PermissionError:  # of another user, or one that lets nobody look
-                program = (folder / "cmdline").read_text(errors="replace").partition("\0")[0]
-            if program == own or os.path.basename(program).startswith("python"):
-                return True
-            process = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # hidden, or just ended: then the kernel ends this process too
-        return True
-    return False
+def how_it_ended(code: int) -> str:
+    """Describe an exit code: `ended with exit code 1`, `was killed by SIGKILL, as the kernel does when memory runs out`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
-class Workers:
-    """`count` processes that each run `work(item)`; both must pickle. Use as a context manager.
+class Child:
+    """A process in a session of its own, so that Ctrl-C reaches its parent alone and `kill` everything that it has started.
 
-    They are fresh interpreters, not forks: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the
-    caller's `__main__`.
+    `command` is to be one that ends with this process, as of `below`, and is started in the main thread. `output` takes both of
+    its streams; without it they are this process's own.
     """
 
-    def __init__(self, work: Callable[[Any], Any], count: int) -> None:
-        # The name must not be `__main__`'s: the helper imports the callable by its module.
-        self._work, self._count = pickle.dumps(work), count
-        self._processes: list[subprocess.Popen] = []
-        self._connections: list[Connection] = []
-
-    def __enter__(self) -> Self:
-        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
-        for _ in range(self._count):
-            here, there = Pipe()
-            words = ("-c", "from megaenc.processes import serve; serve()", str(there.fileno()), str(os.getpid()))
-            self._processes.append(
-                subprocess.Popen(python_command(*words), pass_fds=[there.fileno()], env=environment, stdin=subprocess.DEVNULL)
-            )
-            self._connections.append(here)
-            there.close()  # so that the end of the process is the end of the connection
-        with contextlib.suppress(BrokenPipeError):  # `map` says which worker is gone
-            for connection in self._connections:
-                connection.send_bytes(self._work)
-        return self
-
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield `work(item)` for each item, in order; at most two items a worker are under way. To be taken to its end.
-
-        Where `work` is a generator, what it yields is yielded one by one; it goes on only as that is taken. An exception of
-        `work` is raised here, in its place in the order. Raises InputError, naming the worker, when one dies.
-        """
-        pending: deque[int] = deque()
-        for number, item in enumerate(items):
-            if len(pending) == 2 * self._count:
-                yield from self._receive(pending.popleft())
-            worker = number % self._count
-            try:
-                self._connections[worker].send(item)
-            except (BrokenPipeError, ConnectionResetError):
-                raise self._death(worker) from None
-            pending.append(worker)
-        while pending:
-            yield from self._receive(pending.popleft())
-
-    def _receive(self, worker: int) -> Iterator[Any]:
-        """What the worker makes of its next item."""
-        while True:
-            try:
-                last, result, error, trace = self._connections[worker].recv()
-            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
-                raise self._death(worker) from None
-            if error is not None:
-                if not isinstance(error, InputError):
-                    error.add_note(f"in worker {worker + 1}:\n{trace}")
-                raise error
-            yield from result
-            if last:
-                return
-
-    def _death(self, worker: int) -> InputError:
-        code = self._processes[worker].wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = "; is there memory enough for so many --workers?" if code == -signal.SIGKILL else ""
-        return InputError(
-            f"worker {worker + 1} of {self._count} (process {self._processes[worker].pid}) {how} before it was done{hint}"
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], output: IO | None = None, pass_fds: Sequence[int] = ()
+    ) -> None:
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=pass_fds,
+            start_new_session=True,
         )
 
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            process.kill()  # by now it waits for work or its work is not wanted any more
-            process.wait()
-        for connection in self._connections:
-            connection.close()
+    def code(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+        if self.process.returncode is None:
+            # Not yet reaped: its number, which is its session's too, stays its own until `kill`.
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return self.process.returncode
+
+    def wait(self, seconds: float) -> int | None:
+        """Return the exit code once there is one, None after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (code := self.code()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return code
+
+    def terminate(self) -> None:
+        """Tell the process itself to end."""
+        if self.code() is None:
+            os.kill(self.process.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(TO_DIE)
 
 
-class Threads:
-    """As Workers, in threads of this process: nothing to start and nothing to send.
+class WorkerEnded(Exception):
+    """`worker` has ended before it was done; the message says how."""
 
-    For work that leaves the interpreter's lock alone most of the time, and whose results for an item fit into memory together.
+    def __init__(self, worker: "Worker", how: str) -> None:
+        super().__init__(how)
+        self.worker = worker
+
+
+class Worker(Child):
+    """A fresh interpreter that calls `work(item)` for each item that it is sent. `work`, items and results must pickle.
+
+    It is no fork: threads of a tokenizer or of torch do not survive a fork, and nothing re-runs the caller's `__main__`.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], environment: Mapping[str, str], output: IO | None = None) -> None:
+        # The name must not be `__main__`'s: the worker imports the callable by its module.
+        self._work: bytes | None = pickle.dumps(work)
+        self.connection, there = Pipe()
+        words = ("-c", "from megaenc.processes import serve; serve()", str(os.getpid()), str(there.fileno()))
+        super().__init__(python_command(*words), environment, output, [there.fileno()])
+        there.close()  # so that the end of the process is the end of the connection
+
+    def send(self, item: Any) -> None:
+        """Give the worker one more item. Raises WorkerEnded if it is gone."""
+        try:
+            if self._work is not None:
+                self.connection.send_bytes(self._work)
+                self._work = None
+            self.connection.send(item)
+        except (BrokenPipeError, ConnectionResetError):
+            raise self._ended() from None
+
+    def results(self, deadline: float | None = None) -> Iterator[Any]:
+        """Yield what `work` makes of the next item; if it is a generator, what it yields, and it goes on only as that is taken.
+
+        Raises the exception of `work`, WorkerEnded if the process ends before, TimeoutError at `deadline` of the monotonic clock.
+        """
+        last = False
+        while not last:
+            try:
+                ready = self.connection.poll(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                last, result, error, trace = self.connection.recv() if ready else (False, [], TimeoutError(), "")
+            except (EOFError, OSError):  # the end of the connection, before an answer or in the middle of one
+                raise self._ended() from None
+            if error is not None:
+                if trace and not isinstance(error, InputError):
+                    error.add_note(f"in process {self.process.pid}:\n{trace}")
+                raise error
+            yield from result
+
+    def _ended(self) -> WorkerEnded:
+        code = self.wait(TO_DIE)
+        return WorkerEnded(self, "closed its connection" if code is None else how_it_ended(code))
+
+    def kill(self) -> None:
+        """End the worker at once, with all that it has started."""
+        super().kill()
+        self.connection.close()
+
+
+class _Pool:
+    """`count` places at which `work(item)` is done. Use as a context manager.
+
+    `_begin(number, item)` has it done and returns what waits for its results.
     """
 
     def __init__(self, work: Callable[[Any], Any], count: int) -> None:
         self._work, self._count = work, count
 
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """Yield `work(item)` for each item, in order; at most two items a place are under way. To be taken to its end.
+
+        Where `work` is a generator, what it yields is yielded one by one. An exception of `work` is raised here, in its place in
+        the order.
+        """
+        pending: deque[Callable[[], Iterable[Any]]] = deque()
+        for number, item in enumerate(items):
+            if len(pending) == 2 * self._count:
+                yield from pending.popleft()()
+            pending.append(self._begin(number, item))
+        while pending:
+            yield from pending.popleft()()
+
+
+class Workers(_Pool):
+    """As many processes that each run `work(item)`; both must pickle. A generator goes on only as what it yields is taken."""
+
+    def __enter__(self) -> Self:
+        environment = python_environment() | {"TOKENIZERS_PARALLELISM": "false"}  # one core each
+        self._workers = [Worker(self._work, environment) for _ in range(self._count)]
+        return self
+
+    def map(self, items: Iterable[Any]) -> Iterator[Any]:
+        """As _Pool.map. Raises InputError, naming the worker, when one dies."""
+        try:
+            yield from super().map(items)
+        except WorkerEnded as error:
+            who = f"worker {self._workers.index(error.worker) + 1} of {self._count} (process {error.worker.process.pid})"
+            hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
+            raise InputError(f"{who} {error}, before it was done{hint}") from None
+
+    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+        worker = self._workers[number % self._count]
+        worker.send(item)
+        return worker.results
+
+    def __exit__(self, *error: object) -> None:
+        for worker in self._workers:
+            worker.kill()  # by now it waits for work or its work is not wanted any more
+
+
+class Threads(_Pool):
+    """As Workers, in threads of this process: nothing to start and nothing to send.
+
+    For work that leaves the interpreter's lock alone most of the time, and whose results for an item fit into memory together.
+    """
+
     def __enter__(self) -> Self:
         self._pool = ThreadPoolExecutor(max(1, self._count))
         return self
 
-    def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """As Workers.map."""
-        pending: deque[Future] = deque()
-        for item in items:
-            if len(pending) == 2 * self._count:
-                yield from pending.popleft().result()
-            pending.append(self._pool.submit(self._results, item))
-        while pending:
-            yield from pending.popleft().result()
+    def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
+        return self._pool.submit(self._results, item).result
 
     def _results(self, item: Any) -> list[Any]:
         made = self._work(item)
@@ -242,40 +315,36 @@ class Threads:
 
 
 def serve() -> None:
-    """What a helper process runs: `argv` holds the file descriptor of its connection and its parent's process id."""
-    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent decides
-    with contextlib.suppress(EOFError, OSError):  # the parent is gone or going, and says why itself
-        _serve(connection)
-
-
-def _serve(connection: Connection) -> None:
-    work = pickle.loads(connection.recv_bytes())
-    # A thread takes the next item off the connection while this one is worked on: otherwise parent and helper could both wait
+    """What a worker runs: `argv` holds its parent's process id and the file descriptor of its connection."""
+    begin_child(int(sys.argv[1]))
+    quiet()
+    connection, messages = Connection(int(sys.argv[2])), SimpleQueue()
+    # A thread takes the next item off the connection while this one is worked on: otherwise parent and worker could both wait
     # to send.
-    items: Queue = Queue()
-    threading.Thread(target=_take, args=(connection, items), daemon=True).start()
-    while (item := items.get()) is not None:
-        # An answer: whether it is the last for the item, the results in it, an exception, its traceback.
-        try:
-            made = work(item)
-            if isinstance(made, GeneratorType):
-                for result in made:
-                    connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
-                made = []
-            else:
-                made = [made]
-            answer = (True, made, None, "")
-        except Exception as error:
-            answer = (True, [], error, traceback.format_exc())
-        connection.send(answer)
+    threading.Thread(target=_take, args=(connection, messages), daemon=True).start()
+    if not (first := messages.get()):
+        return
+    work = pickle.loads(first)
+    with contextlib.suppress(OSError):  # the parent is gone or going, and says why itself
+        while message := messages.get():
+            connection.send(_last_answer(connection, work, message))
 
 
-def _take(connection: Connection, items: Queue) -> None:
-    while True:
-        try:
-            items.put(connection.recv())
-        except (EOFError, OSError):
-            items.put(None)
-            return
+def _last_answer(connection: Connection, work: Callable[[Any], Any], message: bytes) -> tuple:
+    """Return whether the answer is the last for the item, the results in it, an exception, its traceback; send those before."""
+    try:
+        made = work(pickle.loads(message))
+        if not isinstance(made, GeneratorType):
+            return True, [made], None, ""
+        for result in made:
+            connection.send((False, [result], None, ""))  # which waits where the parent is not yet there
+        return True, [], None, ""
+    except Exception as error:
+        return True, [], error, traceback.format_exc()
+
+
+def _take(connection: Connection, messages: SimpleQueue) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            messages.put(connection.recv_bytes())
+    messages.put(b"")

@@ -30,7 +30,7 @@ quiet()  # as a command does, before the first import of torch
 from torch.distributed import TCPStore  # noqa: E402
 
 from megaenc.backend import prepare_megatron  # noqa: E402
-from megaenc.processes import die_with_parent  # noqa: E402
+from megaenc.launcher import die_with_parent  # noqa: E402
 
 # Of what a run imports when it comes to that: what takes time.
 IMPORTED = (

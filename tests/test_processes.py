@@ -6,11 +6,12 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.processes import Threads, Workers, check_process_count
+from megaenc.processes import Child, Threads, Worker, Workers, below, check_process_count, how_it_ended, python_environment
 
 # The helpers import what they run by name, so these tests use functions of the standard library.
 
@@ -55,7 +56,7 @@ def test_work_that_is_a_generator_gives_its_results_one_by_one():
         assert [next(results), next(results)] == [7, 8]
         with pytest.raises(TypeError) as error:
             next(results)
-        assert "in worker 1" in error.value.__notes__[0]
+        assert "in process " in error.value.__notes__[0]
 
 
 def test_an_error_of_the_work_arrives_in_its_place():
@@ -64,7 +65,7 @@ def test_an_error_of_the_work_arrives_in_its_place():
         assert [next(results), next(results)] == [1, 2]
         with pytest.raises(ValueError, match="three") as error:
             next(results)
-        assert "in worker 1" in error.value.__notes__[0]
+        assert "in process " in error.value.__notes__[0]
 
 
 def test_a_worker_killed_in_the_middle_of_its_answer_is_named():
@@ -73,8 +74,8 @@ def test_a_worker_killed_in_the_middle_of_its_answer_is_named():
         def items():
             yield 50_000_000  # more than fits into the connection
             yield 1
-            assert workers._connections[0].poll(20), "no answer has begun"
-            workers._processes[0].kill()
+            assert workers._workers[0].connection.poll(20), "no answer has begun"
+            workers._workers[0].process.kill()
             yield 1
 
         with pytest.raises(InputError, match=r"worker 1 of 1 \(process \d+\) was killed by SIGKILL"):
@@ -91,9 +92,44 @@ def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
     assert "of 2 (process " in str(error.value)
 
 
+@pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
+def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
+    with open(tmp_path / "said", "wb") as stream:
+        child = Child(below(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
+    try:
+        deadline = time.monotonic() + 60
+        while not (said := (tmp_path / "said").read_text()).endswith("\n"):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert child.wait(60 if code else 0.1) == code
+        begun = psutil.Process(int(said))
+    finally:
+        child.kill()
+    gone, _ = psutil.wait_procs([begun], timeout=10)
+    assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
+    assert child.code() == (code or -signal.SIGKILL)
+
+
+def test_a_worker_is_given_a_deadline():
+    worker = Worker(time.sleep, python_environment())
+    worker.send(60)
+    with pytest.raises(TimeoutError):
+        next(worker.results(time.monotonic() + 0.2))
+    worker.kill()
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(3, "ended with exit code 3"), (-11, "was killed by SIGSEGV"), (-9, "was killed by SIGKILL, as the kernel")],
+)
+def test_the_end_of_a_process_is_told(code, text):
+    assert how_it_ended(code).startswith(text)
+
+
 ORPHAN = """
 import os, time
-from megaenc.processes import die_with_launcher
+from megaenc.launcher import die_with_launcher
 launcher = os.getpid()
 if os.fork():
     os._exit(0)

@@ -8,9 +8,9 @@ megaenc bench data --output bench.json
 megaenc bench data --input corpus.jsonl --tokenizer tokenizer --output bench.json
 """
 
+import contextlib
 import json
 import random
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,14 +21,15 @@ from typing import Any
 import psutil
 
 from megaenc import flags
-from megaenc.bench import report
-from megaenc.bench.ways import WAYS
+from megaenc.bench import report, ways
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.output_paths import check_output_file
-from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
+from megaenc.processes import Worker, check_process_count, python_environment, usable_cores
+
+_SECONDS = ("seconds", "processor_seconds", "process_seconds")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ def bench(settings: DataBenchFlags) -> dict[str, Any]:
     check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepared(settings, Path(folder))
-        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-        with ProgressLine("comparing ids", len(WAYS) * (settings.rounds + 1)) as progress:
+        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways.WAYS}
+        with ProgressLine("comparing ids", len(ways.WAYS) * (settings.rounds + 1)) as progress:
             for turn in range(settings.rounds + 1):
-                names = list(WAYS)
+                names = list(ways.WAYS)
                 for way in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
                     turns[way].append(_turn(way, text, tokenizer, settings.workers))
                     progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {settings.rounds}: {way}")
@@ -103,39 +104,25 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 
 
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
-    """What one process tells (see megaenc.bench.ways), and the most memory, in MiB, that it and those below it had together."""
-    command = below(python_command("-m", "megaenc.bench.ways", way, str(text), tokenizer, str(workers)))
-    with tempfile.TemporaryFile() as complaints, tempfile.TemporaryFile() as told:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, env=python_environment(), stdout=told, stderr=complaints, stdin=subprocess.DEVNULL)
+    """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
+    began = time.perf_counter()
+    with report.at_work(ways.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
+        peak = _watched(worker)
         try:
-            peak = _watched(process)
-        finally:
-            process.kill()
-            process.wait()
-        seconds = time.perf_counter() - began
-        for stream in (complaints, told):
-            stream.seek(0)
-        lines = complaints.read().decode(errors="replace").strip().splitlines()
-        if process.returncode:
-            last = lines[-1].removeprefix("error: ") if lines else f"ended with exit code {process.returncode}"
-            raise InputError(last if process.returncode == 2 else f"{way}: {last}")
-        found = json.loads(told.read().decode().strip().splitlines()[-1])
-    return {**found, "process_seconds": seconds, "peak_mib": max(peak, found["peak_mib"])}
+            [found] = worker.results()
+        except InputError:
+            raise
+        except Exception as error:  # of whichever library
+            raise InputError(f"{way}: {type(error).__name__}: {error}") from None
+    return {**found, "process_seconds": time.perf_counter() - began, "peak_mib": max(peak, found["peak_mib"])}
 
 
-def _watched(process: subprocess.Popen) -> float:
-    """Wait for the process; the most MiB resident in it and all below it at once, pages that they share counted in each."""
-    peak, own = 0, psutil.Process(process.pid)
-    while process.poll() is None:
-        size = 0
-        try:
-            for one in [own, *own.children(recursive=True)]:
-                size += one.memory_info().rss
-        except psutil.Error:  # has just ended
-            pass
-        peak = max(peak, size)
-        time.sleep(0.1)
+def _watched(worker: Worker) -> float:
+    """Wait for an answer; return the most MiB resident in the worker and all below it at once, shared pages counted in each."""
+    peak, own = 0, psutil.Process(worker.process.pid)
+    while not worker.connection.poll(0.1):
+        with contextlib.suppress(psutil.Error):  # has just ended
+            peak = max(peak, sum(one.memory_info().rss for one in [own, *own.children(recursive=True)]))
     return peak / 2**20
 
 
@@ -153,26 +140,21 @@ def _compare(turns: dict[str, list[dict[str, Any]]]) -> None:
 def _figures(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Of each way speed and memory over the timed turns; how many times as fast ours is in the same turn."""
     timed = {way: found[1:] for way, found in turns.items()}
-    [ours] = [way for way in timed if way == "megaenc"]
-    tokens = timed[ours][0]["tokens"]
+    ours = timed["megaenc"]
+    tokens = ours[0]["tokens"]
+    amounts = {"megabytes_per_second": size / 1e6, "tokens_per_second": tokens}
 
     def times(way: str) -> dict[str, float]:
-        pairs = zip(timed[way], timed[ours], strict=True)
-        return report.spread([theirs["seconds"] / mine["seconds"] for theirs, mine in pairs])
+        return report.spread([theirs["seconds"] / mine["seconds"] for theirs, mine in zip(timed[way], ours, strict=True)])
 
     return {
         "bytes": size,
-        "documents": timed[ours][0]["documents"],
+        "documents": ours[0]["documents"],
         "tokens": tokens,
         "ways": {
-            way: {
-                "megabytes_per_second": report.spread([size / 1e6 / found["seconds"] for found in some]),
-                "tokens_per_second": report.spread([tokens / found["seconds"] for found in some]),
-                "seconds": report.spread([found["seconds"] for found in some]),
-                "processor_seconds": report.spread([found["processor_seconds"] for found in some]),
-                "process_seconds": report.spread([found["process_seconds"] for found in some]),
-                "peak_mib": max(found["peak_mib"] for found in some),
-            }
+            way: {name: report.spread([amount / found["seconds"] for found in some]) for name, amount in amounts.items()}
+            | {name: report.spread([found[name] for found in some]) for name in _SECONDS}
+            | {"peak_mib": max(found["peak_mib"] for found in some)}
             for way, some in timed.items()
         },
         "ratio_encode_batch": times("encode_batch"),
@@ -214,7 +196,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.write(settings.output, found)
         say(table(found))
         say(f"written to {settings.output}")
-
-
-if __name__ == "__main__":
-    main()

@@ -8,11 +8,8 @@ corpus of random ids, in the page cache, through each packing: as packs, and as 
 megaenc bench loader --output loader.json
 """
 
-import contextlib
-import json
+import itertools
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,19 +19,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megaenc import flags
 from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet, say
-from megaenc.data.indexed import HEADER, MAGIC, VERSION
+from megaenc.data.indexed import IndexedWriter
+from megaenc.data.packs import CorpusPacks
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.output_paths import check_output_file
-from megaenc.processes import below, check_process_count, python_command, python_environment
+from megaenc.processes import WorkerEnded, check_process_count, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
 _IDS = 30_000
+_FIGURES = ("index", "index_together", "reading")
+_NO_TOKENS = np.empty(0, np.uint16)
+_HELD: list[CorpusPacks] = []
 
 
 @dataclass(frozen=True)
@@ -71,19 +73,13 @@ def lengths_of(documents: int, mean: int) -> np.ndarray:
     return np.maximum(drawn, 1, out=drawn).astype(np.int32)
 
 
-def write_index(prefix: Path, lengths: np.ndarray, counts: np.ndarray | None = None) -> None:
-    """PREFIX.idx of sequences of these lengths, uint16; `counts`: the sequences of each document, 1 unless given."""
-    documents = len(lengths) if counts is None else len(counts)
-    with open(f"{prefix}.idx", "wb") as stream:
-        stream.write(HEADER.pack(MAGIC, VERSION, 8, len(lengths), documents + 1))
-        lengths.tofile(stream)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        ends -= lengths
-        ends *= 2
-        ends.tofile(stream)
-        del ends
-        edges = np.arange(documents + 1) if counts is None else np.concatenate([[0], np.cumsum(counts)])
-        edges.astype(np.int64).tofile(stream)
+def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: np.ndarray = _NO_TOKENS) -> None:
+    """Write sequences of these lengths, `counts` of them a document; without `tokens`, uint16, .bin is a hole in the disk."""
+    files = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    writer = IndexedWriter(*files, "uint16")
+    writer.add(tokens, lengths, counts)
+    writer.finish()
+    os.truncate(files[0], 2 * writer.tokens)
 
 
 def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
@@ -97,80 +93,51 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))
-        index: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
-        together: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
-        reading: dict[str, list[dict[str, float]]] = {packing: [] for packing in settings.packings}
-        measures = [("index", index, 1), ("index", together, settings.processes), ("reading", reading, 1)]
+        measures = [("index", "index", 1), ("index_together", "index", settings.processes), ("reading", "reading", 1)]
         if settings.processes == 1:
             del measures[1]
+        found: dict[str, dict[str, list]] = {name: {packing: [] for packing in settings.packings} for name in _FIGURES}
+        rounds = itertools.product(range(settings.rounds), settings.packings, measures)
         with ProgressLine("measuring", len(measures) * settings.rounds * len(settings.packings)) as progress:
-            for turn in range(settings.rounds):
-                for packing in settings.packings:
-                    for what, found, processes in measures:
-                        found[packing].append(_turn(what, prefixes[what], packing, settings, processes))
-                        done = sum(len(turns) for _, kind, _ in measures for turns in kind.values())
-                        progress.update(done, description=f"turn {turn + 1} of {settings.rounds}: {packing}, {what}")
-    spreads = {"index": _spreads(index), "index_together": _spreads(together), "reading": _spreads(reading)}
+            for done, (turn, packing, (name, what, processes)) in enumerate(rounds, 1):
+                found[name][packing].append(_turn(what, prefixes[what], packing, settings, processes))
+                progress.update(done, description=f"turn {turn + 1} of {settings.rounds}: {packing}, {what}")
+    spreads = {name: _spreads(each) for name, each in found.items()}
     return {"settings": asdict(settings), "machine": report.machine(), **spreads}
 
 
 def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
-    prefixes = {what: folder / what for what in ("index", "reading")}
+    """Write both corpora; return their prefixes."""
+    prefixes = {what: folder / what for what in MEASURES}
     lengths = lengths_of(settings.documents, settings.mean_length)
-    write_index(prefixes["index"], lengths)
-    with open(f"{prefixes['index']}.bin", "wb") as stream:
-        stream.truncate(2 * int(lengths.sum(dtype=np.int64)))
+    write_corpus(prefixes["index"], lengths, np.ones(len(lengths), np.int32))
     lengths = lengths_of(max(1, settings.tokens // settings.mean_length), settings.mean_length)
     counts = -(-lengths // _SENTENCE)
     sequences = np.full(int(counts.sum()), _SENTENCE, np.int32)
     sequences[np.cumsum(counts) - 1] = lengths - _SENTENCE * (counts - 1)
-    write_index(prefixes["reading"], sequences, counts)
-    with open(f"{prefixes['reading']}.bin", "wb") as stream:
-        np.random.default_rng(1).integers(0, _IDS, int(lengths.sum(dtype=np.int64)), np.uint16).tofile(stream)
+    tokens = np.random.default_rng(1).integers(0, _IDS, int(lengths.sum(dtype=np.int64)), np.uint16)
+    write_corpus(prefixes["reading"], sequences, counts, tokens)
     return prefixes
 
 
 def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, processes: int) -> dict[str, float]:
-    """Of several processes: the seconds of the slowest, the processor's of all, and the memory that they have together."""
-    words = ("megaenc.bench.loader", "--turn", what, str(prefix), packing, json.dumps(asdict(settings)))
-    environment = {
-        **python_environment(),
+    """Return what one process measures; of several the seconds of the slowest, and processor time and memory of all."""
+    environment = python_environment() | {
         "OMP_NUM_THREADS": "1",
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
-    with contextlib.ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                subprocess.Popen(
-                    below(python_command("-m", *words)),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    env=environment,
-                )
-            )
-            for _ in range(processes)
-        ]
-        rows = [process.stdout.readline() for process in started]  # each then waits, so that all are there at once
-        memory = [_own_share(process.pid) if row else 0.0 for process, row in zip(started, rows, strict=True)]
-        for process in started:
-            _, said = process.communicate()
-            if process.returncode:
-                lines = said.strip().splitlines() or [f"ended with exit code {process.returncode}"]
-                raise InputError(f"{packing}, {what}: {lines[-1].removeprefix('error: ')}")
-    found = [json.loads(row) for row in rows]
+    with report.at_work(MEASURES[what], (str(prefix), packing, settings), *[environment] * processes) as workers:
+        try:
+            found = [row for worker in workers for row in worker.results()]
+        except (InputError, WorkerEnded) as error:
+            raise InputError(f"{packing}, {what}: {error}") from None
+        # All are there still, each with what it holds: of what several hold, each has its part.
+        memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
     if processes == 1:
         return found[0]
     seconds, computed = max(row["seconds"] for row in found), sum(row["processor_seconds"] for row in found)
     return {"seconds": seconds, "processor_seconds": computed, "gib": sum(memory)}
-
-
-def _own_share(process: int) -> float:
-    """GiB that a process has resident; of what several have, its part."""
-    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 2**20
 
 
 def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
@@ -180,7 +147,7 @@ def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, An
     }
 
 
-def _packs(prefix: str, packing: str, settings: dict[str, Any]):
+def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
     from megaenc.data.corpus import Corpus, parse_split
     from megaenc.data.run_data import PACKINGS as kinds
     from megaenc.data.run_data import parts_of
@@ -188,15 +155,15 @@ def _packs(prefix: str, packing: str, settings: dict[str, Any]):
     corpus = Corpus.open(prefix)
     train, *_ = parts_of(corpus, parse_split("99,1,0"))
     corpus.sidecar = SimpleNamespace(sentences="made up")  # in the index each document is one
-    packs = kinds[packing](corpus, train, settings["seq_length"], seed=1)
+    packs = kinds[packing](corpus, train, seq_length, seed=1)
     corpus.sidecar = None
     return packs
 
 
-def measure_index(prefix: str, packing: str, settings: dict[str, Any], held: list[object]) -> dict[str, float]:
-    """From opening a corpus to its first pack: seconds, and the GiB resident then at most, the mapped .idx included.
+def measure_index(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
+    """Measure from opening a corpus to its first pack: seconds, and the GiB resident then at most, the mapped .idx included.
 
-    The packs are put into `held`.
+    `work`: prefix, packing and settings. The process keeps the packs.
     """
     import torch  # noqa: F401 - here, so that the clock does not count it
 
@@ -204,17 +171,17 @@ def measure_index(prefix: str, packing: str, settings: dict[str, Any], held: lis
 
     import_megatron()
     began, computed = time.perf_counter(), time.process_time()
-    packs = _packs(prefix, packing, settings)
-    packs[0]
-    held.append(packs)
+    prefix, packing, settings = work
+    _HELD.append(_packs(prefix, packing, settings.seq_length))
+    _HELD[0][0]
     seconds, computed = time.perf_counter() - began, time.process_time() - computed
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     gib = {name: int(status[field].split()[0]) / 2**20 for name, field in (("peak_gib", "VmHWM"), ("after_gib", "VmRSS"))}
     return {"seconds": seconds, "processor_seconds": computed, **gib, "mapped_gib": int(status["RssFile"].split()[0]) / 2**20}
 
 
-def measure_reading(prefix: str, packing: str, settings: dict[str, Any], held: list[object]) -> dict[str, float]:
-    """Tokens a second, read for so many seconds after a first look at each pack's neighbourhood: as packs, as micro-batches."""
+def measure_reading(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
+    """Measure tokens a second, as packs and as micro-batches, after a first look at each pack's neighbourhood."""
     import torch
 
     from megaenc.data.vocabulary import Vocabulary
@@ -222,10 +189,11 @@ def measure_reading(prefix: str, packing: str, settings: dict[str, Any], held: l
     from megaenc.training.batches import micro_batch
 
     torch.set_num_threads(1)
-    packs = _packs(prefix, packing, settings)
+    prefix, packing, settings = work
+    packs = _packs(prefix, packing, settings.seq_length)
     packs.stream.corpus.check_vocabulary(Vocabulary(_IDS, 0, 1, (0, 1), ""))
     objective = MaskedLanguageModeling(Vocabulary(_IDS, 0, 1, (0, 1), ""))
-    size, cpu = settings["micro_batch_size"], torch.device("cpu")
+    size, cpu = settings.micro_batch_size, torch.device("cpu")
     ways = {
         "packs": (1, lambda first: packs[first]),
         "micro_batches": (size, lambda first: micro_batch(packs, range(first, first + size), objective, 1, cpu)),
@@ -234,12 +202,15 @@ def measure_reading(prefix: str, packing: str, settings: dict[str, Any], held: l
     for name, (step, read) in ways.items():
         read(first)
         began, count = time.perf_counter(), 0
-        while (spent := time.perf_counter() - began) < settings["seconds"]:
+        while (spent := time.perf_counter() - began) < settings.seconds:
             first += step
             read(first)
             count += step
-        found[f"{name}_tokens_per_second"] = count * settings["seq_length"] / spent
+        found[f"{name}_tokens_per_second"] = count * settings.seq_length / spent
     return found
+
+
+MEASURES = {"index": measure_index, "reading": measure_reading}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -270,17 +241,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.write(settings.output, found)
         say(table(found))
         say(f"written to {settings.output}")
-
-
-@one_line_errors
-def _turn_main() -> None:
-    what, prefix, packing, settings = sys.argv[2:]
-    quiet()
-    measure = {"index": measure_index, "reading": measure_reading}[what]
-    held: list[object] = []
-    print(json.dumps(measure(prefix, packing, json.loads(settings), held)), flush=True)
-    sys.stdin.read()  # what is held stays until the others have been looked at
-
-
-if __name__ == "__main__":
-    _turn_main() if sys.argv[1:2] == ["--turn"] else main()

@@ -1,20 +1,18 @@
 """`megaenc bench pretrain`: this project and transformers train the same model on the same documents, in turns."""
 
+import contextlib
 import dataclasses
 import itertools
-import json
-import os
-import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from megaenc import flags
-from megaenc.bench import report
+from megaenc.bench import report, turns
 from megaenc.bench.documents import MASK
 from megaenc.bench.turns import Work
 from megaenc.console import ProgressLine, quiet, say
@@ -22,7 +20,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
-from megaenc.processes import below, check_process_count, python_command, python_environment, usable_cores
+from megaenc.processes import check_process_count
 from megaenc.training.settings import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
@@ -77,19 +75,19 @@ class BenchFlags:
         if self.documents % self.batch:
             raise InputError(f"--documents: found {self.documents}, expected a multiple of --batch {self.batch}")
         preset(self.model).check(self.tensor_model_parallel_size)
-        objective = self.work("").read().objective(self.objective)
+        objective = self.work("").objective_of(self.objective)
         if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
     def work(self, weights: str) -> Work:
         """The same for all sides."""
         return Work(
-            model=dataclasses.asdict(preset(self.model)),
+            shape=preset(self.model),
             vocab_size=self.vocab_size,
             objective=self.objective,
             documents=self.documents,
             shortest=self.shortest,
-            longest=self.longest,
+            seq_length=self.longest,
             batch=self.batch,
             passes=self.passes,
             bf16=self.bf16,
@@ -97,62 +95,42 @@ class BenchFlags:
         )
 
 
-@dataclass(frozen=True)
-class Side:
-    """One of those that are compared."""
-
-    program: str
-    work: Work
-    processes: int = 1
-
-    def turn(self, folder: Path) -> dict[str, Any]:
-        """Run it in processes of its own. RuntimeError with what it said last where it fails."""
-        work, result = folder / "work.json", folder / "result.json"
-        work.write_text(json.dumps(dataclasses.asdict(self.work)))
-        result.unlink(missing_ok=True)
-        words = python_command("-m")
-        if self.processes > 1:
-            words += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.processes), "-m"]
-        threads = int(os.environ.get("OMP_NUM_THREADS", usable_cores()))
-        environment = python_environment() | {"OMP_NUM_THREADS": str(max(1, threads // self.processes))}
-        words += ["megaenc.bench.turns", self.program, str(work), str(result)]
-        done = subprocess.run(below(words), env=environment, capture_output=True, text=True)
-        if done.returncode or not result.exists():
-            raise RuntimeError(f"{self.program} ended with {done.returncode}:\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
-        return json.loads(result.read_text())
+Side = tuple[Callable[[Work], dict[str, Any]], Work]
+"""One of those that are compared: how it trains, and what."""
 
 
 def sides_of(settings: BenchFlags, weights: str) -> dict[str, Side]:
-    """By name, in the order of a round."""
+    """Return all by name, in the order of a round."""
     work = settings.work(weights)
-    sides = {OURS: Side("megaenc", work)}
+    sides: dict[str, Side] = {OURS: (turns.train_with_megaenc, work)}
     if (parts := settings.tensor_model_parallel_size) > 1:
-        layout = dataclasses.replace(work, layout=("--tensor-model-parallel-size", str(parts)))
-        sides[TENSOR_PARALLEL] = Side("megaenc", layout, parts)
-    sides[PADDED] = Side("transformers", work)
-    sides[SORTED] = Side("transformers", dataclasses.replace(work, by_length=True))
+        sides[TENSOR_PARALLEL] = turns.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts)
+    sides[PADDED] = turns.train_with_transformers, work
+    sides[SORTED] = turns.train_with_transformers, dataclasses.replace(work, by_length=True)
     return sides
 
 
-def fastest_kernel(side: Side, folder: Path) -> str:
-    """Which attention of transformers takes least for one pass over a batch of the documents."""
+def fastest_kernel(work: Work) -> str:
+    """Return which attention of transformers takes least for one pass over a batch of the documents."""
     seconds: dict[str, float] = {}
     for kernel in ("sdpa", "eager", "flash_attention_2"):
-        work = dataclasses.replace(side.work, kernel=kernel, documents=side.work.batch, passes=1)
-        try:
-            seconds[kernel] = dataclasses.replace(side, work=work).turn(folder)["seconds"]
-        except RuntimeError:  # not installed, out of memory
-            continue
+        tried = dataclasses.replace(work, kernel=kernel, documents=work.batch, passes=1)
+        with contextlib.suppress(RuntimeError):  # not installed, out of memory
+            seconds[kernel] = turns.turn(turns.train_with_transformers, tried)["seconds"]
     if not seconds:
         raise RuntimeError("transformers: none of its attentions runs here")
     say("transformers: " + ", ".join(f"{kernel} attention {taken:.2f} s a step" for kernel, taken in seconds.items()))
     return min(seconds, key=seconds.__getitem__)
 
 
+def same_losses(losses: Sequence[float], bf16: bool) -> bool:
+    """Return whether all sides have the same loss over all documents, within rounding."""
+    return all(abs(loss - losses[0]) <= TOLERANCE[bf16] * losses[0] for loss in losses)
+
+
 def check_losses(losses: dict[str, float], bf16: bool) -> None:
-    """RuntimeError unless all sides have the same loss over all documents, within rounding."""
-    first, *others = losses.values()
-    if any(not abs(other - first) <= TOLERANCE[bf16] * first for other in others):
+    """RuntimeError unless they are the same."""
+    if not same_losses(list(losses.values()), bf16):
         told = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         raise RuntimeError(f"the sides have different losses, so they do not the same work: {told}")
 
@@ -162,45 +140,36 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
     settings.check()
     if settings.output:
         check_output_file(Path(settings.output), "--output")
-    turns: dict[str, list[dict[str, Any]]] = {}
     rates: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        sides = sides_of(settings, str(folder / "weights.safetensors"))
-        dataclasses.replace(sides[OURS], program="weights").turn(folder)
-        kernel = fastest_kernel(sides[PADDED], folder)
-        for side in (PADDED, SORTED):
-            sides[side] = dataclasses.replace(sides[side], work=dataclasses.replace(sides[side].work, kernel=kernel))
-        turns = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        weights = f"{folder}/weights.safetensors"
+        work = settings.work(weights)
+        turns.turn(turns.write_weights, work)
+        kernel = fastest_kernel(work)
+        sides = sides_of(settings, weights)
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         with ProgressLine("bench pretrain", total=settings.rounds * len(sides), closing=False) as progress:
-            for number, (round_, side) in enumerate(itertools.product(range(settings.rounds), sides)):
-                progress.update(number, round=f"{round_ + 1} of {settings.rounds}", at=side)
-                if side == OURS:
-                    rates.append(peak(settings.bf16))
-                turns[side].append(sides[side].turn(folder))
+            for number, (round_, name) in enumerate(itertools.product(range(settings.rounds), sides)):
+                progress.update(number, round=f"{round_ + 1} of {settings.rounds}", at=name)
+                if name == OURS:
+                    rates.append(turns.turn(turns.peak_flops, work)["peak"])
+                train, part = sides[name]
+                found[name].append(turns.turn(train, dataclasses.replace(part, kernel=kernel)))
                 if round_ == 0:
-                    check_losses({name: found[0]["loss"] for name, found in turns.items() if found}, settings.bf16)
-    return figures(settings, kernel, turns, median(rates))
+                    check_losses({name: each[0]["loss"] for name, each in found.items() if each}, settings.bf16)
+    return figures(settings, kernel, found, median(rates))
 
 
-def peak(bf16: bool) -> float:
-    """FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
-    code = "import sys, torch; from megaenc.backend.device import detect; "
-    code += f"print(detect().peak_flops(torch.{'bfloat16' if bf16 else 'float32'}))"
-    done = subprocess.run(below(python_command("-c", code)), env=python_environment(), capture_output=True, text=True, check=True)
-    return float(done.stdout.split()[-1])
-
-
-def figures(settings: BenchFlags, kernel: str, turns: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
+def figures(settings: BenchFlags, kernel: str, taken: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
     """What the turns amount to; `rate`: FLOP/s of the machine."""
     work = settings.work("")
     documents = work.read()
-    attention = documents.objective(work.objective).attention
-    predicted = turns[OURS][0]["predicted"]
+    attention = work.objective_of(work.objective).attention
+    predicted = taken[OURS][0]["predicted"]
     flops = work.shape.training_flops(work.vocab_size, predicted, documents.spans(attention)) * work.passes
     tokens = documents.tokens * work.passes
     sides = {}
-    for side, found in turns.items():
+    for side, found in taken.items():
         sides[side] = {
             "tokens_per_second": report.spread([tokens / each["seconds"] for each in found]),
             "useful_flops_per_second": report.spread([flops / each["seconds"] for each in found]),
@@ -212,7 +181,7 @@ def figures(settings: BenchFlags, kernel: str, turns: dict[str, list[dict[str, A
 
     def ratio(other: str, key: str = "seconds") -> float:
         """The median over rounds."""
-        return median(each[key] / ours[key] for each, ours in zip(turns[other], turns[OURS], strict=True))
+        return median(each[key] / ours[key] for each, ours in zip(taken[other], taken[OURS], strict=True))
 
     found = {
         "settings": dataclasses.asdict(settings),
@@ -228,9 +197,9 @@ def figures(settings: BenchFlags, kernel: str, turns: dict[str, list[dict[str, A
         "ratio_padded": ratio(PADDED),
         "ratio_sorted": ratio(SORTED),
         "sides": sides,
-        "turns": turns,
+        "turns": taken,
     }
-    if TENSOR_PARALLEL in turns:
+    if TENSOR_PARALLEL in taken:
         found["tensor_parallel_cpu_ratio"] = ratio(TENSOR_PARALLEL, "cpu_seconds")
     return found
 

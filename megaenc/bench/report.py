@@ -1,11 +1,12 @@
 """What every benchmark tells: the machine, medians with their spread, a JSON file."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,25 +16,40 @@ import psutil
 from megaenc.errors import InputError
 from megaenc.files import write_whole
 from megaenc.output_paths import make_parent
-from megaenc.processes import usable_cores
+from megaenc.processes import Worker, usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
 
 
 def machine() -> dict[str, Any]:
     """What figures depend on: processor, usable cores, memory in GiB, accelerators, load before the start, versions, time."""
+    import torch
+
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "accelerators": _accelerators(),
+        "accelerators": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "load": round(os.getloadavg()[0], 2),
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "python": platform.python_version(),
-        "packages": _versions(),
+        "packages": {each.name: each.version for each in importlib.metadata.distributions() if each.name in _PACKAGES},
     }
+
+
+@contextlib.contextmanager
+def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
+    """Have a process in each of `environments` call `work(item)`; what they print is dropped, and they end with the block."""
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "wb"))
+        workers = []
+        for environment in environments:
+            workers.append(Worker(work, environment, nowhere))
+            stack.callback(workers[-1].kill)
+            workers[-1].send(item)
+        yield workers
 
 
 def check_positive(settings: Any, *names: str) -> None:
@@ -55,25 +71,6 @@ def write(path: str | Path, found: dict[str, Any]) -> None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _accelerators() -> list[str]:
-    import torch
-
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,25 +1,23 @@
-"""The ways to tokenise JSONL that `megaenc bench data` compares; as a program, one turn of one of them.
+"""The ways to tokenise JSONL that `megaenc bench data` compares.
 
 A way is given the file, the tokenizer and how many workers there may be. It loads what it needs and returns the work to be
 timed; that returns a function of the ids, uint32[tokens], and of the lengths, int64[documents].
 """
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megaenc.console import quiet
-from megaenc.errors import one_line_errors
-from megaenc.processes import die_with_parent, highest_resident
+from megaenc.launcher import die_with_parent
+from megaenc.processes import highest_resident
 
 Ids = tuple[np.ndarray, np.ndarray]
 Work = Callable[[], Callable[[], Ids]]
@@ -65,17 +63,11 @@ def by_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     return work
 
 
-def by_encode_batch(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """A plain loop of Hugging Face tokenizers' encode_batch, which has threads of its own."""
-    return _by_loop("encode_batch", text, tokenizer, workers)
+def _by_loop(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
+    """A plain loop of a method of Hugging Face tokenizers, which has threads of its own.
 
-
-def by_encode_batch_fast(text: str, tokenizer: str, workers: int, folder: str) -> Work:
-    """The same of encode_batch_fast, which leaves out where in the text tokens are."""
-    return _by_loop("encode_batch_fast", text, tokenizer, workers)
-
-
-def _by_loop(method: str, text: str, tokenizer: str, workers: int) -> Work:
+    `encode_batch_fast` leaves out where in the text tokens are.
+    """
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
     from megaenc.data.tokenizer import load_tokenizer
 
@@ -129,7 +121,7 @@ def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Wor
         mapped = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
 
         def ids() -> Ids:
-            columns = [chunk for chunk in mapped.with_format("arrow")[:]["ids"].chunks]
+            columns = mapped.with_format("arrow")[:]["ids"].chunks
             lengths = [np.diff(column.offsets.to_numpy()).astype(np.int64) for column in columns]
             return np.concatenate([column.flatten().to_numpy().astype(np.uint32) for column in columns]), np.concatenate(lengths)
 
@@ -141,8 +133,8 @@ def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Wor
 WAYS = {
     "megaenc": by_megaenc,
     "gigatoken": by_gigatoken,
-    "encode_batch": by_encode_batch,
-    "encode_batch_fast": by_encode_batch_fast,
+    "encode_batch": partial(_by_loop, "encode_batch"),
+    "encode_batch_fast": partial(_by_loop, "encode_batch_fast"),
     "datasets.map": by_datasets_map,
 }
 
@@ -153,27 +145,20 @@ def _processor_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-@one_line_errors
-def main() -> None:
-    """`python -m megaenc.bench.ways WAY TEXT TOKENIZER WORKERS`: one line of JSON."""
-    quiet()
+def turn(given: tuple[str, str, str, int]) -> dict[str, Any]:
+    """Do the work of (way, text, tokenizer, workers) once; return its time, its memory and what ids it has found."""
     # What other programs fork, as datasets.map does its workers, would wait for work for ever after a kill of this process.
     os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
-    way, text, tokenizer, workers = sys.argv[1:]
+    way, text, tokenizer, workers = given
     with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
-            work = WAYS[way](text, tokenizer, int(workers), folder)
-            began, computed = time.perf_counter(), _processor_seconds()
-            result = work()
-            seconds, computed = time.perf_counter() - began, _processor_seconds() - computed
+        work = WAYS[way](text, tokenizer, workers, folder)
+        began, computed = time.perf_counter(), _processor_seconds()
+        result = work()
+        seconds, computed = time.perf_counter() - began, _processor_seconds() - computed
         peak = highest_resident() / 2**20
         ids, lengths = result()
         lengths = lengths[lengths > 0].astype("<i8")  # preprocessing leaves out documents without a token
         digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)
         digest.update(lengths.data)
     found = {"seconds": seconds, "processor_seconds": computed, "peak_mib": peak, "documents": len(lengths)}
-    print(json.dumps({**found, "tokens": len(ids), "sha256": digest.hexdigest()}))
-
-
-if __name__ == "__main__":
-    main()
+    return {**found, "tokens": len(ids), "sha256": digest.hexdigest()}

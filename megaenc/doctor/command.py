@@ -28,9 +28,8 @@ from megaenc.doctor.probing import NoAnswer, Prober
 from megaenc.doctor.ranks import named
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, write_whole
-from megaenc.launcher import for_good, leave_if_told
+from megaenc.launcher import die_with_launcher, for_good, leave_if_told
 from megaenc.output_paths import check_output_file, make_parent
-from megaenc.processes import die_with_launcher
 from megaenc.ranks import local_rank, rank, world_size
 
 _MEETING = Probe("ranks", "meeting", "megaenc.doctor.ranks:meet", "ranks", patience=2)

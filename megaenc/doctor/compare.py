@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from megaenc.console import printable
 from megaenc.doctor.findings import LEVELS, Finding, Level
 from megaenc.doctor.ranks import named
 from megaenc.json_files import parse_json
@@ -57,10 +58,10 @@ def _finding(values: dict[str, Any]) -> Finding:
 
 
 def _text(value: Any) -> str:
-    """Return a string without the characters that would steer a terminal. Raises ValueError for anything else."""
+    """Return a string with the characters that would steer a terminal spelled. Raises ValueError for anything else."""
     if not isinstance(value, str):
         raise ValueError(f"found {type(value).__name__}, expected a string")
-    return "".join(character if character.isprintable() else " " for character in value)
+    return printable(value)
 
 
 def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:

@@ -4,22 +4,17 @@ Probes import what may be broken, call drivers that may never answer and run ker
 waits for them imports none of it.
 """
 
-import contextlib
 import importlib
 import os
-import signal
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection, Pipe
 from typing import Any, Self
 
 from megaenc.doctor.findings import Asked, Broken, Finding, Probe, problem
 from megaenc.errors import InputError
-from megaenc.processes import die_with_parent, python_command, python_environment
+from megaenc.processes import Worker, WorkerEnded, python_environment
 
-_BYE = 5.0  # seconds to end in
 _LAST = 4096  # bytes in which its last words are looked for
 
 
@@ -36,7 +31,7 @@ class Prober:
 
     def __init__(self, asked: Asked):
         self._asked = asked
-        self._process: subprocess.Popen | None = None
+        self._worker: Worker | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -63,78 +58,39 @@ class Prober:
 
         NoAnswer after `seconds`.
         """
-        if self._process is None:
-            self._begin()
+        if self._worker is None:
+            self._said = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # there may be no room on any disk
+            self._worker = Worker(_outcome, python_environment(self._asked.environment), self._said)
+        before = os.fstat(self._said.fileno()).st_size
         try:
-            self._before = os.fstat(self._said.fileno()).st_size
-            self._connection.send((function, self._asked, arguments))
-            if not self._connection.poll(seconds):
-                last = self._last_words()
-                self._give_up()
-                raise NoAnswer(f"no answer in {seconds:.3g} s{last}", late=True)
-            return self._connection.recv()
-        except (EOFError, OSError):
-            raise NoAnswer(self._death()) from None
-
-    def _begin(self) -> None:
-        self._connection, there = Pipe()
-        self._said = os.fdopen(os.memfd_create("megaenc-doctor"), "w+b")  # there may be no room on any disk
-        self._process = subprocess.Popen(
-            python_command("-c", f"from {__name__} import serve; serve()", str(there.fileno()), str(os.getpid())),
-            pass_fds=[there.fileno()],
-            env=python_environment(self._asked.environment),
-            stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
-            start_new_session=True,
-        )
-        there.close()  # so that the end of the process is the end of the connection
+            self._worker.send((function, self._asked, arguments))
+            [outcome] = self._worker.results(time.monotonic() + seconds)
+            return outcome
+        except TimeoutError:
+            why, late = f"no answer in {seconds:.3g} s", True
+        except WorkerEnded as error:
+            why, late = f"its process {error}", False
+        last = self._last_words(before)
+        self._give_up()
+        raise NoAnswer(why + last, late)
 
     def _give_up(self) -> None:
-        """Kill the process and all that it has started; one that hangs in a driver is not waited for for ever."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_BYE)
-        self._connection.close()
-        self._said.close()
-        self._process = None
+        """Kill the process and all that it has started."""
+        if self._worker is not None:
+            self._worker.kill()
+            self._said.close()
+            self._worker = None
 
-    def _death(self) -> str:
-        """How the process has ended, with the last that it said."""
-        try:
-            code = self._process.wait(_BYE)
-            how = f"killed its process: {signal.Signals(-code).name}" if code < 0 else f"ended its process with exit code {code}"
-        except subprocess.TimeoutExpired:
-            how = "closed its connection"
-        last = self._last_words()
-        self._give_up()
-        return how + last
-
-    def _last_words(self) -> str:
-        """What the process has printed last since it was called, if anything."""
+    def _last_words(self, before: int) -> str:
+        """What the process has printed last, beyond the first bytes, if anything."""
         size = os.fstat(self._said.fileno()).st_size
-        start = max(self._before, size - _LAST)
+        start = max(before, size - _LAST)
         lines = os.pread(self._said.fileno(), size - start, start).decode(errors="replace").strip().splitlines()
         return f"; it said last: {lines[-1].strip()[:160]}" if lines else ""
 
 
-def serve() -> None:
-    """What the process runs: `argv` holds the file descriptor of its connection and its parent's process id."""
-    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    die_with_parent(parent)
-    from megaenc.console import quiet
-
-    quiet()
-    with contextlib.suppress(EOFError, OSError):  # the parent has seen enough
-        while True:
-            function, asked, arguments = connection.recv()
-            connection.send(_outcome(function, asked, arguments))
-
-
-def _outcome(function: str, asked: Asked, arguments: Sequence[Any]) -> tuple[Any, bool]:
+def _outcome(call: tuple[str, Asked, Sequence[Any]]) -> tuple[Any, bool]:
+    function, asked, arguments = call
     module, name = function.split(":")
     try:
         return getattr(importlib.import_module(module), name)(asked, *arguments), True

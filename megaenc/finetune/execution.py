@@ -1,6 +1,5 @@
 """Runs done on this machine, as many at a time as it takes; what crashes is tried once more."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,12 +7,12 @@ from typing import NamedTuple
 
 from megaenc.console import say
 from megaenc.finetune.jobs import Job
-from megaenc.finetune.progress import Screen
+from megaenc.finetune.progress import GridProgress
 from megaenc.finetune.unfinished import is_locked
-from megaenc.finetune.workers import Outcome, Worker, fork_server, log_path, slots, wait_for_news
+from megaenc.finetune.workers import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
 
 _TRIES = 2
-_LOOK_AGAIN = 1.0  # seconds between looks at a run that another process is at
+_LOOK = 0.5  # seconds between looks at what waits and what is under way
 
 
 @dataclass(frozen=True)
@@ -48,51 +47,48 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
     if not jobs:
         return []
     context = fork_server(run)
-    free = slots(context, local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
+    free = slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
     say(f"{len(free)} at a time; the first begin when torch is loaded")
-    waiting, tries = list(reversed(jobs)), defaultdict(int)
-    running: dict[Job, tuple[Worker, dict[str, str]]] = {}
-    elsewhere: list[Job] = []
+    waiting, tries = list(jobs), defaultdict(int)
+    running: list[ForkedRun] = []
     failed: list[Failed] = []
-    finished, looked, told = 0, time.monotonic(), set(heard)
-    with Screen(len(jobs)) as screen:
+    finished, told = 0, set(heard)
+    with GridProgress(len(jobs)) as screen:
         try:
-            while waiting or running or elsewhere:
-                while waiting and free:
-                    job, place = waiting.pop(), free.pop(0)
-                    running[job] = (Worker(context, run, job, place, again=local.retry_failed), place)
-                wait_for_news([worker for worker, _ in running.values()], 0.5)
-                for job, (worker, place) in list(running.items()):
-                    outcome = worker.poll(60 * local.hang_minutes)
+            while waiting or running:
+                for job in list(waiting):
+                    if not free:
+                        break
+                    if not is_locked(job):  # by another process, which is waited for
+                        waiting.remove(job)
+                        running.append(ForkedRun(context, run, job, free.pop(0), again=local.retry_failed))
+                wait_for_news(running, _LOOK)
+                for worker in list(running):
+                    outcome, job = worker.poll(60 * local.hang_minutes), worker.job
                     for notice in worker.notices():
                         if notice not in told:
                             told.add(notice)
                             screen.say(notice)
                     if outcome is None:
                         continue
-                    del running[job]
-                    free.append(place)
+                    running.remove(worker)
+                    free.append(worker.place)
                     tries[job] += outcome.kind != "busy"
                     if outcome.kind == "finished":
                         finished += 1
                     elif outcome.kind == "busy":
-                        elsewhere.append(job)
+                        waiting.append(job)
                     elif outcome.kind == "crashed" and tries[job] < _TRIES:
                         screen.say(f"{job.name}: {outcome.why}; is tried once more when the others have had their turn")
-                        waiting.insert(0, job)
+                        waiting.append(job)
                     else:
                         why = _told(job, outcome)
                         if why not in [one.why for one in failed]:
                             screen.say(f"{job.name}: {why.splitlines()[0]}")
                         failed.append(Failed(job, why, outcome.kind == "refused"))
-                if elsewhere and time.monotonic() - looked > _LOOK_AGAIN:
-                    looked = time.monotonic()
-                    released = [job for job in elsewhere if not is_locked(job)]
-                    elsewhere = [job for job in elsewhere if job not in released]
-                    waiting = released + waiting
-                screen.show({job: worker.progress for job, (worker, _) in running.items()}, finished, len(failed))
+                screen.show({worker.job: worker.progress for worker in running}, finished, len(failed))
         finally:
-            for worker, _ in running.values():
+            for worker in running:
                 worker.kill()
     order = {job: at for at, job in enumerate(jobs)}
     return sorted(failed, key=lambda one: order[one.job])

@@ -7,10 +7,10 @@ import os
 import signal
 
 from megaenc.console import quiet
-from megaenc.processes import die_with_parent
+from megaenc.processes import begin_child
 
 PROCESS = os.getpid()
 
-die_with_parent(os.getppid())
+begin_child(os.getppid())
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the grid decides. Forks keep this.
 quiet()

@@ -21,7 +21,17 @@ from megaenc.finetune import results
 from megaenc.finetune.jobs import Job, Progress
 from megaenc.finetune.model_folder import model_stamp
 from megaenc.finetune.unfinished import lock, remaining
-from megaenc.processes import die_with_parent, environment_for_children, python_environment, usable_cores
+from megaenc.processes import (
+    TO_DIE,
+    Child,
+    accelerators,
+    begin_child,
+    environment_for_children,
+    how_it_ended,
+    python_environment,
+    usable_cores,
+    visible_devices,
+)
 
 RUN = "megaenc.finetune.run:run"
 """What does a job: `run(job, report)`, by its name, as it is imported where runs are done. A grid itself needs no torch."""
@@ -29,7 +39,6 @@ RUN = "megaenc.finetune.run:run"
 LOG = "log.txt"
 _REPORT_EVERY = 0.25
 _LAST_LINES = 5
-_TO_DIE = 5.0  # seconds
 # One thread each until a run asks torch for more: a pool of threads would not survive the fork. And devices are counted without
 # the driver, which would not survive it either.
 _SERVER = {
@@ -65,7 +74,7 @@ def fork_server(run: str) -> ForkServerContext:
 
 def _start(process: ForkServerProcess) -> None:
     """Have it forked, by a new server like the first should that have died."""
-    deadline = time.monotonic() + _TO_DIE
+    deadline = time.monotonic() + TO_DIE
     with environment_for_children(python_environment() | _SERVER):
         while True:
             try:
@@ -76,89 +85,71 @@ def _start(process: ForkServerProcess) -> None:
                 time.sleep(0.05)
 
 
-def slots(context: ForkServerContext, jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
+def slots(jobs: int, jobs_per_gpu: int, threads: int) -> list[dict[str, str]]:
     """The environment of each place that a run can take, as many as run at a time.
 
     With accelerators `jobs_per_gpu` on each, or `jobs` at most, the first on different ones. Without: `jobs`, or one for every
     `threads` cores. For 0 `jobs` stands for as many as fit.
     """
-    if devices := _count(context):
-        variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
-        chosen = os.environ.get(variable, "")
-        names = (chosen.split(",") if chosen else [str(device) for device in range(devices)])[:devices]
+    if devices := len(accelerators()):
+        variable, names = visible_devices(devices)
         return [{variable: name} for _ in range(jobs_per_gpu) for name in names][: jobs or None]
     return [{} for _ in range(jobs or max(1, usable_cores() // threads))]
 
 
-def _count(context: ForkServerContext) -> int:
-    """How many accelerators this process may use."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return 0  # known without loading torch
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_count_devices, args=(there,))
-    _start(process)
-    there.close()
-    try:
-        return here.recv()
-    except EOFError:
-        raise InputError("the accelerators could not be counted: torch cannot be loaded; the lines above say why") from None
-    finally:
-        process.join()
+class ForkedRun(Child):
+    """A process that tries one job, forked by a server. `poll` it until there is an outcome."""
 
-
-def _count_devices(answer: Connection) -> None:
-    import torch
-
-    answer.send(torch.cuda.device_count())
-
-
-class Worker:
-    """A process that tries one job. `poll` it until there is an outcome."""
-
-    def __init__(self, context: ForkServerContext, run: str, job: Job, environment: dict[str, str], *, again: bool) -> None:
-        """`again`: what was written as failed is tried again."""
-        self.job, self.progress = job, Progress("loading")
+    def __init__(self, context: ForkServerContext, run: str, job: Job, place: dict[str, str], *, again: bool) -> None:
+        """`place` is added to the environment. `again`: what was written as failed is tried again."""
+        self.job, self.place, self.progress = job, place, Progress("loading")
         self.connection, there = context.Pipe(duplex=False)
-        self.process = context.Process(target=_work, args=(run, job, environment, again, there))
+        self.process = context.Process(target=_work, args=(run, job, place, again, there))
         _start(self.process)
         there.close()
         self.heard = time.monotonic()
-        self._said: Outcome | None = None
+        self._outcome: Outcome | None = None
         self._notices: list[str] = []
-        self._open = True
-
-    @property
-    def waits_for(self) -> list:
+        self.waits_for = [self.process.sentinel, self.connection]
         """What becomes ready when there is news."""
-        return [self.process.sentinel, *([self.connection] if self._open else [])]
+
+    def code(self) -> int | None:
+        """Return the exit code, negative for a signal, or None while the process runs."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """End the process at once, with all that it has started; what it has written whole stays."""
+        if self.code() is None:
+            with contextlib.suppress(ProcessLookupError):  # it may have no session of its own yet
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.join(TO_DIE)
+        self.connection.close()
 
     def poll(self, patience: float) -> Outcome | None:
         """The outcome if the process has ended. One that has not made itself heard for `patience` seconds is ended (0: never)."""
-        ended = not self.process.is_alive()  # asked first: what it said before is in the connection
+        code = self.code()  # asked first: what it said before is in the connection
         self._listen()
-        if ended:
-            self.connection.close()
-            self.process.join()
-            return self._outcome()
-        if patience and time.monotonic() - self.heard > patience:
+        if code is not None:
             self.kill()
-            return Outcome("crashed", f"no progress for {patience / 60:g} minutes, so it was ended", _last_lines(self.job))
-        return None
+            if code == 0 and self._outcome is not None:
+                return self._outcome
+            how = how_it_ended(code) if code else "ended without a result"
+        elif patience and time.monotonic() - self.heard > patience:
+            self.kill()
+            how = f"no progress for {patience / 60:g} minutes, so it was ended"
+        else:
+            return None
+        return Outcome("crashed", how, _last_lines(self.job))
 
     def notices(self) -> list[str]:
         """What the run has said to people since this was asked last."""
         said, self._notices = self._notices, []
         return said
 
-    def kill(self) -> None:
-        """End the process at once; what it has written whole stays."""
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
     def _listen(self) -> None:
         try:
-            while self._open and self.connection.poll():
+            while self.connection in self.waits_for and self.connection.poll():
                 message = self.connection.recv()
                 self.heard = time.monotonic()
                 if isinstance(message, Progress):
@@ -166,20 +157,9 @@ class Worker:
                 elif isinstance(message, str):
                     self._notices.append(message)
                 else:
-                    self._said = message
+                    self._outcome = message
         except (EOFError, OSError):
-            self._open = False
-
-    def _outcome(self) -> Outcome:
-        code = self.process.exitcode
-        if code == 0 and self._said is not None:
-            return self._said
-        if code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
-            how += ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-        else:
-            how = f"ended with exit code {code}" if code else "ended without a result"
-        return Outcome("crashed", how, _last_lines(self.job))
+            self.waits_for.remove(self.connection)
 
 
 def _last_lines(job: Job) -> str:
@@ -198,7 +178,8 @@ def log_path(job: Job) -> Path:
 def _work(run: str, job: Job, environment: dict[str, str], again: bool, connection: Connection) -> None:
     from megaenc.finetune import fork_server
 
-    die_with_parent(fork_server.PROCESS)
+    begin_child(fork_server.PROCESS)
+    os.setsid()
     os.environ.update(environment, RAYON_NUM_THREADS=str(job.protocol.threads))
     with contextlib.suppress(BrokenPipeError):  # the grid is gone, and this process with it in a moment
         try:
@@ -261,7 +242,7 @@ def _reporter(connection: Connection) -> Callable[[Progress], None]:
     return report
 
 
-def wait_for_news(workers: Sequence[Worker], seconds: float) -> None:
+def wait_for_news(workers: Sequence[ForkedRun], seconds: float) -> None:
     """Return when one of `workers` has said something or ended, after `seconds` at the latest."""
     if workers:
         multiprocessing.connection.wait([source for worker in workers for source in worker.waits_for], timeout=seconds)

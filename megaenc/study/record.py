@@ -17,7 +17,7 @@ import megaenc
 from megaenc.errors import InputError
 from megaenc.files import locked, write_whole
 from megaenc.json_files import read_json, read_json_object
-from megaenc.processes import python_command, python_environment, usable_cores
+from megaenc.processes import accelerators, usable_cores
 
 NOTES = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
@@ -97,22 +97,6 @@ def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-@cache
-def accelerators() -> list[str]:
-    """The name of each that this process may use; without a device file known to be none without loading torch.
-
-    Raises InputError where they cannot be asked.
-    """
-    if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
-        return []
-    ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
-    asked = subprocess.run(python_command("-c", ask), env=python_environment(), capture_output=True, text=True)
-    if asked.returncode:
-        said = asked.stderr.strip().splitlines()
-        raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
-    return asked.stdout.splitlines()
 
 
 @cache

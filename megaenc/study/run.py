@@ -1,9 +1,6 @@
 """A study's stages done on this machine, some at a time, each in a process of its own that does not outlive this one."""
 
 import contextlib
-import os
-import signal
-import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,16 +9,16 @@ from pathlib import Path
 
 from megaenc.console import clock
 from megaenc.errors import InputError
-from megaenc.processes import below, python_environment, usable_cores
+from megaenc.processes import Child, below, how_it_ended, python_environment, usable_cores, visible_devices
 from megaenc.study import journal
 from megaenc.study.node import Node, finished
 from megaenc.study.record import record
 from megaenc.study.remaining import Remaining
-from megaenc.study.screen import Screen
+from megaenc.study.screen import StudyProgress
 
 _TRIES = 2
 _WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
-_LOOK = 0.2  # seconds between looks at what is running
+_LOOK, _PICTURE = 0.2, 1.0  # seconds between looks at what is running, and between pictures of it on a terminal
 _TO_SAVE = 300.0  # seconds that a run is given when it is told to stop
 
 
@@ -31,7 +28,7 @@ class _Running:
 
     node: Node
     command: list[str]
-    process: subprocess.Popen
+    child: Child
     slots: list[str]
     lock: contextlib.ExitStack
     share: float
@@ -53,12 +50,12 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
     work = _Work(nodes, study, list(slots), tries)
     if work.waiting:
         record(study)
-    with Screen(len(nodes)) as screen:
+    with StudyProgress(len(nodes)) as screen:
         try:
             while work.running or work.can_go_on():
                 for said in work.begin():
                     screen.say(said)
-                if screen.due():
+                if screen.is_due(_PICTURE):
                     left = work.remaining.seconds(len(slots))
                     screen.show(work.progress(), len(work.finished), len(work.failed), left)
                 time.sleep(_LOOK)
@@ -126,20 +123,14 @@ class _Work:
         command, log = node.command(), journal.log_of(self.study, node.id)
         journal.begin(log, command)
         with open(log, "ab") as stream:
-            process = subprocess.Popen(
-                below(command),
-                stdin=subprocess.DEVNULL,
-                stdout=stream,
-                stderr=stream,
-                env=environment(slots, self.places),
-                start_new_session=True,  # Ctrl-C comes to this process alone
-            )
-        self.running[node.id] = _Running(node, command, process, slots, lock, _share(node))
+            child = Child(below(command), environment(slots, self.places), stream)
+        self.running[node.id] = _Running(node, command, child, slots, lock, _share(node))
 
     def look(self) -> Iterator[str]:
         """See to those that have ended; what there is to say of them."""
         for running in list(self.running.values()):
-            if (code := running.process.poll()) is not None:
+            if (code := running.child.code()) is not None:
+                running.child.kill()
                 yield from self._ended(running, code)
 
     def _ended(self, running: _Running, code: int) -> Iterator[str]:
@@ -149,7 +140,7 @@ class _Work:
         more = not done and not code and node.command() != running.command  # this was one of several commands
         last = journal.tries(log)[-1]
         stopped = code == _STOPPED or (code != 0 and last.told)
-        how = journal.FINISHED if done or more else journal.STOPPED if stopped else how_it_ended(code)
+        how = journal.FINISHED if done or more else journal.STOPPED if stopped else _failure(code)
         journal.end(log, how)
         if more:
             self._launch(node, running.slots, running.lock)
@@ -188,18 +179,17 @@ class _Work:
         if not self.running:
             return
         for running in self.running.values():
-            running.process.terminate()
+            running.child.terminate()
         deadline = time.monotonic() + _TO_SAVE
         try:
             say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
             for running in self.running.values():
-                running.process.wait(max(0.0, deadline - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt, SystemExit):
+                running.child.wait(deadline - time.monotonic())
+        except (KeyboardInterrupt, SystemExit):
             pass
         finally:
             for id, running in self.running.items():
-                running.process.kill()
-                running.process.wait()
+                running.child.kill()
                 journal.end(journal.log_of(self.study, id), journal.STOPPED)
                 running.lock.close()
 
@@ -217,22 +207,17 @@ def _different(slots: Sequence[str], count: int) -> list[str]:
 def environment(slots: Sequence[str], places: int) -> dict[str, str]:
     """That of a process in `slots` where `places` are in use on this machine: its devices, its share of the cores, this code."""
     threads = str(max(1, usable_cores() // places))
-    variable = "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
-    devices = {variable: ",".join(dict.fromkeys(slots))} if slots[0] else {}
+    devices = {visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
     torchrun = {
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_TO_SAVE:.0f}"
     }  # for which it waits when told to stop; read from torch 2.12 on
     return {"OMP_NUM_THREADS": threads, **torchrun, **python_environment(), "PYTHONUNBUFFERED": "1", **devices}
 
 
-def how_it_ended(code: int) -> str:
-    """Of what has not done its work: `exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
-    if not code:
-        return "ended well, but what it makes is not there"
-    if code > 0:
-        return f"exit code {code}"
-    hint = ", as the kernel does when memory runs out" if code == -signal.SIGKILL else ""
-    return f"killed by {signal.Signals(-code).name}{hint}"
+def _failure(code: int) -> str:
+    """How what has not done its work ended: `exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
+    how = how_it_ended(code).removeprefix("ended with ").removeprefix("was ")
+    return how if code else "ended well, but what it makes is not there"
 
 
 def needed(nodes: Mapping[str, Node], wanted: Iterable[str]) -> list[Node]:

@@ -8,7 +8,6 @@ What is finished is not done again: the same command goes on after a kill, a fai
 
 import difflib
 import fnmatch
-import os
 import shlex
 import sys
 import time
@@ -26,14 +25,13 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.output_paths import created_parent
-from megaenc.processes import check_process_count, python_command, usable_cores
+from megaenc.processes import accelerators, check_process_count, python_command, usable_cores, visible_devices
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import Manifest, read_manifest
 from megaenc.study.node import Node, check, finished, name_of
 from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.pretrain_stage import PretrainNode
-from megaenc.study.record import accelerators
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
 from megaenc.study.stages import CorpusNode
@@ -216,10 +214,7 @@ def places(jobs: int) -> list[str]:
 
 def _devices() -> list[str]:
     """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    count = len(accelerators())
-    given = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = given.split(",") if given else []
-    return (chosen or [str(number) for number in range(count)])[:count]
+    return visible_devices(len(accelerators()))[1]
 
 
 def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from megaenc.console import quiet
 from megaenc.errors import InputError, LocalInputError, one_line_errors
-from megaenc.launcher import for_good, leave_if_told
-from megaenc.processes import die_with_launcher
+from megaenc.launcher import die_with_launcher, for_good, leave_if_told
 
 
 @one_line_errors

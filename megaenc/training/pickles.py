@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp
 from torch.serialization import _get_layout
 
+from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 from megaenc.training.checkpoint_folder import Damaged
@@ -262,14 +263,10 @@ def _expected(file: Path) -> Iterator[None]:
         yield
     except _Refused as error:
         raise InputError(
-            f"{file}: unpickling it would call {_short(str(error))}, expected tensors and plain values; "
+            f"{file}: unpickling it would call {shortened(str(error))}, expected tensors and plain values; "
             "it was not read: do not use this checkpoint"
         ) from None
     except InputError:
         raise
     except Exception as error:  # of a pickle that no save wrote
-        raise InputError(f"{file}: not what a save wrote ({_short(repr(error))}); do not use this checkpoint") from None
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else text[:197] + "..."
+        raise InputError(f"{file}: not what a save wrote ({shortened(repr(error))}); do not use this checkpoint") from None

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megaenc.console import printable
 from megaenc.json_files import parse_json
 from megaenc.ranks import rank, world_size
 from megaenc.training.skipped import SkippedPacks
@@ -153,14 +154,14 @@ class Watchdog:
 def _standing(value: bytes) -> dict[str, Any]:
     """Return where a rank stands, out of the store, to which anybody who reaches its port can write.
 
-    What is not of that form is called unknown, and characters that would steer a terminal are left out.
+    What is not of that form is called unknown, and characters that would steer a terminal are spelled.
     """
     told: Any = None
     with contextlib.suppress(ValueError):
         told = parse_json(value[:_LONGEST])
     told = told if isinstance(told, dict) else {}
-    texts = {name: text if isinstance(text := told.get(name), str) else "unknown" for name in ("doing", "at", "stacks")}
-    texts = {name: "".join(filter(str.isprintable, text)) for name, text in texts.items()}
+    said = {name: told.get(name) for name in ("doing", "at", "stacks")}
+    texts = {name: printable(text) if isinstance(text, str) else "unknown" for name, text in said.items()}
     quiet = told.get("quiet")
     return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -13,17 +14,24 @@ from megaenc.bench.documents import Documents
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 
-TURNS = runs.ROOT / "megaenc" / "bench" / "turns.py"
+TURN = """
+import json, os, pathlib, pickle, sys
+side, result = map(pathlib.Path, sys.argv[1:])
+train, work = pickle.loads(side.read_bytes())
+found = train(work)
+if os.environ.get("RANK", "0") == "0":
+    result.write_text(json.dumps(found))
+"""
 SMALL = pretrain.BenchFlags(model="tiny", vocab_size=300, documents=6, batch=2, shortest=3, longest=40, rounds=2, bf16=False)
 
 
 def test_documents_follow_from_the_seed_in_any_order():
     documents = Documents(6, 3, 40, 300, seed=5)
-    lengths = [documents.length(number) for number in range(6)]
+    lengths = documents.document_lengths.tolist()
     assert min(lengths) >= 3 and max(lengths) <= 40 and documents.tokens == sum(lengths)
     ordered = dataclasses.replace(documents, order=documents.by_length())
     assert [len(ordered[number].tokens) for number in range(6)] == sorted(lengths)
-    objective = documents.objective("mlm(mask=0.4)")
+    objective = SMALL.work("").objective_of("mlm(mask=0.4)")
     for place, number in enumerate(documents.by_length()):
         (here, asked), (there, expected) = ordered.targets(objective, place), documents.targets(objective, number)
         assert here.sample == there.sample and all(map(np.array_equal, asked[:3], expected[:3]))
@@ -34,8 +42,8 @@ def test_documents_follow_from_the_seed_in_any_order():
 def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     work = dataclasses.replace(SMALL, objective=objective).work("")
     documents = work.read()
-    inputs, predicted = turns.padded(work, documents, documents.objective(objective), 1, torch.device("cpu"))
-    assert inputs["attention_mask"].sum(1).tolist() == [documents.length(2), documents.length(3)]
+    inputs, predicted = turns.padded(work, documents, work.objective_of(objective), 1, torch.device("cpu"))
+    assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
         asked = np.flatnonzero(labels != turns.IGNORED)
@@ -49,18 +57,27 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
 def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     settings = dataclasses.replace(SMALL, objective=objective, tensor_model_parallel_size=2)
     sides = pretrain.sides_of(settings, str(tmp_path / "weights.safetensors"))
+    (tmp_path / "turn.py").write_text(TURN)
     found = {}
-    for name, side in {"weights": dataclasses.replace(sides[pretrain.OURS], program="weights"), **sides}.items():
-        work, result = tmp_path / "work.json", tmp_path / "result.json"
-        work.write_text(json.dumps(dataclasses.asdict(side.work)))
-        runs.script(TURNS, [side.program, str(work), str(result)], processes=side.processes)
-        found[name] = json.loads(result.read_text())
+    for name, side in {"weights": (turns.write_weights, sides[pretrain.OURS][1]), **sides}.items():
+        (tmp_path / "side").write_bytes(pickle.dumps(side))
+        processes = side[1].tensor_model_parallel_size
+        runs.script(tmp_path / "turn.py", [str(tmp_path / "side"), str(tmp_path / "result")], processes=processes)
+        found[name] = json.loads((tmp_path / "result").read_text())
     del found["weights"]
     assert list(found) == [pretrain.OURS, pretrain.TENSOR_PARALLEL, pretrain.PADDED, pretrain.SORTED]
     losses = [each["loss"] for each in found.values()]
     np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
     assert len({each["predicted"] for each in found.values()}) == 1
     assert all(each["seconds"] > 0 and each["cpu_seconds"] > 0 and each["peak_memory"] > 0 for each in found.values())
+
+
+def test_a_turn_has_processes_of_its_own(tmp_path):
+    work = dataclasses.replace(SMALL.work(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
+    found = turns.turn(turns.train_with_megaenc, work)
+    assert found["seconds"] > 0 and found["predicted"] > 0
+    with pytest.raises(RuntimeError, match=r"train_with_transformers: FileNotFoundError: .*weights"):
+        turns.turn(turns.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1))
 
 
 def test_other_work_is_found():

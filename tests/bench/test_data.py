@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 import time
 
 import psutil
@@ -9,6 +7,7 @@ import runs
 
 from megaenc.bench import data, ways
 from megaenc.data.tokenizer import load_tokenizer
+from megaenc.processes import Worker
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +67,14 @@ def test_wrong_input_is_one_line(small_corpus, tmp_path, refusal, flags, message
 def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
     """Also where another program forked it, that would wait for work."""
     text = runs.write_text(tmp_path / "text.jsonl", documents=5000)
-    command = [sys.executable, "-m", "megaenc.bench.ways", "datasets.map", str(text), str(small_corpus.tokenizer), "2"]
-    with subprocess.Popen(command, env=runs.surroundings(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as way:
-        below, deadline = [], time.monotonic() + 120
-        while len(below) < 3:  # a manager and two workers
-            assert way.poll() is None and time.monotonic() < deadline
-            below = psutil.Process(way.pid).children()
-        way.kill()
+    way = Worker(ways.turn, runs.surroundings())
+    way.send(("datasets.map", str(text), str(small_corpus.tokenizer), 2))
+    below, deadline = [], time.monotonic() + 120
+    while len(below) < 3:  # a manager and two workers
+        assert way.code() is None and time.monotonic() < deadline
+        below = psutil.Process(way.process.pid).children()
+    way.process.kill()
+    way.process.wait()
     _, left = psutil.wait_procs(below, timeout=20)
     for process in left:
         process.kill()

@@ -8,30 +8,23 @@ import torch
 
 
 def setup(**changes):
-    from megaenc.bench.gpu.made import Setup
+    from megaenc.bench.gpu.sizes import SMALL
 
-    model = dataclasses.asdict(dataclasses.replace(_sizes().SMALL.widths["64"], **changes.pop("model", {})))
-    return Setup(model, 500, 96, False, **changes)
-
-
-def _sizes():
-    from megaenc.bench.gpu import sizes
-
-    return sizes
+    return dataclasses.replace(SMALL.correctness["64"], **changes)
 
 
 def test_made_documents_are_packed_whole():
     from megaenc.bench.documents import EOS
-    from megaenc.bench.gpu.made import MadeCorpus
+    from megaenc.bench.gpu import made
 
-    corpus = MadeCorpus(12, 96, 500, tokens_about=5000)
-    assert corpus.document_lengths.min() >= 12 and corpus.document_lengths.max() <= 96
-    assert corpus.document_lengths.max() > 3 * corpus.document_lengths.min()
-    first, second = corpus.document_lengths[:2]
+    corpus = setup().documents_of(90)
+    lengths = corpus.document_lengths
+    assert lengths.min() >= 12 and lengths.max() <= 96 and lengths.max() > 3 * lengths.min()
+    first, second = lengths[:2]
     joined = corpus.joined(np.array([1, 0]), np.array([0, 2]), np.array([second, first]))
     assert len(joined) == second + first - 2 and joined[second - 1] == joined[-1] == EOS
     assert joined.max() < 500
-    pack = setup(corpus=5000).packs()[3]
+    pack = made.plan_of(setup(), "clm", tokens=5000).packs[3]
     assert len(pack.tokens) == 96 and np.array_equal(np.flatnonzero(pack.tokens[:-1] == EOS) + 1, pack.edges[1:-1])
 
 
@@ -88,24 +81,23 @@ def test_a_wrong_gradient_of_one_parameter_is_found():
 
 
 def test_parity_is_of_the_worst_update():
-    from megaenc.bench.gpu import parity
+    from megaenc.bench.gpu.command import compare_runs
 
     host = [7.0, 6.0, 5.0]
-    rows = parity.compare({"host float32": host, "device float32": [7.0, 6.0, 5.02], "device bfloat16": [7.0, 6.0, 5.02]})
+    rows = compare_runs({"host float32": host, "device float32": [7.0, 6.0, 5.02], "device bfloat16": [7.0, 6.0, 5.02]})
     assert [(row["numbers"], row["beside"], row["passed"]) for row in rows] == [
         ("float32", "host float32", False),
         ("bfloat16", "host float32", True),
     ]
     assert rows[0]["worst"] == pytest.approx(0.004)
-    broken = parity.compare({"host float32": host, "device float32": [7.0, float("nan"), 5.0]})
+    broken = compare_runs({"host float32": host, "device float32": [7.0, float("nan"), 5.0]})
     assert not broken[0]["passed"]
 
 
 def test_the_same_weights_are_made_each_time(one_process):
     from megaenc.bench.gpu import made
-    from megaenc.training.engine import Engine
 
-    engines = [made.filled(Engine(setup().plan("clm"), one_process, drawn=False)) for _ in range(2)]
+    engines = [made.filled(made.plan_of(setup(), "clm"), one_process) for _ in range(2)]
     first, second = (dict(made.encoder_of(engine).named_parameters()) for engine in engines)
     assert all(torch.equal(first[name], second[name]) for name in first)
     matrix = first["decoder.layers.0.mlp.linear_fc1.weight"]
@@ -132,5 +124,5 @@ def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, 
     assert checked[-1] == [Attention.CAUSAL, Attention.BIDIRECTIONAL]
     made.lay(engine, setup(), MLM, 1, 1)
     assert {engine.plan.schedule.objective(step).attention for step in range(1, 20)} == {Attention.BIDIRECTIONAL}
-    made.Engine(setup().plan(CLM), one_process, drawn=False)
+    made.filled(made.plan_of(setup(), CLM), one_process)
     assert checked[-1] == [Attention.CAUSAL]

@@ -8,49 +8,50 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaenc.bench.gpu import speed, syncs
+from megaenc.backend import Kernels
+from megaenc.bench.gpu import breakdown, speed
 from megaenc.training.engine import BatchResult, Update
-
-
-def test_the_card_is_filled_by_two_trials():
-    # 10 GiB of weights and 3 GiB a pack: 20 packs take 70 GiB.
-    assert speed.packs_for(70.5, 16.0, 22.0, few=2, more=4) == 20
-    assert speed.packs_for(69.5, 16.0, 22.0, few=2, more=4) == 19
-    assert speed.packs_for(5.0, 16.0, 22.0, few=2, more=4) == 1
 
 
 @pytest.fixture
 def card(monkeypatch):
-    """A card of 84 bytes for the trials, of which a micro-batch takes 10 and 3 a pack, and those that are tried."""
+    """A card of 84 bytes for the trials, of which a micro-batch takes 10 and 3 a pack, or 4 with the objective `mlm`."""
     tried: list[int] = []
-    fits = {"most": 16}
+    fits = {"most": 1000}
 
     def peak(engine, objective, packs):
         tried.append(packs)
         if packs > fits["most"]:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return 10.0 + 3.0 * packs
+        return 10.0 + {"clm": 3.0, "mlm": 4.0}[objective] * packs
 
     monkeypatch.setattr(speed, "_peak", peak)
     monkeypatch.setattr(speed, "_forget", lambda engine: None)
+    monkeypatch.setattr(speed.made, "lay", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
     return SimpleNamespace(tried=tried, fits=fits)
 
 
+def filled(*objectives, seq_length=2**20) -> int:
+    engine = SimpleNamespace(update=lambda step: None, device=torch.device("cuda"))
+    shape = SimpleNamespace(ffn_hidden_size=16, query_size=16)
+    setup = SimpleNamespace(seq_length=seq_length, shape=shape, objective_of=lambda text: text)
+    return speed.fitting(engine, setup, objectives, itertools.count(1))
+
+
 def test_the_largest_micro_batch_is_one_that_was_tried(card):
-    promised = int((speed.FILLED * 84 - 10) / 3)  # by the two trials; in truth 16 packs are the most
-    assert promised > 16 and speed._largest(None, None, most=1000) == 16
-    assert card.tried[:3] == [6, 8, promised] and card.tried[-1] == 16
-    assert speed._largest(None, None, most=7) == 7, "kernels that count in 32 bits go no further"
-
-
-def test_a_card_for_few_packs_is_measured_with_fewer(card):
+    most = int((speed.FILLED * 84 - 10) / 3)
+    assert filled("clm") == most and {most, most + 1} <= set(card.tried) and len(card.tried) <= 7
+    assert filled("clm", "mlm") == int((speed.FILLED * 84 - 10) / 4), "every objective has to fit"
     card.fits["most"] = 7
-    assert speed._largest(None, None, most=1000) == 7
-    assert card.tried[:4] == [6, 8, 2, 4] and card.tried[-1] == 7
-    card.fits["most"] = 3
-    assert speed._largest(None, None, most=1000) == 1, "not even few fit"
+    assert filled("clm") == 7
+    assert filled("clm", seq_length=2**24) == 3, "kernels that count in 32 bits go no further"
+
+
+def test_a_card_for_nothing_is_tried_with_one_pack(card):
+    card.fits["most"] = 0
+    assert filled("clm") == 1
 
 
 class Memory:
@@ -58,10 +59,14 @@ class Memory:
 
     def __init__(self, most: int, refused: tuple[int, ...] = ()):
         self.most, self.refused, self.packs, self.made = most, refused, [], 0
+        self.kernels, self.fused = Kernels(), None
 
     def lay(self, engine, setup, objective, packs, micro_batches):
         self.packs.append(packs)
         self.made = 0
+
+    def attention_flops(self, step):
+        return 0
 
     def update(self, step):
         self.made += 1
@@ -70,21 +75,19 @@ class Memory:
         return Update(BatchResult(5.0, 10, 1, 100.0), 1.0, made=self.made not in self.refused)
 
 
-def timed(monkeypatch, engine: Memory, deadline: float):
+def timed(monkeypatch, engine: Memory, deadline: float) -> speed.Timing:
     monkeypatch.setattr(speed.made, "lay", engine.lay)
-    monkeypatch.setattr(speed.made, "chosen", lambda engine: {})
     monkeypatch.setattr(speed, "_forget", lambda engine: None)
-    monkeypatch.setattr(speed, "attention_flops", lambda engine, step: 0)
-    timing = speed.Timing("small", ("clm",), micro_batches=2, seconds=0.0)
     setup = SimpleNamespace(seq_length=8, bf16=True)
     host = SimpleNamespace(is_host=True, peak_flops=lambda dtype: 0.0)
-    return speed._timed(engine, setup, host, timing, "clm", 10, itertools.count(1), deadline)
+    return speed.Timing(engine, setup, host, packs=10, micro_batches=2, seconds=0.0, deadline=deadline)
 
 
 def test_memory_that_ends_while_the_clock_runs_costs_packs(monkeypatch):
     engine = Memory(most=8)
-    row, packs = timed(monkeypatch, engine, deadline=math.inf)
-    assert engine.packs == [10, 9, 8] and packs == row["packs"] == 8
+    timing = timed(monkeypatch, engine, deadline=math.inf)
+    row = timing.row("clm")
+    assert engine.packs == [10, 9, 8] and timing.packs == row["packs"] == 8
     assert row["updates"] == 3 and row["finite"] and row["loss"] == 0.5
     assert row["num_alloc_retries"] is None and row["fused"] is None
 
@@ -93,12 +96,12 @@ def test_after_the_deadline_nothing_is_tried_again(monkeypatch):
     engine = Memory(most=8)
     engine.update = lambda step: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(torch.OutOfMemoryError):
-        timed(monkeypatch, engine, deadline=0.0)
+        timed(monkeypatch, engine, deadline=0.0).row("clm")
     assert engine.packs == [10]
 
 
 def test_one_update_that_was_not_made_is_told(monkeypatch):
-    row, _ = timed(monkeypatch, Memory(most=10, refused=(3,)), deadline=math.inf)
+    row = timed(monkeypatch, Memory(most=10, refused=(3,)), deadline=math.inf).row("clm")
     assert row["updates"] == 3 and not row["finite"]
 
 
@@ -125,6 +128,6 @@ def test_waits_of_a_micro_batch_are_told_from_those_of_an_update(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", begin)
-    found = syncs.synchronisations(Engine(), None)
+    found = breakdown.synchronisations(Engine(), None)
     assert found == {"of_an_update": 1.0, "of_a_micro_batch": 1.0, "places": {"b/c/attention.py:7": 1.0}}
     assert modes[-1] == "default"

@@ -10,12 +10,11 @@ from megaenc.data.corpus import Corpus
 def test_the_made_up_index_is_one_that_opens(tmp_path):
     lengths = loader.lengths_of(5000, 100)
     assert lengths.dtype == np.int32 and lengths.min() >= 1 and 80 < lengths.mean() < 120
-    loader.write_index(tmp_path / "a", lengths)
-    with open(tmp_path / "a.bin", "wb") as stream:
-        stream.truncate(2 * int(lengths.sum()))
+    loader.write_corpus(tmp_path / "a", lengths, np.ones(5000, np.int32))
+    assert (tmp_path / "a.bin").stat().st_size == 2 * lengths.sum()
     corpus = Corpus.open(tmp_path / "a")
     assert np.array_equal(corpus.document_lengths, lengths)
-    loader.write_index(tmp_path / "a", lengths, np.full(2500, 2))
+    loader.write_corpus(tmp_path / "a", lengths, np.full(2500, 2))
     assert np.array_equal(Corpus.open(tmp_path / "a").document_lengths, lengths[::2] + lengths[1::2])
 
 

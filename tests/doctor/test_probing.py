@@ -46,7 +46,7 @@ def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(pro
     [found], ended = prober.findings(probe("crashes"))
     assert not ended
     assert (found.what, found.level) == ("the crashes", "problem")
-    assert found.found == "killed its process: SIGSEGV; it said last: about to go"
+    assert found.found == "its process was killed by SIGSEGV; it said last: about to go"
     assert found.advice == "take another one"
     process(prober)
 
@@ -54,7 +54,7 @@ def test_a_probe_that_takes_its_process_with_it_is_named_with_its_last_words(pro
 def test_last_words_are_those_of_the_probe_itself(prober):
     process(prober)
     [found], _ = prober.findings(probe("ends"))
-    assert found.found == "ended its process with exit code 3"
+    assert found.found == "its process ended with exit code 3"
 
 
 def test_an_exception_is_a_finding_in_one_line_with_advice(prober):
@@ -86,6 +86,6 @@ def test_a_probe_asks_for_others(prober):
 def test_nothing_of_it_outlives_the_prober():
     with Prober(Asked(environment=dict(os.environ))) as prober:
         prober.findings(Probe("machine", "memory", "megaenc.doctor.machine:memory"))
-        number = prober._process.pid
+        number = prober._worker.process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(number, 0)

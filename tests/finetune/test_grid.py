@@ -258,15 +258,15 @@ def test_gpus_are_shared_the_first_runs_on_different_ones(monkeypatch, chosen, j
         monkeypatch.delenv(name, raising=False)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(workers, "_count", lambda context: 2)
-    found = [f"{name.split('_')[0]} {device}" for place in workers.slots(None, jobs, 2, 1) for name, device in place.items()]
+    monkeypatch.setattr(workers, "accelerators", lambda: ["a", "b"])
+    found = [f"{name.split('_')[0]} {device}" for place in workers.slots(jobs, 2, 1) for name, device in place.items()]
     assert found == expected
 
 
 def test_runs_are_as_many_as_cores_allow_without_a_gpu(monkeypatch):
-    monkeypatch.setattr(workers, "_count", lambda context: 0)
+    monkeypatch.setattr(workers, "accelerators", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
-    assert [len(workers.slots(None, jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
+    assert [len(workers.slots(jobs, 1, threads)) for jobs, threads in ((0, 1), (0, 3), (0, 16), (5, 1))] == [8, 2, 1, 5]
 
 
 def start(model, output, *more) -> subprocess.Popen:

@@ -105,7 +105,7 @@ def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(t
 
 
 def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(FolderLock, "_is_current", lambda *_: False)
+    monkeypatch.setattr(FolderLock, "is_held", lambda *_: False)
     with pytest.raises(InputError, match=r"cannot be locked \(its inode number changes"):
         FolderLock(tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []

@@ -118,4 +118,4 @@ def test_what_no_rank_has_told_is_unknown(value):
 
 def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():
     told = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
-    assert _standing(json.dumps(told).encode()) == told | {"at": "[2Jread (a.py:1)"}
+    assert _standing(json.dumps(told).encode()) == told | {"at": r"\x1b[2Jread (a.py:1)"}

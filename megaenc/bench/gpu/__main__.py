@@ -10,6 +10,7 @@ NEEDED = {
     "yaml": "PyYAML",
     "tyro": "tyro",
     "docstring_parser": "docstring-parser",
+    "typeguard": "typeguard",
     "rich": "rich",
     "megatron": "megatron-core==0.16.1",
 }

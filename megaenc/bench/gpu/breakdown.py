@@ -1,30 +1,20 @@
-"""Where the time of a step goes: torch's profiler over two updates, kernels grouped by what they are for."""
+"""Where the time of a step goes, by torch's profiler over two updates; and where the host waits for the accelerator meanwhile."""
 
 import contextlib
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megaenc.bench.gpu import made
-from megaenc.bench.gpu.groups import (
-    BACKWARD,
-    BUFFERS,
-    FORWARD,
-    IDLE,
-    LOSS,
-    MATMUL,
-    OPTIMIZER,
-    Ran,
-    Window,
-    group_of,
-    grouped,
-    next_thing,
-)
+from megaenc.bench.gpu import groups, made
+from megaenc.bench.gpu.groups import BACKWARD, FORWARD, IDLE, MATMUL, Ran, Window
+from megaenc.bench.turns import wait
 from megaenc.objectives import Objective
 from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
@@ -32,86 +22,84 @@ from megaenc.training.engine import Engine
 UPDATES = 2
 SHOWN = 12
 """Kernels that are named."""
+MICRO_BATCHES = (1, 3)
+WAITED = "called a synchronizing"
+"""What torch says at each wait. When it starts to look it warns too, that it does."""
 
 
 class Watched(Engine):
-    """An engine that, while it is watched, notes when it computes the loss, clears gradients and updates the weights.
+    """An engine that, while `windows` is a list, notes there when it computes the loss, clears gradients and updates weights.
 
     Then the accelerator is waited for before and after, so that what ran in between can be told by its time.
     """
 
+    windows: list[Window] | None = None
+
     def __init__(self, *args: Any, **others: Any) -> None:
-        self.windows: list[Window] | None = None
         super().__init__(*args, **others)
         head = made.encoder_of(self).output_layer
-        begun: list[int] = []
-        head.register_forward_pre_hook(lambda *_: begun.append(self._now()))
-        head.register_forward_hook(lambda *_: self._note(LOSS, begun.pop()))
+        forward = head.forward
 
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[list[Window]]:
-        """The windows noted inside."""
-        self.windows = found = []
-        try:
-            yield found
-        finally:
-            self.windows = None
+        def watched(*args: Any, **others: Any) -> Any:
+            with self._window(groups.LOSS):
+                return forward(*args, **others)
+
+        head.forward = watched
 
     def clear_gradient(self) -> None:
         """See Engine."""
-        began = self._now()
-        super().clear_gradient()
-        self._note(BUFFERS, began)
+        with self._window(groups.BUFFERS):
+            super().clear_gradient()
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
-        """One micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
+        """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
         seed = self.plan.settings.seed
         self._sums([Wanted(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
+    def attention_flops(self, step: int) -> int:
+        """Return those of attention in update number `step`, as training counts them."""
+        shape = self.plan.settings.shape
+        packings = [wanted.made(torch.device("cpu")).packing for wanted in self._wanted(step)]
+        spans = [span for packing in packings for span in packing.spans()]
+        return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
+
     def _step(self, loss_sum: float) -> tuple[float, bool]:
-        began = self._now()
-        found = super()._step(loss_sum)
-        self._note(OPTIMIZER, began)
-        return found
+        with self._window(groups.OPTIMIZER):
+            return super()._step(loss_sum)
 
-    def _now(self) -> int:
+    @contextlib.contextmanager
+    def _window(self, group: str) -> Iterator[None]:
         if self.windows is None:
-            return 0
-        made.wait()
-        return time.time_ns()
-
-    def _note(self, group: str, began: int) -> None:
-        if self.windows is not None:
-            self.windows.append(Window(group, began, self._now()))
+            yield
+            return
+        wait()
+        began = time.time_ns()
+        yield
+        wait()
+        self.windows.append(Window(group, began, time.time_ns()))
 
 
 def breakdown(engine: Watched, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of each group in an update of what `timed` (a row of speed) says, and what to try next.
+    """Return the seconds of each group in an update of what `timed` (a row of speed) says, and what to try next.
 
     Idle is what remains of the update's time without the profiler, which itself makes the host slower.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on the console when it starts and stops
     host = engine.device.type == "cpu"
-    with (
-        engine.watched() as windows,
-        profile(activities=[ProfilerActivity.CPU if host else ProfilerActivity.CUDA]) as profiled,
-    ):
+    engine.windows = windows = []
+    with profile(activities=[ProfilerActivity.CPU if host else ProfilerActivity.CUDA]) as profiled:
         for _ in range(UPDATES):
             engine.update(next(steps))
-        made.wait()
-    ran = list(_operations(profiled) if host else _kernels(profiled))
-    return summed(ran, windows, timed)
+        wait()
+    engine.windows = None
+    return summed(list(_operations(profiled) if host else _kernels(profiled)), windows, timed)
 
 
 def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict[str, Any]:
     """See `breakdown`."""
-    seconds = {group: value / UPDATES for group, value in grouped(ran, windows).items()}
-    aligned = any(window.first <= one.began <= window.last for window in windows for one in ran)
-    step = timed["seconds_per_update"]
-    busy = sum(seconds.values())
-    seconds[IDLE] = max(0.0, step - busy)
-    whole = busy + seconds[IDLE]
-    attention = seconds[FORWARD] + seconds[BACKWARD]
+    seconds = {group: value / UPDATES for group, value in groups.grouped(ran, windows).items()}
+    seconds[IDLE] = max(0.0, timed["seconds_per_update"] - sum(seconds.values()))
+    whole, attention = sum(seconds.values()), seconds[FORWARD] + seconds[BACKWARD]
     products = timed["flops_per_update"] - timed["attention_flops_per_update"]
     totals: Counter[str] = Counter()
     for one in ran:
@@ -121,23 +109,56 @@ def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict
         "shares": {group: value / whole for group, value in seconds.items()},
         "matrix_flops_per_second": products / seconds[MATMUL] if seconds[MATMUL] else None,
         "attention_flops_per_second": timed["attention_flops_per_update"] / attention if attention else None,
-        "kernels": [[name[:160], group_of(name), value] for name, value in totals.most_common(SHOWN)],
-        "attention_kernels": [name[:160] for name, _ in totals.most_common() if group_of(name) in (FORWARD, BACKWARD)][:6],
-        "by_time_too": aligned,
-        "next": next_thing(seconds),
+        "kernels": [[name[:160], groups.group_of(name), value] for name, value in totals.most_common(SHOWN)],
+        "attention_kernels": [name[:160] for name, _ in totals.most_common() if groups.group_of(name) in (FORWARD, BACKWARD)][:6],
+        "by_time_too": any(window.first <= one.began <= window.last for window in windows for one in ran),
+        "next": groups.next_thing(seconds),
     }
 
 
 def _kernels(profiled: profile) -> Iterator[Ran]:
-    """What ran on the accelerator."""
+    """Yield what ran on the accelerator."""
     for event in profiled.profiler.kineto_results.events():
         if event.device_type() != torch.autograd.DeviceType.CPU and event.duration_ns():
             yield Ran(event.name(), event.start_ns(), event.duration_ns() / 1e9)
 
 
 def _operations(profiled: profile) -> Iterator[Ran]:
-    """What ran on the host, each without what it called."""
+    """Yield what ran on the host, each without what it called."""
     began = profiled.profiler.kineto_results.trace_start_ns()
     for event in profiled.events():
         if event.self_cpu_time_total > 0:
             yield Ran(event.name, began + int(1000 * event.time_range.start), event.self_cpu_time_total / 1e6)
+
+
+def synchronisations(engine: Watched, objective: Objective) -> dict[str, Any]:
+    """Return how often an update's forward and backward wait once, and how often each micro-batch does; `places`: the latter's.
+
+    Told by torch.cuda.set_sync_debug_mode, from the difference between updates of one and of three micro-batches.
+    """
+    if engine.device.type == "cpu":
+        return {"left out": "there is no accelerator"}
+    few, more = (_waits(engine, objective, number) for number in MICRO_BATCHES)
+    between = MICRO_BATCHES[1] - MICRO_BATCHES[0]
+    each = {place: (count - few[place]) / between for place, count in more.items() if count > few[place]}
+    return {"of_an_update": few.total() - sum(each.values()), "of_a_micro_batch": sum(each.values()), "places": each}
+
+
+def _waits(engine: Watched, objective: Objective, micro_batches: int) -> Counter[str]:
+    """Return how often it waits by place in the source, of which the last three parts of the path are shown."""
+    packs = engine.share.micro_batch_size
+    rows = [range(number * packs, (number + 1) * packs) for number in range(micro_batches)]
+    engine.clear_gradient()
+    engine.forward_and_backward(rows, objective)  # what is made once is made here
+    engine.clear_gradient()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.forward_and_backward(rows, objective)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    engine.clear_gradient()
+    waits = [one for one in told if WAITED in str(one.message)]
+    return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits)

@@ -1,22 +1,23 @@
 """The phases of `benchmarks/gpu.sh`, one after the other, and what is written after each."""
 
 import contextlib
-import math
+import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megaenc import flags
-from megaenc.backend.kernels import Kernels
 from megaenc.bench import report
+from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import variants
 from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.sizes import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, Sizes
 from megaenc.bench.gpu.table import table
+from megaenc.bench.turns import Work
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, write_whole
@@ -35,6 +36,8 @@ ALL = ("correctness", "parity", "speed", "peer", "compare")
 DEVICE = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
 """Memory in pieces that grow: micro-batches of varying sizes leave less of it unused. The second name is of older torch; where
 there are no such pieces, torch says so and does without."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Of each loss of a short run, relative: rounding grows with the updates, a fault of a gradient grows past it."""
 HOST = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -72,8 +75,7 @@ class GpuFlags:
         for name in self.models:
             if name not in known:
                 raise InputError(f"--models {name}: expected some of {', '.join(known)}")
-        for kernels in (self.given, *self.tried):
-            Kernels(**kernels)
+        _ = self.given, self.tried
 
     @property
     def given(self) -> dict[str, Any]:
@@ -87,206 +89,190 @@ class GpuFlags:
 
 
 class Benchmark:
-    """What is found so far, and the time that is left."""
+    """What is found so far, and the time that is left. A phase of the name of each of ALL makes more of it."""
 
-    def __init__(self, settings: GpuFlags, folder: Path) -> None:
+    def __init__(self, settings: GpuFlags, folder: Path, device: Crew, host: Crew) -> None:
+        """`device`, `host`: who does jobs on the accelerator and beside it."""
         self.settings, self.sizes, self.folder = settings, settings.sizes, folder
+        self.device, self.host = device, host
         self.begun = time.monotonic()
-        self.found: dict[str, Any] = {"settings": asdict(settings), "phases": {}}
-        self.found["targets"] = {"mfu": TARGETS, "peer": PEER_TARGET}
-        self.found["kernels"] = {"asked": settings.given, "text": variants.title(settings.given)}
+        self.found: dict[str, Any] = {
+            "settings": asdict(settings),
+            "phases": {},
+            "targets": {"mfu": TARGETS, "peer": PEER_TARGET},
+            "kernels": {"asked": settings.given, "text": variants.title(settings.given)},
+        }
 
     @property
     def left(self) -> float:
         """Seconds."""
         return self.settings.seconds - (time.monotonic() - self.begun)
 
-    def phase(self, name: str, crew: Crew, job: dict[str, Any], least: float, most: float) -> bool:
-        """Let `crew` do `job` if `least` seconds are left, within `most`; whether all of it was done. What it finds is kept."""
-        left = self.left
+    def phase(self, name: str, crew: Crew, kind: str, least: float, most: float, /, **arguments: Any) -> bool:
+        """Let `crew` do a job if `least` seconds are left, within `most`; whether all of it was done. What it finds is kept."""
+        clock, left, why = time.monotonic(), self.left, ""
         if left < least:
-            self._ended(name, 0.0, f"left out: {left:.0f} s left, {least:.0f} needed")
-            return False
-        clock, why = time.monotonic(), ""
-        try:
-            for path, value in crew.run(job | {"name": name}, most, left):
-                put(self.found, path, value)
-        except Failed as failure:
-            why = f"cut short: {failure}"
-        self._ended(name, time.monotonic() - clock, why)
-        return not why
-
-    def _ended(self, name: str, seconds: float, why: str) -> None:
+            why = f"left out: {left:.0f} s left, {least:.0f} needed"
+        else:
+            try:
+                for (*way, last), value in crew.run({"name": name, "kind": kind, "arguments": arguments}, most, left):
+                    self.part(*way)[last] = value
+            except Failed as failure:
+                why = f"cut short: {failure}"
+        seconds = time.monotonic() - clock
         self.found["phases"][name] = {"seconds": round(seconds, 1), "ended": why or "done"}
         self.write()
         say(f"{name}: {why or 'done'}, {seconds:.0f} s; {max(0.0, self.left):.0f} s left")
+        return not why
+
+    @property
+    def fullest(self) -> dict[str, Any] | None:
+        """The row of the speed of what the peer and other kernels are compared on, if there is one yet."""
+        return self.found.get("speed", {}).get(self.sizes.compared, {}).get(MLM)
+
+    def part(self, *way: str) -> dict[str, Any]:
+        """Return what is found so far under these names, one inside the other."""
+        part = self.found
+        for name in way:
+            part = part.setdefault(name, {})
+        return part
 
     def write(self) -> None:
-        """JSON and the table, each whole or not at all."""
+        """Write JSON and the table, each whole or not at all."""
         self.found["seconds"] = round(time.monotonic() - self.begun, 1)
-        report.write(self.settings.output, finite(self.found))
+        report.write(self.settings.output, json.loads(json.dumps(self.found), parse_constant=lambda _: None))
         write_whole(Path(self.settings.output).with_suffix(".md"), table(self.found) + "\n")
 
+    def correctness(self) -> None:
+        """Compare one micro-batch with float32 on the host."""
+        models, work = self.sizes.correctness, {"packs": 2, "folder": self.folder}
+        reference = {width: _by(setup, "float32", variants.plain()) for width, setup in models.items()}
+        if not self.phase("correctness, reference", self.host, "correctness.reference", 20, 60, setups=reference, **work):
+            return
+        given = self.settings.given
+        checked = {f"{width} {kind}": _by(setup, kind, given) for kind in TOLERANCE for width, setup in models.items()}
+        # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
+        self.phase("correctness", self.device, "correctness.compared", 15, 120, setups=checked, **work)
 
-def put(found: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Into nested dictionaries."""
-    *way, last = path
-    for name in way:
-        found = found.setdefault(name, {})
-    found[last] = value
+    def parity(self) -> None:
+        """Compare a short run with the same on the host."""
+        sizes, part = self.sizes, self.part("parity")
+        # Without instructions for it, bfloat16 on the host takes minutes; float32 there is then what both are compared with.
+        quick = self.settings.small or self.found["device"]["host_bf16"]
+        for where, crew, kernels, kinds in (
+            ("host", self.host, variants.plain(), TOLERANCE if quick else ("float32",)),
+            ("device", self.device, self.settings.given, TOLERANCE),
+        ):
+            work = {"setups": {f"{where} {kind}": _by(sizes.parity, kind, kernels) for kind in kinds}}
+            work |= {"packs": sizes.parity_packs, "updates": sizes.updates}
+            if not self.phase(f"parity, {where}", crew, "correctness.run_losses", 15, 40, **work):
+                break
+        part["rows"] = compare_runs(part)
+        self.write()
+
+    def speed(self) -> None:
+        """Time each model."""
+        for model in self.settings.models or self.sizes.speed:
+            work = self._timing(model, self.settings.given) | {"name": model, "objectives": (MLM, CLM)}
+            self.phase(f"speed, {model}", self.device, "speed.measured", 30, 90, **work)
+
+    def _timing(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
+        """Return what all timed updates of `model` have; float32 on a processor without instructions for bfloat16."""
+        sizes = self.sizes
+        setup = replace(sizes.speed[model], bf16=self.found["device"]["bf16"], kernels=kernels)
+        return {"setup": setup, "packs": sizes.packs, "micro_batches": sizes.micro_batches, "seconds": sizes.seconds}
+
+    def peer(self) -> None:
+        """Time transformers on the same work."""
+        sizes, part = self.sizes, self.part("peer")
+        work = Work(
+            **vars(self._timing(sizes.compared, self.settings.given)["setup"]),
+            objective=MLM,
+            documents=sizes.documents,
+            batch=min(sizes.documents, 32),
+            passes=sizes.passes,
+            weights=str(self.folder / "weights.safetensors"),
+        )
+        self.phase("peer", self.device, "peer.beside", 40, 130, work=work)
+        part["ratios"] = ratios(part.get("rows", {}), self.fullest)
+        self.write()
+
+    def compare(self) -> None:
+        """Time other kernels, all with the same micro-batches: half of what fills the card, for some need more memory."""
+        model, base, known = self.sizes.compared, self.settings.given, self.fullest
+        tried = self.settings.tried
+        if not tried:
+            computed = known["kernels"] if known else None
+            tried, left_out = variants.worth_a_trial(base, computed, self.found["device"]["lacking"])
+            self.part("compare")["left out"] = left_out
+        packs = max(1, known["packs"] // 2) if known else self.sizes.packs
+        less = {"objectives": (MLM,), "packs": packs, "seconds": self.sizes.seconds / 2, "looks": False}
+        for left, kernels in zip(range(len(tried) + 1, 0, -1), [base, *tried], strict=True):
+            title, most = variants.title(kernels), min(max(25.0, self.left / left), 45.0)
+            work = self._timing(model, kernels) | less | {"name": f"{model} {title}"}
+            self.phase(f"compare, {title}", self.device, "speed.measured", 20, most, **work)
 
 
-def finite(value: Any) -> Any:
-    """The same with None for what is no number of JSON's."""
-    if isinstance(value, dict):
-        return {name: finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _by(setup: Setup, numbers: str, kernels: dict[str, Any]) -> Setup:
+    """Return the same in `numbers` of a kind and by `kernels`; by those in float32 that do not take 16-bit numbers only."""
+    if numbers == "float32":
+        kernels = {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
+    return replace(setup, bf16=numbers == "bfloat16", kernels=kernels)
+
+
+def compare_runs(found: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Compare the losses of short runs: each kind of number on the device with the host's, or with float32 where that is all."""
+    rows = []
+    for kind, allowed in TOLERANCE.items():
+        mine = found.get(f"device {kind}")
+        beside = next((name for name in (f"host {kind}", "host float32") if found.get(name)), None)
+        if not mine or beside is None:
+            continue
+        off = [abs(here - there) / abs(there) for here, there in zip(mine, found[beside], strict=True)]
+        worst = max(off, key=lambda value: value if value == value else float("inf"))
+        rows.append({"numbers": kind, "beside": beside, "worst": worst, "allowed": allowed, "passed": worst <= allowed})
+    return rows
+
+
+def ratios(rows: dict[str, dict[str, Any]], fullest: dict[str, Any] | None) -> dict[str, float]:
+    """Return times the tokens a second of each peer: as many documents an update, and with micro-batches that fill the card."""
+    sides = rows | ({"megaenc, card filled": fullest} if fullest else {})
+    rates = {name: row["tokens_per_second"] for name, row in sides.items()}
+    ours = [name for name in rates if name.startswith("megaenc")]
+    return {f"{mine} / {name}": rates[mine] / rates[name] for name in rates if name not in ours for mine in ours}
 
 
 def unset(environment: dict[str, str]) -> dict[str, str]:
-    """`environment`, unless its user has set one of these variables."""
+    """Return `environment`, unless its user has set one of these variables."""
     return {} if any(name in os.environ for name in environment) else environment
 
 
 def run(settings: GpuFlags) -> dict[str, Any]:
-    """All phases. Raises InputError for wrong settings."""
+    """Run all phases. Raises InputError for wrong settings."""
     settings.check()
-    for suffix in (None, ".md", ".log"):
-        path = Path(settings.output)
-        check_output_file(path if suffix is None else path.with_suffix(suffix), "--output")
-    make_parent(Path(settings.output), "--output")
-    log = Path(settings.output).with_suffix(".log")
-    host = settings.device == "cpu"
+    output, host = Path(settings.output), settings.device == "cpu"
+    log = output.with_suffix(".log")
+    for path in (output, output.with_suffix(".md"), log):
+        check_output_file(path, "--output")
+    make_parent(output, "--output")
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopped_by_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        benchmark = Benchmark(settings, folder)
         log.write_bytes(b"")
         device = stack.enter_context(Crew(HOST if host else unset(DEVICE), fresh=not host, log=log))
         # Where both are the host, one process does for both.
         beside = device if host else stack.enter_context(Crew(HOST, fresh=False, log=log))
-        if not benchmark.phase("machine", device, {"kind": "machine"}, 0, 60):
+        benchmark = Benchmark(settings, folder, device, beside)
+        if not benchmark.phase("machine", device, "worker.machine", 0, 60):
             raise InputError(f"the device cannot be used: {benchmark.found['phases']['machine']['ended']}; see {log}")
         found = benchmark.found["device"]
         if not host and found["backend"] == "cpu":
             raise InputError("no accelerator found; --device cpu --small tries the benchmark without one")
         say(f"{found['name']}, torch {found['torch']}; {settings.seconds:.0f} s for all")
-        for name, phase in PHASES.items():
+        for name in ALL:
             if name in settings.phases:
-                phase(benchmark, device, beside)
+                getattr(benchmark, name)()
     return benchmark.found
-
-
-def _correctness(benchmark: Benchmark, device: Crew, host: Crew) -> None:
-    sizes, work = benchmark.sizes, {}
-    for name, model in sizes.widths.items():
-        work[name] = {"model": asdict(model), "vocab_size": sizes.vocab_size, "seq_length": sizes.length}
-    reference = {name: fields | {"bf16": False, "kernels": variants.plain()} for name, fields in work.items()}
-    job = {"kind": "reference", "packs": 2, "folder": str(benchmark.folder)}
-    if not benchmark.phase("correctness, reference", host, job | {"setups": reference}, 20, 60):
-        return
-    checked = {}
-    for kind, bf16 in (("float32", False), ("bfloat16", True)):
-        kernels = benchmark.settings.given if bf16 else for_float32(benchmark.settings.given)
-        checked |= {f"{name} {kind}": fields | {"bf16": bf16, "kernels": kernels} for name, fields in work.items()}
-    # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
-    benchmark.phase("correctness", device, job | {"kind": "correctness", "setups": checked}, 15, 120)
-
-
-def for_float32(kernels: dict[str, Any]) -> dict[str, Any]:
-    """The same without what takes 16-bit numbers alone."""
-    return {name: value for name, value in kernels.items() if isinstance(value, bool) or value == "sdpa"}
-
-
-def _parity(benchmark: Benchmark, device: Crew, host: Crew) -> None:
-    from megaenc.bench.gpu import parity
-
-    sizes = benchmark.sizes
-    work = {"model": asdict(sizes.parity), "vocab_size": sizes.vocab_size, "seq_length": sizes.parity_length, "rate": 2e-3}
-    job = {"kind": "parity", "packs": sizes.parity_packs, "updates": sizes.updates}
-    kinds = {"float32": False, "bfloat16": True}
-    # Without instructions for it, bfloat16 on the host takes minutes; float32 there is then what both are compared with.
-    quick = benchmark.settings.small or benchmark.found["device"]["host_bf16"]
-    there = {kind: bf16 for kind, bf16 in kinds.items() if quick or not bf16}
-    for where, crew, which in (("host", host, there), ("device", device, kinds)):
-        setups = {}
-        for kind, bf16 in which.items():
-            kernels = variants.plain() if where == "host" else benchmark.settings.given
-            setups[f"{where} {kind}"] = work | {"bf16": bf16, "kernels": kernels if bf16 else for_float32(kernels)}
-        if not benchmark.phase(f"parity, {where}", crew, job | {"setups": setups}, 15, 40):
-            break
-    benchmark.found["parity"]["rows"] = parity.compare(benchmark.found.setdefault("parity", {}))
-    benchmark.write()
-
-
-def _work(benchmark: Benchmark, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
-    sizes = benchmark.sizes
-    return {
-        "model": sizes.model(model),
-        "vocab_size": sizes.speed_vocab_size,
-        "seq_length": sizes.speed_length,
-        "bf16": benchmark.found["device"]["bf16"],  # float32 on a processor without instructions for it
-        "kernels": kernels,
-    }
-
-
-def _speed(benchmark: Benchmark, device: Crew, _: Crew) -> None:
-    sizes = benchmark.sizes
-    for model in benchmark.settings.models or sizes.speed:
-        timing = {"name": model, "objectives": [MLM, CLM], "micro_batches": sizes.micro_batches}
-        timing |= {"packs": sizes.packs, "seconds": sizes.seconds}
-        setups = {model: _work(benchmark, model, benchmark.settings.given)}
-        benchmark.phase(f"speed, {model}", device, {"kind": "speed", "setups": setups, "timing": timing}, 30, 90)
-
-
-def _peer(benchmark: Benchmark, device: Crew, _: Crew) -> None:
-    sizes = benchmark.sizes
-    setups = {sizes.compared: _work(benchmark, sizes.compared, benchmark.settings.given)}
-    job = {"kind": "peer", "setups": setups, "objective": MLM, "documents": sizes.documents, "passes": sizes.passes}
-    job["folder"] = str(benchmark.folder)
-    benchmark.phase("peer", device, job, 40, 130)
-    rows = benchmark.found.get("peer", {}).get("rows", {})
-    fullest = benchmark.found.get("speed", {}).get(sizes.compared, {}).get(MLM)
-    benchmark.found.setdefault("peer", {})["ratios"] = ratios(rows, fullest)
-    benchmark.write()
-
-
-def ratios(rows: dict[str, dict[str, Any]], fullest: dict[str, Any] | None) -> dict[str, float]:
-    """Times the tokens a second of each peer: as many documents an update, and with micro-batches that fill the card."""
-    ours = {name: row["tokens_per_second"] for name, row in rows.items() if name.startswith("megaenc")}
-    ours |= {"megaenc, card filled": fullest["tokens_per_second"]} if fullest else {}
-    peers = {name: row["tokens_per_second"] for name, row in rows.items() if not name.startswith("megaenc")}
-    return {f"{mine} / {peer}": value / there for peer, there in peers.items() for mine, value in ours.items()}
-
-
-def _compare(benchmark: Benchmark, device: Crew, _: Crew) -> None:
-    sizes, base = benchmark.sizes, benchmark.settings.given
-    known = benchmark.found.get("speed", {}).get(sizes.compared, {}).get(MLM)
-    packs = known["packs"] if known else sizes.packs
-    tried = benchmark.settings.tried
-    if not tried:
-        lacking = benchmark.found["device"]["lacking"]
-        tried, left_out = variants.worth_a_trial(base, known["kernels"] if known else None, lacking)
-        put(benchmark.found, ["compare", "left out"], left_out)
-    tried = ([] if known else [base]) + tried
-    for number, kernels in enumerate(tried):
-        title = variants.title(kernels)
-        timing = {"name": f"{sizes.compared} {title}", "objectives": [MLM], "micro_batches": sizes.micro_batches}
-        timing |= {"packs": packs, "seconds": sizes.seconds / 2, "looks": False}
-        job = {"kind": "speed", "setups": {title: _work(benchmark, sizes.compared, kernels)}, "timing": timing}
-        most = max(25.0, benchmark.left / (len(tried) - number))
-        benchmark.phase(f"compare, {title}", device, job, 20, min(most, 45.0))
-
-
-PHASES: dict[str, Callable[[Benchmark, Crew, Crew], None]] = {
-    "correctness": _correctness,
-    "parity": _parity,
-    "speed": _speed,
-    "peer": _peer,
-    "compare": _compare,
-}
 
 
 @one_line_errors

@@ -1,20 +1,23 @@
-"""Loss and gradients of one micro-batch, beside those of the host in float32: both masks, both widths of a head.
+"""Loss and gradients of one micro-batch, and the losses of a short run, beside those of the host.
 
-The host's are the reference: the same weights, rounded to bfloat16, and the same documents through torch's scaled dot product,
-document by document. Weights are larger than a new model's, which would look at all tokens alike and tell no mask from another.
+The gradients' reference is float32 on the host: the same weights, rounded to bfloat16, and the same documents through torch's
+scaled dot product, document by document. Weights are larger than a new model's, which would look at all tokens alike and tell no
+mask from another.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import made
-from megaenc.bench.gpu.made import Setup
 from megaenc.bench.gpu.sizes import CLM, MLM
-from megaenc.objectives import Attention, Objective
-from megaenc.randomness import SampleRandomness
+from megaenc.bench.gpu.worker import Finding
+from megaenc.objectives import Attention
+from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
 
 OBJECTIVES = (CLM, MLM)
@@ -22,74 +25,64 @@ TOLERANCE = {"float32": {"loss": 1e-5, "gradient": 1e-3}, "bfloat16": {"loss": 1
 """Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm."""
 FP8_TIMES = 5.0
 """More than that is allowed where products are of 8-bit numbers."""
+Found = tuple[float, dict[str, torch.Tensor]]
 
 
 def engine_for(setup: Setup, backend: Any) -> Engine:
-    """A model whose weights are numbers of bfloat16, whatever it computes in."""
-    engine = made.Engine(setup.plan(*OBJECTIVES), backend)
+    """Return a model whose weights are numbers of bfloat16, whatever it computes in."""
+    engine = Engine(made.plan_of(setup, *OBJECTIVES), backend)
     with torch.no_grad():
         for parameter in made.encoder_of(engine).parameters():
             parameter.copy_(parameter.bfloat16())
     return engine
 
 
-def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """The mean loss over `packs` packs and, by parameter, the gradient of the summed one, float32 on the host."""
-    objective = setup.objective(text)
+def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
+    """Return the mean loss over `packs` packs and, by parameter, the gradient of the summed one, float32 on the host."""
+    objective, seed = setup.objective_of(text), engine.plan.settings.seed
     with engine.unreduced():
         loss, _ = engine.gradient_alone(range(packs), objective)
         parameters = made.encoder_of(engine).named_parameters()
         found = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
-    return loss / predictions(engine, objective, packs), found
+    batch = Wanted(engine.plan.packs, tuple(range(packs)), objective, seed).made(torch.device("cpu"))
+    return loss / batch.labels.numel(), found
 
 
-def predictions(engine: Engine, objective: Objective, packs: int) -> int:
-    """Of the first `packs` packs."""
-    seed, read = engine.plan.settings.seed, [engine.plan.packs[number] for number in range(packs)]
-    return sum(len(objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch)).labels) for pack in read)
-
-
-def reference(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tuple[list[str], Any]]:
+def reference(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
     """Write what the host finds to `folder`; `setups` by the width of a head, in float32."""
     backend = made.begin()
     for width, setup in setups.items():
         engine = engine_for(setup, backend)
         for number, text in enumerate(OBJECTIVES):
-            loss, found = gradients(engine, setup, text, packs)
-            torch.save({"loss": loss, "gradients": found}, folder / f"{width}-{number}.pt")
+            torch.save(gradients(engine, setup, text, packs), folder / f"{width}-{number}.pt")
     made.end()
     yield ["correctness", "reference"], "float32 on the host"
 
 
-def compared(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tuple[list[str], Any]]:
-    """A row for each of `setups`, in the numbers that it says, and each objective."""
+def compared(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
+    """Yield rows for each of `setups` (by the width of a head and a word), in the numbers that it says."""
     backend = made.begin()
     rows: list[dict[str, Any]] = []
     for name, setup in setups.items():
         engine = engine_for(setup, backend)
         for number, text in enumerate(OBJECTIVES):
             expected = torch.load(folder / f"{name.split()[0]}-{number}.pt", weights_only=True)
-            loss, found = gradients(engine, setup, text, packs)
-            here = row(setup, text, (loss, found), (expected["loss"], expected["gradients"]))
-            rows.append(here | {"kernels": made.chosen(engine), "fused": made.fused(engine)})
+            here = row(setup, text, gradients(engine, setup, text, packs), expected)
+            rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused})
             yield ["correctness", "rows"], rows
     made.end()
 
 
-Found = tuple[float, dict[str, torch.Tensor]]
-
-
 def row(setup: Setup, text: str, found: Found, expected: Found) -> dict[str, Any]:
-    """What the errors are and whether they are small enough."""
+    """Return what the errors are and whether they are small enough."""
     kind = "bfloat16" if setup.bf16 else "float32"
     times = FP8_TIMES if setup.kernels.get("fp8_format") else 1.0
     allowed = {what: times * tolerance for what, tolerance in TOLERANCE[kind].items()}
     (loss, gradient), (right, correct) = found, expected
     errors = {name: error(gradient[name], correct[name]) for name in correct if name in gradient}
-    others = sorted(set(correct) ^ set(gradient))
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
     loss_error = abs(loss - right) / abs(right)
-    causal = setup.objective(text).attention == Attention.CAUSAL
+    causal = setup.objective_of(text).attention == Attention.CAUSAL
     return {
         "head_dim": setup.shape.head_dim,
         "attention": "causal" if causal else "bidirectional",
@@ -99,13 +92,26 @@ def row(setup: Setup, text: str, found: Found, expected: Found) -> dict[str, Any
         "loss_error": loss_error,
         "gradient_error": errors[worst],
         "worst_parameter": worst,
-        "not_compared": others,
+        "not_compared": sorted(set(correct) ^ set(gradient)),
         "allowed": allowed,
         "passed": loss_error <= allowed["loss"] and errors[worst] <= allowed["gradient"],
     }
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm, in float64; infinite where nothing was expected, since every parameter has a gradient."""
+    """Return the difference's norm over the norm, in float64; infinite where that is 0, since every parameter has a gradient."""
     norm = float(torch.linalg.vector_norm(expected.double()))
     return float(torch.linalg.vector_norm(found.double() - expected.double())) / norm if norm else float("inf")
+
+
+def run_losses(setups: dict[str, Setup], packs: int, updates: int, deadline: float) -> Iterator[Finding]:
+    """Yield the losses of `updates` updates, each of two micro-batches of `packs` packs: causal first, bidirectional then."""
+    for name, setup in setups.items():
+        engine = Engine(made.plan_of(setup, *OBJECTIVES), made.begin())
+        found: list[float] = []
+        for step in range(1, updates + 1):
+            if (step - 1) % max(1, updates // 2) == 0:
+                made.lay(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
+            found.append(engine.update(step).result.loss)
+        made.end()
+        yield ["parity", name], found

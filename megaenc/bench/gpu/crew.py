@@ -1,21 +1,12 @@
 """Processes that do the jobs, one at a time: killed when a job takes too long, and replaced when one has failed."""
 
-import contextlib
-import json
-import os
-import select
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from megaenc.processes import below, python_command, python_environment
-
-
-class Failed(Exception):
-    """A job did not come to its end; the message says why."""
+from megaenc.bench.gpu.worker import Failed, findings
+from megaenc.processes import Worker, WorkerEnded, python_environment
 
 
 class Crew:
@@ -27,19 +18,23 @@ class Crew:
 
     def __init__(self, environment: dict[str, str], fresh: bool, log: Path) -> None:
         self._environment, self._fresh, self._log = environment, fresh, log
-        self._ready: _Worker | None = None
-        self._working: _Worker | None = None
+        self._ready: Worker | None = None
+        self._working: Worker | None = None
+        self._loaded: Worker | None = None
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> Self:
         self._ready = self._begin()
         return self
 
     def __exit__(self, *error: object) -> None:
         for worker in filter(None, (self._working, self._ready)):
-            worker.end()
+            worker.kill()
 
-    def _begin(self) -> "_Worker":
-        return _Worker(self._environment, self._log)
+    def _begin(self) -> Worker:
+        with open(self._log, "ab") as stream:
+            worker = Worker(findings, python_environment() | self._environment, stream)
+        worker.send({})  # to load its libraries
+        return worker
 
     def run(self, job: dict[str, Any], seconds: float, left: float) -> Iterator[tuple[list[str], Any]]:
         """What the job finds, as it finds it. Raises Failed.
@@ -48,77 +43,32 @@ class Crew:
         any case `left` seconds from now.
         """
         latest = time.monotonic() + left
-        self._working, self._ready = self._ready or self._begin(), None
-        worker = self._working
+        worker = self._working = self._ready or self._begin()
+        self._ready = None
         try:
-            if not worker.ready:
-                worker.answer(latest)
-                worker.ready = True
+            if worker is not self._loaded:
+                list(worker.results(latest))
+                self._loaded = worker
             if self._fresh:
                 self._ready = self._begin()
             ends = min(latest, time.monotonic() + seconds)
-            # By the clock that all processes of a machine have.
-            worker.send(job | {"deadline": ends - 0.1 * seconds})
-            while "end" not in (answer := worker.answer(ends)):
-                yield answer["path"], answer["value"]
-            if not self._fresh:
-                self._ready, self._working = worker, None
-            if answer["end"] is not None:
-                raise Failed(answer["end"])
+            worker.send(job | {"deadline": ends - 0.1 * seconds})  # by the clock that all processes of a machine have
+            try:
+                yield from worker.results(ends)
+            except Failed:
+                self._keep(worker)
+                raise
+            self._keep(worker)
+        except TimeoutError:
+            raise Failed("its time was over") from None
+        except WorkerEnded as error:
+            raise Failed(f"its process {error}") from None
         finally:
             if self._working:
-                self._working.end()
+                self._working.kill()
             self._working = None
 
-
-class _Worker:
-    """A process that waits for jobs."""
-
-    def __init__(self, environment: dict[str, str], log: Path) -> None:
-        self.ready, self._rest = False, b""
-        with open(log, "ab") as stream:
-            self.process = subprocess.Popen(
-                below(python_command("-m", "megaenc.bench.gpu.worker")),
-                env=python_environment() | environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stream,
-                start_new_session=True,  # Ctrl-C comes to this process alone, and `end` to whatever the worker has begun
-            )
-
-    def send(self, job: dict[str, Any]) -> None:
-        """Raises Failed where there is nobody to take it."""
-        try:
-            self.process.stdin.write(json.dumps(job).encode() + b"\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed(f"its process had ended, with {self._ended()}") from None
-
-    def answer(self, ends: float) -> dict[str, Any]:
-        """Its next line. Raises Failed at `ends`, or when it is gone."""
-        while b"\n" not in self._rest:
-            left = ends - time.monotonic()
-            if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
-                raise Failed("its time was over")
-            some = os.read(self.process.stdout.fileno(), 1 << 16)
-            if not some:
-                raise Failed(f"its process ended by itself, with {self._ended()}")
-            self._rest += some
-        line, self._rest = self._rest.split(b"\n", 1)
-        return json.loads(line)
-
-    def _ended(self) -> int:
-        """With which code it ended by itself."""
-        # Not yet reaped: its number, which is its session's too, stays its own.
-        os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        self.end()
-        return self.process.returncode
-
-    def end(self) -> None:
-        """Whatever it does, and with all that it has begun: compilers, for one."""
-        if self.process.returncode is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what was not yet written
-                pipe.close()
+    def _keep(self, worker: Worker) -> None:
+        """Leave a process that has ended its job to the next one, if that may be."""
+        if not self._fresh:
+            self._ready, self._working = worker, None

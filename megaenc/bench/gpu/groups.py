@@ -1,8 +1,9 @@
 """Kernels by what they are for, from their names, and from when they ran where a name does not tell."""
 
 import re
+from bisect import bisect_left
+from collections import namedtuple
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention backward"
 ELEMENTWISE, LOSS, OPTIMIZER = "norm, rotary, SwiGLU, elementwise", "loss", "optimizer"
@@ -44,34 +45,19 @@ def group_of(name: str) -> str:
     return next((group for group, pattern in _COMPILED if pattern.search(name)), ELEMENTWISE)
 
 
-@dataclass(frozen=True)
-class Ran:
-    """A kernel that ran: when it began, in ns of the system's clock, and for how many seconds."""
-
-    name: str
-    began: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Window:
-    """What ran between two times, in ns, for one purpose."""
-
-    group: str
-    first: int
-    last: int
+Ran = namedtuple("Ran", "name began seconds")
+"""A kernel that ran: when it began, in ns of the system's clock, and for how many seconds."""
+Window = namedtuple("Window", "group first last")
+"""What ran between two times, in ns, for one purpose."""
 
 
 def grouped(ran: Iterable[Ran], windows: Iterable[Window]) -> dict[str, float]:
     """Seconds of each group; in a window all is of its group but matrix products, attention and communication."""
-    ordered, found = sorted(windows, key=lambda window: window.first), dict.fromkeys(GROUPS[:-1], 0.0)
-    at = 0
-    for one in sorted(ran, key=lambda one: one.began):
-        while at < len(ordered) and ordered[at].last < one.began:
-            at += 1
+    ordered, found = sorted(windows, key=lambda window: window.last), dict.fromkeys(GROUPS[:-1], 0.0)
+    for one in ran:
         group = group_of(one.name)
-        inside = at < len(ordered) and ordered[at].first <= one.began
-        if inside and group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
+        at = bisect_left(ordered, one.began, key=lambda window: window.last)
+        if at < len(ordered) and ordered[at].first <= one.began and group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
             group = ordered[at].group
         found[group] += one.seconds
     return found

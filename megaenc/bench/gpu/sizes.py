@@ -1,10 +1,9 @@
 """How much each phase does: what one accelerator is given, and the same in miniature for a machine that has none."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from megaenc.bench.documents import Setup
 from megaenc.model.config import PRESETS, ModelConfig
 
 TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}
@@ -14,25 +13,31 @@ PEER_TARGET = 3.0
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
 
+def _by_width(heads: int, groups: int, layers: int, vocab_size: int, seq_length: int) -> Mapping[str, Setup]:
+    """Return a model for each width of a head.
+
+    Its weights keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
+    """
+    found = {}
+    for width in (64, 96):
+        hidden = heads * width
+        shape = ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
+        found[str(width)] = Setup(shape=shape, vocab_size=vocab_size, seq_length=seq_length)
+    return found
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Of everything."""
 
-    widths: Mapping[str, ModelConfig]
-    """correctness, by the width of a head"""
-    length: int
-    """tokens of its packs, as of the longest document"""
-    vocab_size: int
-    """of it and of parity"""
-    parity: ModelConfig
-    parity_length: int
+    correctness: Mapping[str, Setup]
+    """by the width of a head"""
+    parity: Setup
     parity_packs: int
     """of a micro-batch; an update has two"""
     updates: int
     """of parity"""
-    speed: Mapping[str, ModelConfig]
-    speed_length: int
-    speed_vocab_size: int
+    speed: Mapping[str, Setup]
     compared: str
     """which of `speed` the peer and other kernels are compared on"""
     micro_batches: int
@@ -45,28 +50,13 @@ class Sizes:
     """of the comparison with the peer"""
     passes: int
 
-    def model(self, name: str) -> dict[str, Any]:
-        """Fields of a model of `speed`."""
-        return dataclasses.asdict(self.speed[name])
-
-
-def _head(width: int, heads: int, groups: int, layers: int) -> ModelConfig:
-    # Weights that keep the size of what they multiply, so that scores tell tokens apart: see megaenc.bench.gpu.correctness.
-    hidden = heads * width
-    return ModelConfig(layers, hidden, 8 * hidden // 3 // 16 * 16, heads, groups, init_method_std=hidden**-0.5)
-
 
 FULL = Sizes(
-    widths={"64": _head(64, 6, 2, 2), "96": _head(96, 6, 2, 2)},
-    length=2048,
-    vocab_size=2000,  # no multiple of 128: padding takes part
-    parity=PRESETS["tiny"],
-    parity_length=256,
+    correctness=_by_width(6, 2, 2, vocab_size=2000, seq_length=2048),  # no multiple of 128: padding takes part
+    parity=Setup(shape=PRESETS["tiny"], vocab_size=2000, seq_length=256, rate=2e-3),
     parity_packs=4,
     updates=20,
-    speed={name: PRESETS[name] for name in ("1b", "610m", "210m")},
-    speed_length=2048,
-    speed_vocab_size=128256,
+    speed={name: Setup(shape=PRESETS[name], vocab_size=128256, seq_length=2048, rate=1e-6) for name in TARGETS},
     compared="610m",
     micro_batches=4,
     packs=0,
@@ -76,16 +66,11 @@ FULL = Sizes(
 )
 _MINIATURE = ModelConfig(2, 128, 256, 2, 1)
 SMALL = Sizes(
-    widths={"64": _head(64, 3, 1, 1), "96": _head(96, 3, 1, 1)},
-    length=96,
-    vocab_size=500,
-    parity=_MINIATURE,
-    parity_length=64,
+    correctness=_by_width(3, 1, 1, vocab_size=500, seq_length=96),
+    parity=Setup(shape=_MINIATURE, vocab_size=500, seq_length=64, rate=2e-3),
     parity_packs=1,
     updates=6,
-    speed={"miniature": _MINIATURE},
-    speed_length=128,
-    speed_vocab_size=500,
+    speed={"miniature": Setup(shape=_MINIATURE, vocab_size=500, seq_length=128, rate=1e-6)},
     compared="miniature",
     micro_batches=2,
     packs=2,

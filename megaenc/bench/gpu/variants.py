@@ -2,10 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
-
-import yaml
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from megaenc.backend.kernels import Kernels
 from megaenc.errors import InputError
@@ -15,60 +13,53 @@ FIRST = ("fused_kernels", "fp8_format")
 
 
 def given(words: Sequence[str], flag: str) -> dict[str, Any]:
-    """FIELD=VALUE words, of the fields of Kernels. Raises InputError, naming `flag`."""
+    """Read FIELD=VALUE words, of the fields of Kernels. Raises InputError, naming `flag`."""
     found: dict[str, Any] = {}
     for word in words:
-        name, equals, text = word.partition("=")
+        name, _, text = word.partition("=")
         name = name.replace("-", "_")
-        known = values()
-        if name not in known or not equals:
-            raise InputError(f"{flag} {word}: expected FIELD=VALUE, FIELD being one of {', '.join(known)}")
-        value = _read(text)
-        if known[name] and value not in known[name]:
-            raise InputError(f"{flag} {word}: expected one of {', '.join(map(written, known[name]))}")
-        found[name] = value
+        if name not in VALUES or not text:
+            raise InputError(f"{flag} {word}: expected FIELD=VALUE, FIELD being one of {', '.join(VALUES)}")
+        known = {written(value): value for value in VALUES[name]}
+        if text.lower() not in known:
+            raise InputError(f"{flag} {word}: expected one of {', '.join(known)}")
+        found[name] = known[text.lower()]
     return found
 
 
-def values() -> dict[str, tuple[Any, ...]]:
-    """The values that each field of Kernels may have; none where its type does not say."""
-    hints = get_type_hints(Kernels)
-    return {field.name: _values(hints[field.name]) for field in dataclasses.fields(Kernels)}
-
-
 def _values(hint: Any) -> tuple[Any, ...]:
+    """Return what a type made of bool, None and literals allows."""
     if hint is bool:
         return (True, False)
-    if hint is NoneType:
-        return (None,)
-    if get_origin(hint) is Literal:
-        return get_args(hint)
-    if get_origin(hint) in (Union, UnionType):
-        return tuple(value for part in get_args(hint) for value in _values(part))
-    return ()
+    return (None,) if hint is NoneType else tuple(value for part in get_args(hint) for value in (_values(part) or (part,)))
+
+
+VALUES = {name: _values(hint) for name, hint in get_type_hints(Kernels).items()}
+"""The values that each field of Kernels may have."""
 
 
 def plain() -> dict[str, Any]:
-    """torch's own operations, which run anywhere: what others are checked against."""
-    return {"attention_backend": "sdpa"} | {name: False for name, allowed in values().items() if allowed == (True, False)}
+    """Return torch's own operations, which run anywhere: what others are checked against."""
+    return {"attention_backend": "sdpa"} | {name: False for name, allowed in VALUES.items() if allowed == (True, False)}
 
 
 def others(base: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every change of one field from `base` over the defaults."""
+    """Return every change of one field from `base` over the defaults, what changes most first."""
     usual = dataclasses.asdict(Kernels()) | base
-    return [base | {name: value} for name, allowed in values().items() for value in allowed if value != usual[name]]
+    names = sorted(VALUES, key=lambda name: name not in FIRST)
+    return [base | {name: value} for name in names for value in VALUES[name] if value != usual[name]]
 
 
 def worth_a_trial(
     base: dict[str, Any], computed: dict[str, Any] | None, lacking: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Those of `others` to be tried, what changes most first, and by title why the rest is not.
+    """Return those of `others` to be tried, and by title why the rest is not.
 
     `computed`: what the defaults over `base` have come to, all fields, where that is measured already; `lacking`: by FIELD=VALUE,
     what cannot be had.
     """
     tried, left_out = [], {}
-    for kernels in sorted(others(base), key=lambda each: not any(each.get(name) != base.get(name) for name in FIRST)):
+    for kernels in others(base):
         why = next((lacking[one] for one in (title({name: value}) for name, value in kernels.items()) if one in lacking), "")
         if computed == dataclasses.asdict(Kernels()) | kernels:
             why = "what is measured above"
@@ -80,14 +71,10 @@ def worth_a_trial(
 
 
 def title(kernels: dict[str, Any]) -> str:
-    """For a table."""
+    """Return `kernels` for a table."""
     return " ".join(f"{name}={written(value)}" for name, value in kernels.items()) or "defaults"
 
 
 def written(value: Any) -> str:
-    """As the command line has it."""
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _read(text: str) -> Any:
-    return None if text.lower() == "none" else yaml.safe_load(text)
+    """Return a value as the command line has it."""
+    return str(value).lower()

@@ -1,159 +1,80 @@
-"""What a process of the benchmark runs: `python -m megaenc.bench.gpu.worker`, a job a line on stdin, what it finds on stdout.
+"""What a process of the benchmark runs: one job after another.
 
-It loads what all jobs need before it asks for the first, so that the next process is ready when the one before is done.
+A job names a generator of this folder as MODULE.FUNCTION, and its arguments. The process loads what all jobs need before it asks
+for the first, so that the next process is ready when the one before is done.
 """
 
-import dataclasses
-import json
-import os
-import sys
+import importlib
 import traceback
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from megaenc.console import overheard, quiet
+from megaenc.console import overheard
 
-Found = Iterator[tuple[list[str], Any]]
+Finding = tuple[list[str], Any]
+"""Names, one inside the other, and what is found under them."""
 
 
-def machine(_: dict[str, Any], __: float) -> Found:
-    """What figures depend on."""
+class Failed(Exception):
+    """A job did not come to its end; the message says why."""
+
+
+def machine(deadline: float) -> Iterator[Finding]:
+    """Yield what figures depend on; `lacking`: by FIELD=VALUE of Kernels, what cannot be had here and why."""
     import torch
+    from megatron.core.extensions import transformer_engine
 
     from megaenc.backend import detect
     from megaenc.backend.device import host_has_bf16
     from megaenc.bench import report
+    from megaenc.model.attention_backends import ORDER, lacking
 
     backend = detect()
     yield ["machine"], report.machine()
-    about = {"backend": backend.name, "name": backend.description, "bf16": backend.has_bf16, "torch": torch.__version__}
-    about |= {"peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16)}
-    about |= {"host_bf16": host_has_bf16()}
-    about |= {"cuda": torch.version.cuda, "hip": torch.version.hip}
+    missing = {f"attention_backend={name}": lacking(name, backend.device, torch.bfloat16) for name in ORDER}
+    if not transformer_engine.HAVE_TE:
+        missing["transformer_impl=transformer_engine"] = "transformer-engine is not installed"
+    about = {
+        "backend": backend.name,
+        "name": backend.description,
+        "bf16": backend.has_bf16,
+        "torch": torch.__version__,
+        "peak_bf16": None if backend.is_host else backend.peak_flops(torch.bfloat16),
+        "host_bf16": host_has_bf16(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "lacking": {name: why for name, why in missing.items() if why},
+    }
     if not backend.is_host:
         about["memory"] = torch.cuda.get_device_properties(0).total_memory
         about["compute_capability"] = list(torch.cuda.get_device_capability(0))
-    about["lacking"] = _lacking(backend.device)
     yield ["device"], about
 
 
-def _lacking(device: Any) -> dict[str, str]:
-    """What cannot be had here and why, FIELD=VALUE of Kernels, as far as that is known without a trial."""
-    import torch
+def findings(job: dict[str, Any]) -> Iterator[Finding]:
+    """Yield what a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
 
-    from megaenc.bench.gpu.variants import title
-    from megaenc.errors import InputError
-    from megaenc.model.attention_backends import ORDER, lacking
-    from megaenc.model.transformer_engine import check_installed
-
-    found = {title({"attention_backend": name}): lacking(name, device, torch.bfloat16) for name in ORDER}
-    try:
-        check_installed(None)
-    except InputError:
-        found[title({"transformer_impl": "transformer_engine"})] = "transformer-engine is not installed"
-    return {name: why for name, why in found.items() if why}
-
-
-def reference(job: dict[str, Any], _: float) -> Found:
-    """See correctness.reference."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.reference(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def correctness(job: dict[str, Any], _: float) -> Found:
-    """See correctness.compared."""
-    from megaenc.bench.gpu import correctness
-
-    yield from correctness.compared(_setups(job), job["packs"], Path(job["folder"]))
-
-
-def parity(job: dict[str, Any], _: float) -> Found:
-    """See parity.losses."""
-    from megaenc.bench.gpu import parity
-
-    for name, setup in _setups(job).items():
-        yield from parity.losses(setup, job["packs"], job["updates"], name)
-
-
-def speed(job: dict[str, Any], deadline: float) -> Found:
-    """See speed.measured."""
-    from megaenc.bench.gpu import speed
-
-    timing = speed.Timing(**{**job["timing"], "objectives": tuple(job["timing"]["objectives"])})
-    [setup] = _setups(job).values()
-    yield from speed.measured(setup, timing, deadline)
-
-
-def peer(job: dict[str, Any], deadline: float) -> Found:
-    """See peer.beside."""
-    from megaenc.bench.gpu import peer
-
-    [setup] = _setups(job).values()
-    yield from peer.beside(setup, job["objective"], job["documents"], job["passes"], Path(job["folder"]), deadline)
-
-
-def _setups(job: dict[str, Any]) -> dict[str, Any]:
-    from megaenc.bench.gpu.made import Setup
-
-    return {name: Setup(**fields) for name, fields in job["setups"].items()}
-
-
-JOBS: dict[str, Callable[[dict[str, Any], float], Found]] = {
-    each.__name__: each for each in (machine, reference, correctness, parity, speed, peer)
-}
-
-
-def load() -> None:
-    """What takes its time to import; nothing that touches an accelerator, which may be at work for another process."""
+    Raises Failed, which any process can unpickle.
+    """
     from megaenc.backend.megatron import import_megatron
 
     import_megatron()
-    import torch.profiler  # noqa: F401
-
-    import megaenc.bench.gpu.speed  # noqa: F401
-
-
-def serve() -> None:
-    """Answer each job with what it finds, `{"path": [...], "value": ...}` a line, then `{"end": null}` or what went wrong.
-
-    The first line of all says that it is ready.
-    """
-    quiet()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print
-    load()
-    print(json.dumps({"ready": True}), file=answers)
-    for line in sys.stdin:
-        job, said = json.loads(line), []
-        try:
-            with overheard(said.append):  # which kernels were found wrong, for one
-                for path, value in JOBS[job["kind"]](job, job["deadline"]):
-                    print(json.dumps({"path": path, "value": value}), file=answers)
-            print(json.dumps({"path": ["said", job["name"]], "value": said}), file=answers)
-            end = None
-        except Exception as error:
-            traceback.print_exc()
-            end = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        _clear()
-        print(json.dumps({"end": end}), file=answers)
-
-
-def _clear() -> None:
-    """Leave the process groups that a failed job is still in."""
     import torch.distributed
 
-    if torch.distributed.is_initialized():
-        from megaenc.bench.gpu import made
+    from megaenc.bench.gpu import made, speed  # noqa: F401
 
-        made.end()
-
-
-def as_json(setups: dict[str, Any]) -> dict[str, Any]:
-    """Setups for a job."""
-    return {name: dataclasses.asdict(setup) for name, setup in setups.items()}
-
-
-if __name__ == "__main__":
-    serve()
+    if not job:
+        return
+    said: list[str] = []
+    module, _, name = job["kind"].partition(".")
+    try:
+        function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
+        with overheard(said.append):  # which kernels were found wrong, for one
+            yield from function(**job.get("arguments", {}), deadline=job["deadline"])
+        yield ["said", job["name"]], said
+    except Exception as error:
+        traceback.print_exc()
+        raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+    finally:
+        if torch.distributed.is_initialized():  # a failed job is still in its process groups
+            made.end()
