@@ -38,9 +38,7 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
     weights, width = stage.parameters, case.width
     shared = case.data if case.layout.use_distributed_optimizer else 1
     kept, per_layer = kept_bytes(case, stage, rates.host)
-    kept *= rates.layer_kept
     top, why = _on_top(case, work, stage, rates.host)
-    top *= rates.ends_kept
     flying = in_flight(case, stage)
     border = 2 * case.row * case.shape.hidden_size * width / case.sharded if case.stages > 1 else 0.0
     activations = flying * kept
@@ -48,7 +46,6 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
     extra = max(top, embedding - activations)
     masters = 4 * weights / shared if case.bf16 else 0.0
     share = f" / {shared} data-parallel ranks" if shared > 1 else ""
-    measured = "" if rates.layer_kept == 1.0 else f" x {rates.layer_kept:.2f} as measured here"
     terms = [
         Term("base", rates.base, "bytes", "libraries, device context and buffers of collectives, before there is a model"),
         Term("weights", float(width * weights), "bytes", f"{width} x {weights:,} parameters of this rank"),
@@ -60,10 +57,10 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
             activations,
             "bytes",
             f"{flying:g} micro-batch{'es' if flying > 1 else ''} in flight x {stage.layers} layers: {per_layer}, "
-            f"of S = {case.row:,}{measured}",
+            f"of S = {case.row:,}",
         ),
         Term("stage borders", flying * border, "bytes", "in flight x 2 S H w: what came and what was sent"),
-        Term("on top", extra, "bytes", why + ("" if rates.ends_kept == 1.0 else f" x {rates.ends_kept:.2f} as measured here")),
+        Term("on top", extra, "bytes", why),
         Term(
             "allocator",
             rates.pieces + rates.pieces_of_kept * activations,

@@ -109,7 +109,7 @@ def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> lis
         Term("norms, SwiGLU, copies", rest, "s", f"{_n(moved)}B / {_n(rates.elementwise)}B/s"),
         Term("computed again", again, "s", f"--recompute-granularity {case.layout.recompute_granularity}: forward once more"),
         Term("launches", launches, "s", f"{layers} layers x {rates.layer_floor:g} s at least, for the host starts each kernel"),
-        Term("head", head / rates.head_gemm, "s", f"{_n(head)}FLOP / {_n(rates.head_gemm)}FLOP/s"),
+        Term("head", head / rates.gemm, "s", f"{_n(head)}FLOP / {_n(rates.gemm)}FLOP/s"),
         Term("embedding and loss", ends / rates.loss, "s", f"{_n(ends)}B / {_n(rates.loss)}B/s"),
         Term("start of a micro-batch", rates.start, "s", f"{rates.start:g} s of data and bookkeeping"),
         exposed,
@@ -157,7 +157,7 @@ def _border(case: Case, rates: Rates) -> Term:
     name = "stage to stage"
     if case.stages == 1:
         return Term(name, 0.0, "s", "one stage")
-    link = (rates.neighbour or rates.inside) if case.gpus <= rates.devices else rates.between
+    link = rates.inside if case.gpus <= rates.devices else rates.between
     one = link.send(case.row * case.shape.hidden_size * case.width / case.sharded)
     waited = 2 * (case.stages - 1) * case.turns + (0 if case.turns > 1 else 2 * (case.micro_batches - 1))
     return Term(name, waited * one, "s", f"{waited} messages x {one:.3g} s of {case.row:,} rows of H")
@@ -168,8 +168,6 @@ def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -
     if case.data == 1:
         return []
     layout, link = case.layout, group_link(rates, case.tensor, case.data)
-    if rates.gradients and link is rates.inside:
-        link = rates.gradients
     bucket = min(1.0, max(BUCKET, 1_000_000 * case.data) / stage.parameters)
     gradients, weights = 4.0 * stage.parameters, float(case.width * stage.parameters)
 
