@@ -32,8 +32,8 @@ def collectives(asked: Asked) -> list[Finding]:
     return [_tried(run, f"{_NAMES[run]}, {library}", backend.device, group, sent[run]) for run in tried]
 
 
-# Each takes this rank's tensor of n * W numbers for W ranks, `numbers` that make those of any rank, and the group; it returns what
-# came of it here, and what should have.
+# Each takes this rank's tensor of n * W numbers for W ranks, `numbers`, which makes those of any rank, and the group. It returns
+# what came of it here, and a function for what should have.
 
 
 def _all_reduce(own, numbers, group):

@@ -22,10 +22,10 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.doctor import report
-from megaenc.doctor.compare import Looked, from_json, to_json, together
 from megaenc.doctor.findings import Asked, Finding, Probe, problem
 from megaenc.doctor.probing import NoAnswer, Prober
 from megaenc.doctor.ranks import named
+from megaenc.doctor.report import Looked, from_json, to_json, together
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.launcher import for_good, leave_if_told
@@ -64,18 +64,9 @@ PROBES = (
 """What is looked at; another thing is another line."""
 
 SUBJECTS = (
-    "versions",
-    "machine",
-    "accelerators",
-    "network",
-    "variables",
-    "numbers",
-    "attention",
-    "kernels",
-    "ranks",
-    "collectives",
-    "disk",
-)
+    "versions", "machine", "accelerators", "network", "variables", "numbers", "attention", "kernels", "ranks",
+    "collectives", "disk",
+)  # fmt: skip
 """In the order of the report."""
 
 _OTHERS = 10  # times --timeout that rank 0 waits for what other ranks have found, some of which may hang three times
@@ -187,8 +178,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     except NoAnswer as error:
         found, told = [problem("comparing", str(error), "")], False
     if not told:
-        advice = "nothing is known of the other ranks: see what they have printed"
-        alone = _with(mine, problem("comparing", found[0].found, advice))
+        alone = _with(mine, "comparing", found[0].found, "nothing is known of the other ranks: see what they have printed")
         if rank():
             print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
             return []  # torchrun would end rank 0, which will miss this one, for anything else
@@ -201,13 +191,13 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
             looked[each] = from_json(content, each)
         except ValueError as error:
             advice = "something else writes to torchrun's port: keep it within the job's own network"
-            looked[0] = _with(looked[0], problem(f"malformed, rank {each}", f"its findings: {error}", advice))
+            looked[0] = _with(looked[0], f"malformed, rank {each}", f"its findings: {error}", advice)
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        looked[0] = _with(looked[0], problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
+        looked[0] = _with(looked[0], "missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice)
     return [looked[each] for each in sorted(looked)]
 
 
-def _with(looked: Looked, finding: Finding) -> Looked:
-    return replace(looked, findings=(*looked.findings, ("ranks", finding)))
+def _with(looked: Looked, what: str, found: str, advice: str) -> Looked:
+    return replace(looked, findings=(*looked.findings, ("ranks", problem(what, found, advice))))
