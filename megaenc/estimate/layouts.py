@@ -1,6 +1,7 @@
 """Which layout suits a machine: the ways to lay a model over its devices, the fastest that fits, the simplest among equals."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 
 from megaenc.errors import InputError
@@ -14,6 +15,11 @@ from megaenc.estimate.work import Work
 ALIKE = 1.02  # times within this of the best: then the simpler layout is better
 WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
 _MOST_STAGES = 64
+_FLAGS = (
+    "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+    "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
+)  # fmt: skip
+"""Of layouts that are suggested, in the order in which they are written."""
 _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"recompute_granularity": "full"})
 
 
@@ -113,23 +119,14 @@ def _complexity(found: Estimate) -> tuple:
 
 
 def flags_of(case: Case) -> list[str]:
-    """The layout as flags of `megaenc pretrain`."""
-    layout, words = case.layout, ["--micro-batch-size", str(case.micro_batch_size)]
-    if case.tensor > 1:
-        words += ["--tensor-model-parallel-size", str(case.tensor)]
-    if layout.sequence_parallel:
-        words.append("--sequence-parallel")
-    if case.stages > 1:
-        words += ["--pipeline-model-parallel-size", str(case.stages)]
-    if layout.pipeline_model_parallel_layout:
-        words += ["--pipeline-model-parallel-layout", f"'{layout.pipeline_model_parallel_layout}'"]
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-        if getattr(layout, name):
-            words.append("--" + name.replace("_", "-"))
-    if layout.recompute_granularity:
-        words += ["--recompute-granularity", layout.recompute_granularity]
-    if layout.recompute_modules:
-        words += ["--recompute-modules", *layout.recompute_modules]
+    """Return the layout as flags of `megaenc pretrain`."""
+    words = ["--micro-batch-size", str(case.micro_batch_size)]
+    for name in _FLAGS:
+        value, flag = getattr(case.layout, name), "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value and value != 1:
+            words += [flag, *(value if isinstance(value, tuple) else [shlex.quote(str(value))])]
     return words
 
 
