@@ -5,12 +5,11 @@ import shlex
 from collections.abc import Iterator
 
 from megaenc.errors import InputError
-from megaenc.estimate.case import Case, Stage
+from megaenc.estimate.case import Case, Stage, Work
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.settings import PaperLayout, write_split
 from megaenc.estimate.time import micro_batch_terms
 from megaenc.estimate.whole import Demand, Estimate, estimate
-from megaenc.estimate.work import Work
 
 ALIKE = 1.02  # times within this of the best: then the simpler layout is better
 WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits

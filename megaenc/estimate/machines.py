@@ -1,6 +1,5 @@
 """Machines as numbers: from the table, or from what was measured here (calibrate)."""
 
-import dataclasses
 import difflib
 from dataclasses import dataclass
 
@@ -172,8 +171,3 @@ def rates_of(machine: Machine) -> Rates:
         host=False,
         source=f"{machine.name}: data sheet, assumed shares of it",
     )
-
-
-def changed(machine: Machine, **values: float | None) -> Machine:
-    """`machine` with what the user knows better; None leaves a value."""
-    return dataclasses.replace(machine, **{name: value for name, value in values.items() if value is not None})

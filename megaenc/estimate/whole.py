@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, PhaseWork, Work
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.memory import RankMemory, worst_memory
 from megaenc.estimate.time import StepTime, step_time
-from megaenc.estimate.work import PhaseWork, Work
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, PhaseWork, Work
 from megaenc.estimate.machines import Link, Rates
 from megaenc.estimate.settings import PaperLayout
 from megaenc.estimate.whole import Demand
-from megaenc.estimate.work import PhaseWork, Work
 from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.

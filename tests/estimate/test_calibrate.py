@@ -7,14 +7,13 @@ from cases import WORK, demand
 
 from megaenc.errors import InputError
 from megaenc.estimate.calibrate import calibrate, rates_from, share_of
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, phases
 from megaenc.estimate.documents import documents
 from megaenc.estimate.machines import TABLE
 from megaenc.estimate.memory import worst_memory
 from megaenc.estimate.settings import read
 from megaenc.estimate.time import step_time
 from megaenc.estimate.whole import Demand
-from megaenc.estimate.work import phases
 
 FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
 FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8", "--objective-schedule", "mlm", "--train-iters", "10"]
