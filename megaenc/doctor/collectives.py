@@ -1,20 +1,20 @@
 """The collectives that training uses, over the process group that it would use: right numbers, time, bytes a second."""
 
 import functools
-import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from megaenc.backend.device import detect
 from megaenc.doctor.findings import Asked, Finding, ok, problem
 from megaenc.doctor.ranks import join
 from megaenc.ranks import rank
 
-_SMALL, _SMALL_TURNS = 16, 30  # numbers for each rank; turns, after some that warm up
+_SMALL, _SMALL_TURNS = 16, 30  # numbers for each rank; turns
 _MEGABYTES = {"cpu": 4, "cuda": 64}
-_TURNS, _WARM = 5, 2
+_TURNS = 5
 _MODULUS = 251  # numbers are small and whole, so that every order of adding them gives the same
 
 
@@ -90,19 +90,9 @@ def _tried(run: Callable, place: str, device, group, sent: float) -> Finding:
             wrong = int((found != right).sum())
             advice = "no run over this network can be trusted: NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, tell which link it is"
             return problem(place, f"{wrong:,} of {found.numel():,} numbers are wrong on rank {rank()}", advice)
-        for turn in range(_WARM + turns):
-            if turn == _WARM:
-                _wait(device)
-                begin = time.perf_counter()
-            run(own, numbers, group)
-        _wait(device)
-        seconds.append((time.perf_counter() - begin) / turns)
+        timer = Timer("run(own, numbers, group)", globals={"run": run, "own": own, "numbers": numbers, "group": group})
+        seconds.append(timer.timeit(turns).mean)  # as often on all ranks; it warms up, and waits for the device
     if size == 1:
         return ok(place, "right, with one rank")
     small = f"{1e6 * seconds[0]:,.0f} µs for {_SMALL * size * 4:,} bytes"
     return ok(place, f"right, {small}, {large * 4 * sent / seconds[1] / 1e9:.3g} GB/s for {large * 4 / 2**20:.0f} MiB")
-
-
-def _wait(device) -> None:
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)

@@ -1,9 +1,9 @@
 """What this process's device computes, against the formulas: matrix products, attention backends, fused kernels, float8."""
 
 import os
-import time
 
 import torch
+from torch.utils.benchmark import Timer
 
 from megaenc.backend import device as devices
 from megaenc.backend.device import detect
@@ -73,18 +73,13 @@ def product_error(device, dtype) -> float:
 
 
 def rate(device, dtype) -> float:
-    """Return FLOP/s of a square matrix product, the best of six: of 8192 on an accelerator, on a host of what takes a moment."""
+    """Return FLOP/s of a square matrix product, the median: of 8192 on an accelerator, on a host of what takes a moment."""
     if device.type == "cpu":
         return detect().peak_flops(dtype)
-    size, best = 8192, float("inf")
+    size = 8192
     a, b = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    for _ in range(6):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        a @ b
-        torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    torch.cuda.set_device(device)  # which the timer waits for
+    return 2 * size**3 / Timer("a @ b", globals={"a": a, "b": b}).blocked_autorange(min_run_time=0.1).median
 
 
 def backends(asked: Asked) -> list[Probe]:

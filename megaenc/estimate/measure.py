@@ -21,6 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier
+from torch.utils.benchmark import Timer
 
 from megaenc.backend import Backend, Layout, prepare_megatron, start, stop
 from megaenc.console import quiet
@@ -105,17 +106,10 @@ def measure(job: Job) -> dict[str, float]:
     return found | (_links(backend, job, dtype, case.row * hidden) if job.ranks > 1 else {})
 
 
-def _median(backend: Backend, call: Callable[[], Any], seconds: float) -> float:
-    """Median seconds of `call`, tried once before, for about `seconds`."""
-    call()
-    times: list[float] = []
-    while len(times) < 3 or (sum(times) < seconds and len(times) < 200):
-        _wait(backend)
-        clock = time.perf_counter()
-        call()
-        _wait(backend)
-        times.append(time.perf_counter() - clock)
-    return median(times)
+def _median(call: Callable[[], Any], seconds: float) -> float:
+    """Return the median seconds of `call`, tried for about `seconds`."""
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=seconds).median
 
 
 def _wait(backend: Backend) -> None:
@@ -134,7 +128,7 @@ def _products(backend: Backend, dtype: torch.dtype, rows: int, weights: list[tup
             gradient.matmul(weight)
             gradient.t().matmul(x)
 
-    return _median(backend, call, seconds)
+    return _median(call, seconds)
 
 
 def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> dict[str, float]:
@@ -195,7 +189,7 @@ def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatP
     def call() -> None:
         core(q, k, v, None, packed_seq_params=packing).backward(gradient)
 
-    taken = _median(backend, call, seconds)
+    taken = _median(call, seconds)
     layer = dataclasses.replace(shape, num_layers=1)
     flops = sum(layer.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in packing.spans())
     return {("causal " if objective.attention is Attention.CAUSAL else "") + "attention": flops / taken}
