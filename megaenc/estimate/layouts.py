@@ -23,7 +23,7 @@ _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("
 
 
 def best_layout(case: Case, demand: Demand, rates: Rates) -> Estimate | None:
-    """The fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
+    """Return the fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
 
     The batch, the model and the number of devices stay. Recomputation is tried only where a layout does not fit without it.
     """
@@ -66,13 +66,12 @@ def _without_recomputation(case: Case, work: Work, rates: Rates) -> Iterator[Cas
 def _of_size(case: Case, tensor: int, stages: int, micro_batch: int, work: Work, rates: Rates) -> Iterator[Case]:
     """With and without what costs nothing but a flag."""
     data = case.gpus // (tensor * stages)
-    sequence = tensor > 1 and (micro_batch * case.seq_length) % tensor == 0
     distributed = data > 1
     overlap = distributed and not rates.host
     layout = PaperLayout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=stages,
-        sequence_parallel=sequence,
+        sequence_parallel=tensor > 1 and (micro_batch * case.seq_length) % tensor == 0,
         use_distributed_optimizer=distributed,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
@@ -88,7 +87,7 @@ def _of_size(case: Case, tensor: int, stages: int, micro_batch: int, work: Work,
 
 
 def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
-    """Layers of each stage such that the longest stage is shortest: embedding and above all the head weigh on the ends.
+    """Return layers of each stage such that the longest stage is shortest: embedding and above all the head weigh on the ends.
 
     One part a stage. Each layer goes to the stage that is done first, which is best where all layers take as long.
     """
@@ -107,14 +106,9 @@ def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
 
 
 def _complexity(found: Estimate) -> tuple:
-    layout, case = found.case.layout, found.case
-    return (
-        case.tensor * case.stages,
-        bool(layout.recompute_granularity),
-        bool(layout.pipeline_model_parallel_layout),
-        layout.use_distributed_optimizer,
-        found.seconds,
-    )
+    case, layout = found.case, found.case.layout
+    flags = (layout.recompute_granularity, layout.pipeline_model_parallel_layout, layout.use_distributed_optimizer)
+    return (case.tensor * case.stages, *map(bool, flags), found.seconds)
 
 
 def flags_of(case: Case) -> list[str]:

@@ -111,17 +111,16 @@ def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> lis
 
 def _recomputed(case: Case, stage: Stage, gemm: float, core: float, rest: float) -> float:
     """Seconds of the forward passes that recomputation repeats: a third of the products, two sevenths of attention."""
-    layout = case.layout
+    layout, shape = case.layout, case.shape
+    if not layout.recompute_granularity:
+        return 0.0
     if layout.recompute_granularity == "full":
         method, number = layout.recomputed
         share = 1.0 if method == "uniform" else min(1.0, number * case.turns / max(stage.layers, 1))
         return share * (gemm / 3 + core * 2 / 7 + rest / 3)
-    if layout.recompute_granularity == "selective":
-        modules = layout.recompute_modules or ("core_attn",)
-        shape = case.shape
-        mlp = 3 * shape.ffn_hidden_size / (2 * shape.query_size + 2 * case.keys + 3 * shape.ffn_hidden_size)
-        return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
-    return 0.0
+    modules, inner = layout.recompute_modules or ("core_attn",), 3 * shape.ffn_hidden_size
+    mlp = inner / (2 * shape.query_size + 2 * case.keys + inner)
+    return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
 
 
 def _tensor_parallel(case: Case, stage: Stage, work: Work, rates: Rates, gemm: float) -> Term:
