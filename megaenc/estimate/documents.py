@@ -51,8 +51,8 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
     if not found or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in found):
         return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
     tokens, parts = zip(*(_of_corpus(prefix, data) for _, prefix in found), strict=True)
-    given = [weight for weight, _ in found if weight is not None]
-    weights = [float(weight / sum(given)) for weight in given] or tokens
+    shares = [weight for weight, _ in found if weight is not None]
+    weights = [float(share / sum(shares)) for share in shares] or tokens
     mean = [np.average([getattr(part, name) for part in parts], weights=weights) for name in ("squares", "pieces", "special")]
     source = ", ".join(part.source for part in parts)
     return Documents(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
