@@ -105,13 +105,12 @@ def lacking() -> Finding:
         advice = "./install.sh installs it and all it needs"
         return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
     wrong = []
-    for each in wanted:
+    for each in (each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})):
         there = _installed(each.name)
-        if (each.marker and not each.marker.evaluate({"extra": ""})) or (
-            there and each.specifier.contains(there, prereleases=True)
-        ):
-            continue
-        wrong.append(f"{each.name} {there}, expected {each.specifier}" if there else f"{each.name} is missing")
+        if not there:
+            wrong.append(f"{each.name} is missing")
+        elif not each.specifier.contains(there, prereleases=True):
+            wrong.append(f"{each.name} {there}, expected {each.specifier}")
     if wrong:
         return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
     return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
