@@ -1,17 +1,18 @@
 """Accelerators: what the driver's own programs say, what torch sees, and how they are linked."""
 
 import contextlib
+import os
 import re
+import shutil
+import signal
+import subprocess
 from collections import Counter
-from pathlib import Path
+from collections.abc import Sequence
 
-from megaenc.doctor.findings import Asked, Finding, note, ok, problem
-from megaenc.doctor.limits import accelerated
-from megaenc.doctor.tools import ToolError, installed, told_by
+from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, text_of
 from megaenc.ranks import local_world_size
 
-_MIB, _GIB = 2**20, 2**30
-_BUSY = _GIB  # that another process has
+_BUSY = GIB  # that another process has
 _TOLD = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
 _WEAK = {
     "PHB": "the processor's PCIe bridge",
@@ -19,30 +20,56 @@ _WEAK = {
     "SYS": "the link between processors",
     "PCIE": "PCIe",
 }
+_BESIDES = "/opt/rocm/bin"  # which is rarely on the PATH
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+class ToolError(Exception):
+    """A program did not tell what it was asked, in one line; `told` is what it printed before it failed."""
+
+    def __init__(self, why: str, told: str = ""):
+        super().__init__(why)
+        self.told = told
+
+
+def installed(program: str) -> str:
+    """Return where the program is, on the PATH or where ROCm puts its own; empty where it is not."""
+    return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_BESIDES}") or ""
+
+
+def told_by(command: Sequence[str], seconds: float) -> str:
+    """Return what `command` prints. ToolError where it fails or has not ended after `seconds`.
+
+    It is killed then and not waited for: what hangs in a driver does not even die.
+    """
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True)
+    try:
+        told, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise ToolError(f"no answer in {seconds:.3g} s") from None
+    if process.returncode:
+        last = (told.strip().splitlines() or ["without a word"])[-1]
+        raise ToolError(f"exit code {process.returncode}: {last[:200]}", told)
+    return told
 
 
 def driver(asked: Asked) -> list[Finding]:
-    """What nvidia-smi or rocm-smi says, and how the devices are linked."""
+    """Tell what nvidia-smi or rocm-smi says, and how the devices are linked."""
     seconds = 0.4 * asked.seconds
-    of_nvidia, of_rocm = installed("nvidia-smi"), installed("rocm-smi")
-    if of_rocm and (not of_nvidia or (asked.root / "dev/kfd").exists()):
-        return [*_rocm(of_rocm, seconds), *_linked("links", [of_rocm, "--showtopotype"], seconds, rocm_links)]
-    if of_nvidia:
-        return [*_nvidia(of_nvidia, seconds), *_linked("links", [of_nvidia, "topo", "-m"], seconds, nvidia_links)]
-    if accelerated(asked):
-        found = ", ".join(_of_kernel(asked.root)) or "devices are there"
-        advice = "install the driver's programs (in a container: the runtime of the maker) to see memory, errors and links"
-        return [note("driver", f"{found}; neither nvidia-smi nor rocm-smi is here", advice, alike="note")]
-    return [ok("driver", "none: neither nvidia-smi nor rocm-smi is here")]
-
-
-def _of_kernel(root: Path) -> list[str]:
-    """The drivers that the kernel has loaded, with their versions."""
-    found = []
-    for name, file in (("amdgpu", "sys/module/amdgpu/version"), ("nvidia", "sys/module/nvidia/version")):
-        with contextlib.suppress(OSError):
-            found.append(f"{name} {(root / file).read_text(encoding='utf-8', errors='replace').strip()}")
-    return found
+    nvidia, rocm = installed("nvidia-smi"), installed("rocm-smi")
+    if rocm and (not nvidia or (asked.root / "dev/kfd").exists()):
+        return [*_rocm(rocm, seconds), *_linked([rocm, "--showtopotype"], seconds, rocm_links)]
+    if nvidia:
+        return [*_nvidia(nvidia, seconds), *_linked([nvidia, "topo", "-m"], seconds, nvidia_links)]
+    if not accelerated(asked):
+        return [ok("driver", "none: neither nvidia-smi nor rocm-smi is here")]
+    loaded = {name: text_of(asked.root / f"sys/module/{name}/version") for name in ("amdgpu", "nvidia")}
+    text = ", ".join(f"{name} {version}" for name, version in loaded.items() if version) or "devices are there"
+    advice = "install the driver's programs (in a container: the runtime of the maker) to see memory, errors and links"
+    return [note("driver", f"{text}; neither nvidia-smi nor rocm-smi is here", advice, alike="note")]
 
 
 def _nvidia(program: str, seconds: float) -> list[Finding]:
@@ -55,14 +82,14 @@ def _nvidia(program: str, seconds: float) -> list[Finding]:
 
 
 def nvidia_devices(told: str) -> list[Finding]:
-    """From the lines of nvidia-smi's CSV, in the order of _TOLD."""
+    """Return the findings for the lines of nvidia-smi's CSV, in the order of _TOLD."""
     rows = [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.count(",") == len(_TOLD) - 1]
     if not rows:
         return [problem("nvidia-smi", "names no device", "look at `nvidia-smi` itself: driver, or a container without --gpus")]
-    names = Counter(f"{name}, {int(memory) / 1024:.0f} GiB" if memory.isdigit() else name for _, name, memory, *_ in rows)
-    found = [ok("devices", "; ".join(f"{count} x {name}" for name, count in names.items()), alike="note")]
+    names = [f"{name}, {int(memory) / 1024:.0f} GiB" if memory.isdigit() else name for _, name, memory, *_ in rows]
+    found = [ok("devices", _counted(names), alike="note")]
     found.append(ok("driver", ", ".join(sorted({row[4] for row in rows})), alike="note"))
-    found += _in_use([(row[0], int(row[3]) * _MIB) for row in rows if row[3].isdigit()], "nvidia-smi")
+    found += _in_use([(row[0], int(row[3]) * MIB) for row in rows if row[3].isdigit()], "nvidia-smi")
     wrong = [f"{row[0]}: {row[5]}" for row in rows if row[5].isdigit() and int(row[5])]
     if wrong:
         advice = "memory of the device fails: reset or replace it before a run is trusted to it"
@@ -72,7 +99,7 @@ def nvidia_devices(told: str) -> list[Finding]:
 
 def _in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
     """A finding for (device, bytes that are taken of it), before this command has taken any."""
-    busy = [f"{device}: {taken / _GIB:.1f} GiB" for device, taken in used if taken > _BUSY]
+    busy = [f"{device}: {taken / GIB:.1f} GiB" for device, taken in used if taken > _BUSY]
     if not busy:
         return []
     advice = f"another process is there, see `{program}`: two runs on a device end out of memory or at half speed"
@@ -92,34 +119,35 @@ def _rocm(program: str, seconds: float) -> list[Finding]:
 
 
 def rocm_devices(told: str) -> list[Finding]:
-    """From the lines of rocm-smi; nothing where it names no device."""
-    said = {
-        what: [text.strip() for text in re.findall(rf"{name}:\s*(.+)", told)]
-        for what, name in (("devices", "Card [Ss]eries"), ("architecture", "GFX Version"), ("driver", "Driver version"))
-    }
+    """Return the findings for the lines of rocm-smi; none where it names no device."""
+    patterns = (("devices", "Card [Ss]eries"), ("architecture", "GFX Version"), ("driver", "Driver version"))
+    said = {what: re.findall(rf"{name}:\s*(.+?)\s*$", told, re.MULTILINE) for what, name in patterns}
     if not said["devices"]:
         return []
+    said["driver"] = dict.fromkeys(said["driver"])
     found = [
-        ok(what, "; ".join(f"{count} x {name}" for name, count in Counter(said[what]).items()), alike="note")
-        for what in ("devices", "architecture")
-        if said[what]
+        ok(what, _counted(values) if what != "driver" else ", ".join(values), alike="note")
+        for what, values in said.items()
+        if values
     ]
-    found += [ok("driver", ", ".join(dict.fromkeys(said["driver"])), alike="note")] if said["driver"] else []
     used = re.findall(r"GPU\[(\d+)\].*VRAM Total Used Memory \(B\):\s*(\d+)", told)
     return found + _in_use([(device, int(taken)) for device, taken in used], "rocm-smi --showpids")
 
 
-def _linked(what, command, seconds, read) -> list[Finding]:
+def _counted(names: list[str]) -> str:
+    return "; ".join(f"{count} x {name}" for name, count in Counter(names).items())
+
+
+def _linked(command, seconds, read) -> list[Finding]:
     try:
         return links(read(told_by(command, seconds)))
     except ToolError as error:
-        return [
-            note(what, f"`{' '.join(command)}`: {error}", "see what it says by hand: how devices are linked decides the layout")
-        ]
+        advice = "see what it says by hand: how devices are linked decides the layout"
+        return [note("links", f"`{' '.join(command)}`: {error}", advice)]
 
 
 def nvidia_links(told: str) -> dict[tuple[int, int], str]:
-    """From `nvidia-smi topo -m`: the link of each pair of devices, the lower one first."""
+    """Read from `nvidia-smi topo -m` the link of each pair of devices, the lower one first."""
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in told.splitlines()]
     header = next((row for row in rows if "GPU0" in row), [])
     columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
@@ -134,7 +162,7 @@ def nvidia_links(told: str) -> dict[tuple[int, int], str]:
 
 
 def rocm_links(told: str) -> dict[tuple[int, int], str]:
-    """From `rocm-smi --showtopotype`: the same."""
+    """Read the same from `rocm-smi --showtopotype`."""
     pairs = {}
     for line in told.splitlines():
         words = line.split()
@@ -145,48 +173,39 @@ def rocm_links(told: str) -> dict[tuple[int, int], str]:
 
 
 def links(pairs: dict[tuple[int, int], str]) -> list[Finding]:
-    """What the links of the pairs of devices mean for a layout."""
+    """Tell what the links of the pairs of devices mean for a layout."""
     if not pairs:
         return []
     kinds = Counter(pairs.values())
-    text = (
-        ", ".join(f"{count} pairs {kind}" for kind, count in kinds.most_common())
-        if len(kinds) > 1
-        else f"all {next(iter(kinds))}"
-    )
-    weak = [kind for kind in kinds if kind in _WEAK]
-    if weak and len(kinds) > 1:
-        ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in weak)
-        advice = f"{ways}: keep tensor parallelism among devices that are linked better"
-        return [note("links", text, advice, alike="note")]
-    return [ok("links", text, alike="note")]
+    if len(kinds) == 1:
+        return [ok("links", f"all {next(iter(kinds))}", alike="note")]
+    text = ", ".join(f"{count} pairs {kind}" for kind, count in kinds.most_common())
+    ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in kinds if kind in _WEAK)
+    if not ways:
+        return [ok("links", text, alike="note")]
+    return [note("links", text, f"{ways}: keep tensor parallelism among devices that are linked better", alike="note")]
 
 
 def seen_by_torch(asked: Asked) -> list[Finding]:
-    """How many devices torch sees, their memory, and whether there is one for each process."""
+    """Tell how many devices torch sees, their memory, and whether there is one for each process."""
     import torch
 
-    built = torch.version.hip or torch.version.cuda
+    what, built, processes = "seen by torch", torch.version.hip or torch.version.cuda, local_world_size()
     count = torch.cuda.device_count() if built else 0
     if count and torch.cuda.is_available():
-        sizes = [torch.cuda.get_device_properties(number).total_memory / _GIB for number in range(count)]
+        sizes = [torch.cuda.get_device_properties(number).total_memory / GIB for number in range(count)]
         text = f"{count} x {torch.cuda.get_device_name(0)}, {min(sizes):.0f} GiB"
-        if local_world_size() > count:
-            advice = f"one process each: --nproc-per-node {count}"
-            return [problem("seen by torch", f"{text}, for {local_world_size()} processes", advice)]
-        if local_world_size() < count:
-            text += f"; {local_world_size()} of them tried here, all of them by torchrun --nproc-per-node {count}"
-        return [ok("seen by torch", text, alike="note")]
-    hidden = [
-        name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES") if name in asked.environment
-    ]
+        if processes > count:
+            return [problem(what, f"{text}, for {processes} processes", f"one process each: --nproc-per-node {count}")]
+        if processes < count:
+            text += f"; {processes} of them tried here, all of them by torchrun --nproc-per-node {count}"
+        return [ok(what, text, alike="note")]
     if not accelerated(asked):
-        return [ok("seen by torch", "none: it computes on processors", alike="note")]
+        return [ok(what, "none: it computes on processors", alike="note")]
+    hidden = ", ".join(f"{name}={asked.environment[name]}" for name in _VISIBLE if name in asked.environment)
+    if built and hidden:
+        return [note(what, f"none, by {hidden}", "take it out to compute on the accelerators", alike="note")]
+    advice = "driver and torch do not fit, or this user may not open the devices: groups video and render, --gpus all"
     if not built:
         advice = "this torch is built for processors alone: install one for CUDA or ROCm (TORCH_INDEX=... ./install.sh)"
-    elif hidden:
-        shown = ", ".join(f"{name}={asked.environment[name]}" for name in hidden)
-        return [note("seen by torch", f"none, by {shown}", "take it out to compute on the accelerators", alike="note")]
-    else:
-        advice = "driver and torch do not fit, or this user may not open the devices: groups video and render, --gpus all"
-    return [problem("seen by torch", "none, though the machine has accelerators", advice)]
+    return [problem(what, "none, though the machine has accelerators", advice)]

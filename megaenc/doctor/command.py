@@ -22,10 +22,10 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.doctor import report
-from megaenc.doctor.compare import Looked, from_json, to_json, together
 from megaenc.doctor.findings import Asked, Finding, Probe, problem
 from megaenc.doctor.probing import NoAnswer, Prober
 from megaenc.doctor.ranks import named
+from megaenc.doctor.report import Looked, from_json, to_json, together
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.launcher import die_with_launcher, for_good, leave_if_told
@@ -46,16 +46,16 @@ PROBES = (
     Probe("versions", "versions", "megaenc.doctor.versions:versions"),
     Probe("machine", "processors", "megaenc.doctor.machine:processors", "node"),
     Probe("machine", "memory", "megaenc.doctor.machine:memory", "node"),
-    Probe("machine", "/dev/shm", "megaenc.doctor.limits:shared_memory", "node"),
-    Probe("machine", "limits", "megaenc.doctor.limits:limits"),
+    Probe("machine", "/dev/shm", "megaenc.doctor.machine:shared_memory", "node"),
+    Probe("machine", "limits", "megaenc.doctor.machine:limits"),
     Probe("accelerators", "seen by torch", "megaenc.doctor.accelerators:seen_by_torch"),
     Probe("network", "network cards", "megaenc.doctor.interconnect:cards", "node"),
     Probe("network", "interfaces", "megaenc.doctor.interconnect:interfaces", "node"),
     Probe("variables", "variables", "megaenc.doctor.environment:variables"),
     Probe("numbers", "matrix products", "megaenc.doctor.numbers:products"),
-    Probe("attention", "attention backends", "megaenc.doctor.attention:backends", patience=2),
-    Probe("kernels", "fused kernels", "megaenc.doctor.kernels:kernels"),
-    Probe("kernels", "float8 products", "megaenc.doctor.kernels:float8_products", patience=3, advice="leave --fp8-format out"),
+    Probe("attention", "attention backends", "megaenc.doctor.numbers:backends", patience=2),
+    Probe("kernels", "fused kernels", "megaenc.doctor.numbers:kernels"),
+    Probe("kernels", "float8 products", "megaenc.doctor.numbers:float8_products", patience=3, advice="leave --fp8-format out"),
     Probe("disk", "space", "megaenc.doctor.disk:space", "node"),
     Probe("disk", "temporary files", "megaenc.doctor.disk:temporary", "node"),
     Probe("disk", "promises of the file system", "megaenc.doctor.disk:promises", "node"),
@@ -63,18 +63,9 @@ PROBES = (
 """What is looked at; another thing is another line."""
 
 SUBJECTS = (
-    "versions",
-    "machine",
-    "accelerators",
-    "network",
-    "variables",
-    "numbers",
-    "attention",
-    "kernels",
-    "ranks",
-    "collectives",
-    "disk",
-)
+    "versions", "machine", "accelerators", "network", "variables", "numbers", "attention", "kernels", "ranks",
+    "collectives", "disk",
+)  # fmt: skip
 """In the order of the report."""
 
 _OTHERS = 10  # times --timeout that rank 0 waits for what other ranks have found, some of which may hang three times
@@ -186,8 +177,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     except NoAnswer as error:
         found, told = [problem("comparing", str(error), "")], False
     if not told:
-        advice = "nothing is known of the other ranks: see what they have printed"
-        alone = _with(mine, problem("comparing", found[0].found, advice))
+        alone = _with(mine, "comparing", found[0].found, "nothing is known of the other ranks: see what they have printed")
         if rank():
             print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
             return []  # torchrun would end rank 0, which will miss this one, for anything else
@@ -200,13 +190,13 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
             looked[each] = from_json(content, each)
         except ValueError as error:
             advice = "something else writes to torchrun's port: keep it within the job's own network"
-            looked[0] = _with(looked[0], problem(f"malformed, rank {each}", f"its findings: {error}", advice))
+            looked[0] = _with(looked[0], f"malformed, rank {each}", f"its findings: {error}", advice)
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        looked[0] = _with(looked[0], problem("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
+        looked[0] = _with(looked[0], "missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice)
     return [looked[each] for each in sorted(looked)]
 
 
-def _with(looked: Looked, finding: Finding) -> Looked:
-    return replace(looked, findings=(*looked.findings, ("ranks", finding)))
+def _with(looked: Looked, what: str, found: str, advice: str) -> Looked:
+    return replace(looked, findings=(*looked.findings, ("ranks", problem(what, found, advice))))

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from megaenc.doctor.findings import Asked, Finding, Level, ok
 
@@ -26,16 +25,6 @@ _SECRET_PARTS = (
 _LONGEST = 120
 
 
-@dataclass(frozen=True)
-class Bite:
-    """A value of a variable that bites."""
-
-    names: tuple[str, ...]
-    bites: Callable[[str], bool]
-    level: Level
-    advice: str
-
-
 def _on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "off", "no")
 
@@ -48,94 +37,45 @@ def _any(value: str) -> bool:
     return True
 
 
+def _not_1(value: str) -> bool:
+    return value != "1"
+
+
 def _is(*values: str) -> Callable[[str], bool]:
     return lambda value: value.strip().upper() in values
 
 
 BITES = (
-    Bite(
-        ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"),
-        lambda value: value != "1",
-        "note",
-        "of no effect: it is for Transformer Engine's attention, which no run takes; --attention-backend chooses instead",
-    ),
-    Bite(
-        ("CUDA_DEVICE_MAX_CONNECTIONS",),
-        lambda value: value != "1",
-        "note",
-        "megatron-core's overlap of communication and computing counts on 1, which megaenc sets where it is not set: take it out",
-    ),
-    Bite(
-        ("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "AMD_SERIALIZE_KERNEL", "AMD_SERIALIZE_COPY"),
-        _on,
-        "note",
-        "each kernel is waited for: for finding a fault only, take it out",
-    ),
-    Bite(
-        ("NCCL_P2P_DISABLE",),
-        _on,
-        "note",
-        "accelerators of a node speak through the host's memory, several times slower: take it out unless they hang without",
-    ),
-    Bite(("NCCL_SHM_DISABLE",), _on, "note", "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
-    Bite(("NCCL_IB_DISABLE",), _on, "note", "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
-    Bite(("NCCL_NET",), _is("SOCKET"), "note", "nodes speak over TCP whatever faster network there is: take it out"),
-    Bite(
-        ("NCCL_NET_GDR_LEVEL",), _is("0", "LOC"), "note", "the network cards do not reach the accelerators' memory: take it out"
-    ),
-    Bite(
-        ("NCCL_ALGO", "NCCL_PROTO"),
-        _any,
-        "note",
-        "one way for all sizes costs speed: it is for runs that repeat bit by bit, else take it out",
-    ),
-    Bite(
-        ("NCCL_DEBUG",),
-        _is("INFO", "TRACE"),
-        "note",
-        "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file",
-    ),
-    Bite(
-        ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"),
-        _any,
-        "note",
-        "torch reads it as TORCH_NCCL_... now: rename it or take it out",
-    ),
-    Bite(
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING",),
-        _off,
-        "note",
-        "a lost rank leaves the others waiting until megaenc's own watch ends them: take it out",
-    ),
-    Bite(("TORCH_NCCL_BLOCKING_WAIT",), _on, "note", "the host waits for each collective: take it out"),
-    Bite(
-        ("TORCH_DISTRIBUTED_DEBUG",),
-        _is("DETAIL"),
-        "note",
-        "every collective is compared over all ranks first: slow, take it out",
-    ),
-    Bite(("HSA_OVERRIDE_GFX_VERSION",), _any, "note", "kernels of another architecture are run: wrong numbers may come of it"),
-    Bite(("HSA_ENABLE_SDMA",), _off, "note", "copies take compute units: take it out unless copies were found to be wrong"),
-    Bite(
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"),
-        _on,
-        "note",
-        "each tensor is allocated anew: slow, take it out",
-    ),
-    Bite(
-        ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-        _on,
-        "note",
-        "float32 products are rounded to 10 bits: take it out",
-    ),
-    Bite(
-        ("TRITON_INTERPRET",), _on, "problem", "kernels run on the host, thousands of times slower: for tests only, take it out"
-    ),
-)
+    ("NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_UNFUSED_ATTN", _not_1,
+     "of no effect: it is for Transformer Engine's attention, which no run takes; --attention-backend chooses instead"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", _not_1,
+     "megatron-core's overlap of communication and computing counts on 1, which megaenc sets where it is not set: take it out"),
+    ("CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY", _on,
+     "each kernel is waited for: for finding a fault only, take it out"),
+    ("NCCL_P2P_DISABLE", _on,
+     "accelerators of a node speak through the host's memory, several times slower: take it out unless they hang without"),
+    ("NCCL_SHM_DISABLE", _on, "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
+    ("NCCL_IB_DISABLE", _on, "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
+    ("NCCL_NET", _is("SOCKET"), "nodes speak over TCP whatever faster network there is: take it out"),
+    ("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "the network cards do not reach the accelerators' memory: take it out"),
+    ("NCCL_ALGO NCCL_PROTO", _any, "one way for all sizes costs speed: it is for runs that repeat bit by bit, else take it out"),
+    ("NCCL_DEBUG", _is("INFO", "TRACE"), "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file"),
+    ("NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT", _any, "torch reads it as TORCH_NCCL_... now: rename it or take it out"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off,
+     "a lost rank leaves the others waiting until megaenc's own watch ends them: take it out"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _on, "the host waits for each collective: take it out"),
+    ("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "every collective is compared over all ranks first: slow, take it out"),
+    ("HSA_OVERRIDE_GFX_VERSION", _any, "kernels of another architecture are run: wrong numbers may come of it"),
+    ("HSA_ENABLE_SDMA", _off, "copies take compute units: take it out unless copies were found to be wrong"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NO_HIP_MEMORY_CACHING", _on, "each tensor is allocated anew: slow, take it out"),
+    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on, "float32 products are rounded to 10 bits: take it out"),
+    ("TRITON_INTERPRET", _on, "kernels run on the host, thousands of times slower: for tests only, take it out"),
+)  # fmt: skip
+"""(Names, which of their values bite, what to do): notes, but for the last, which is a problem."""
 
 
 def variables(asked: Asked) -> list[Finding]:
-    """Those that are set, in order of the alphabet."""
+    """Show those that are set, in order of the alphabet."""
     shown = {
         name: value
         for name, value in sorted(asked.environment.items())
@@ -154,7 +94,7 @@ def _variable(name: str, value: str) -> Finding:
         value = pattern.sub(instead, value)
     text = value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
     alike: Level = "ok" if name in _OF_A_RANK else "note"
-    for bite in BITES:
-        if name in bite.names and bite.bites(value):
-            return Finding(name, text, bite.level, bite.advice, alike)
-    return ok(name, text or "(empty)", alike)
+    advice = next((advice for names, bites, advice in BITES if name in names.split() and bites(value)), "")
+    if not advice:
+        return ok(name, text or "(empty)", alike)
+    return Finding(name, text, "problem" if name == "TRITON_INTERPRET" else "note", advice, alike)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from megaenc.ranks import several_nodes
 
 Level = Literal["ok", "note", "problem"]
+GIB, MIB = 2**30, 2**20
 LEVELS: tuple[Level, ...] = ("ok", "note", "problem")
 """From harmless to what will stop or spoil a run; a note is worth knowing and stops nothing."""
 
@@ -79,6 +80,19 @@ class Probe:
     """How many times --timeout it has."""
     advice: str = "a run would hang or die there too"
     """What to do where it hangs or dies."""
+
+
+def text_of(file: Path) -> str:
+    """Return what stands in a file of the kernel, without space around it; empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def accelerated(asked: Asked) -> bool:
+    """Return whether the machine has accelerators, without asking a driver."""
+    return any((asked.root / "dev").glob("nvidia[0-9]*")) or (asked.root / "dev/kfd").exists()
 
 
 class Broken(Exception):

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from megaenc.doctor.findings import Asked, Finding, note, ok, problem, problem_between_nodes
-from megaenc.doctor.limits import accelerated
-from megaenc.doctor.tools import text_of
+from megaenc.doctor.findings import Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
 from megaenc.ranks import several_nodes
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -18,7 +16,7 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 
 
 def cards(asked: Asked) -> list[Finding]:
-    """The cards of networks that nodes are linked by, and whether a process may use them as it is told to."""
+    """Tell which networks' cards there are to link nodes by, and whether a process may use them as it is told to."""
     found = [*slingshot(asked), *infiniband(asked)]
     if found:
         return found
@@ -29,7 +27,7 @@ def cards(asked: Asked) -> list[Finding]:
 
 
 def slingshot(asked: Asked) -> list[Finding]:
-    """The cards of /sys/class/cxi, HPE's Slingshot, and the plugin without which RCCL and NCCL pass them over."""
+    """Tell the cards of /sys/class/cxi, HPE's Slingshot, and the plugin without which RCCL and NCCL pass them over."""
     names = sorted(card.name for card in (asked.root / "sys/class/cxi").glob("*"))
     if not names:
         return []
@@ -55,7 +53,7 @@ def _plugin(asked: Asked) -> Finding:
 
 
 def infiniband(asked: Asked) -> list[Finding]:
-    """The ports of /sys/class/infiniband; nothing where there is none."""
+    """Tell the ports of /sys/class/infiniband; nothing where there is none."""
     ports = sorted((asked.root / "sys/class/infiniband").glob("*/ports/*"))
     found = [_port(port, asked) for port in ports]
     if found and not (asked.root / "dev/infiniband").exists():
@@ -87,24 +85,29 @@ def _port(port: Path, asked: Asked) -> Finding:
 
 
 def interfaces(asked: Asked) -> list[Finding]:
-    """Each interface that is up, and the ones that processes would meet over."""
-    up = {name: about for name, about in psutil.net_if_stats().items() if about.isup}
-    addresses = {
-        name: [each.address for each in given if each.family == socket.AF_INET] for name, given in psutil.net_if_addrs().items()
-    }
+    """Tell each interface that is up, and the ones that processes would meet over."""
+    given = psutil.net_if_addrs()
+    addresses = {name: [each.address for each in given.get(name, ()) if each.family == socket.AF_INET] for name in given}
+    up = {name: about for name, about in psutil.net_if_stats().items() if about.isup and addresses.get(name)}
     found = []
     for name, about in sorted(up.items()):
-        if addresses.get(name):
-            speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
-            found.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
-    usable = [name for name in up if addresses.get(name)]
-    found.append(nccl_interface(asked.environment.get("NCCL_SOCKET_IFNAME"), usable))
-    owners = {address: name for name in usable for address in addresses[name]}
-    return [*found, gloo_interface(asked.environment.get("GLOO_SOCKET_IFNAME"), usable, _own_addresses(), owners)]
+        speed = f", {about.speed / 1000:g} Gbit/s" if about.speed else ""
+        found.append(ok(f"interface {name}", f"{', '.join(addresses[name])}{speed}, MTU {about.mtu}"))
+    owners = {address: name for name in up for address in addresses[name]}
+    try:
+        resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+        own = list(dict.fromkeys(address[0] for *_, address in resolved))
+    except OSError:
+        own = []
+    return [
+        *found,
+        nccl_interface(asked.environment.get("NCCL_SOCKET_IFNAME"), list(up)),
+        gloo_interface(asked.environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners),
+    ]
 
 
 def nccl_interface(asked: str | None, usable: list[str]) -> Finding:
-    """Over which of the interfaces `usable` NCCL and RCCL meet. `asked`: NCCL_SOCKET_IFNAME."""
+    """Tell over which of the interfaces `usable` NCCL and RCCL meet. `asked`: NCCL_SOCKET_IFNAME."""
     what = "NCCL meets over"
     if asked:
         chosen = [name for name in usable if matches(asked, name)]
@@ -122,7 +125,7 @@ def nccl_interface(asked: str | None, usable: list[str]) -> Finding:
 
 
 def matches(asked: str, name: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME=`asked` takes the interface `name`: beginnings of names, `=` whole names, `^` none of them."""
+    """Return whether NCCL_SOCKET_IFNAME=`asked` takes the interface `name`: beginnings, `=` whole names, `^` none of them."""
     kind, given = re.match(r"(\^=|\^|=|)(.*)", asked).groups()
     words = [word.strip() for word in given.split(",") if word.strip()]
     hit = any(name == word if "=" in kind else name.startswith(word) for word in words)
@@ -130,7 +133,7 @@ def matches(asked: str, name: str) -> bool:
 
 
 def gloo_interface(asked: str | None, usable: list[str], own: list[str], owners: dict[str, str]) -> Finding:
-    """Over which interface gloo meets: the one asked for, else that of the address which this machine's own name leads to.
+    """Tell over which interface gloo meets: the one asked for, else that of the address which this machine's own name leads to.
 
     `asked`: GLOO_SOCKET_IFNAME; `own`: the addresses of the machine's name; `owners`: interface by address.
     """
@@ -150,11 +153,3 @@ def gloo_interface(asked: str | None, usable: list[str], own: list[str], owners:
         advice = f"other nodes cannot reach that: export GLOO_SOCKET_IFNAME={others[0] if others else 'INTERFACE'} on all"
         return problem(what, text, advice)
     return ok(what, f"{text}; enough on one node")
-
-
-def _own_addresses() -> list[str]:
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(address[0] for *_, address in found))

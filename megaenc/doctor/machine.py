@@ -1,74 +1,72 @@
-"""Processors, memory and what a container leaves of them."""
+"""Processors, memory, and what containers, jobs and the system's limits leave of them to a process."""
 
 import os
 import platform
 import re
+import resource
 from pathlib import Path
 
 import psutil
 
-from megaenc.doctor.findings import Asked, Finding, note, ok
-from megaenc.doctor.tools import text_of
+from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
-GIB = 2**30
 _SWAPPED, _RESERVED = 0.1, 0.1  # of memory
+ENOUGH_SHARED = GIB
+"""Bytes of /dev/shm: RCCL and NCCL take up to about 10 MB there for each pair of a node's processes that speak through it, and
+workers of loaders pass batches through it. Docker gives 64 MB."""
+_FILES_A_RANK, _OTHER_FILES = 8, 512  # connections to each other rank in its groups; a process's own
+_LOCKED = 16 * GIB
 
 
 def processors(asked: Asked) -> list[Finding]:
-    """Which they are, how many this process may use, and threads that would be too many or too few."""
+    """Tell which they are, how many this process may use, and whether threads are too many or too few."""
     cores, share = usable_cores(), quota(asked.root)
-    name = _processor(asked.root)
+    names = re.findall(r"^model name\s*:\s*(.*?)\s*$", text_of(asked.root / "proc/cpuinfo"), re.MULTILINE)
     found = [
-        ok("processor", name, alike="note"),
+        ok("processor", names[0] if names else platform.processor() or platform.machine(), alike="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
     ]
     if share and share < 0.9 * cores:
         advice = "threads are made for cores: give the container cores (--cpuset-cpus) rather than time (--cpus)"
         found.append(note("time on them", f"limited to that of {share:.3g} cores", advice))
-    return found + threads(asked, cores)
+    return [*found, threads(asked, cores)]
 
 
-def threads(asked: Asked, cores: int) -> list[Finding]:
-    """OMP_NUM_THREADS against the cores."""
-    given = asked.environment.get("OMP_NUM_THREADS", "")
-    alone = world_size() == 1 and "RANK" not in asked.environment
-    if local_world_size() > cores:
+def threads(asked: Asked, cores: int) -> Finding:
+    """Compare OMP_NUM_THREADS, which counts for one process alone, with the cores."""
+    given, processes = asked.environment.get("OMP_NUM_THREADS", ""), local_world_size()
+    if processes > cores:
         advice = "start at most a process a core: --nproc-per-node"
-        return [note("threads", f"{local_world_size()} processes on {cores} cores", advice)]
-    if alone and given.isdigit() and int(given) < cores:
+        return note("threads", f"{processes} processes on {cores} cores", advice)
+    if world_size() > 1 or "RANK" in asked.environment or not given:
+        return ok("threads", f"{max(1, cores // processes)} for each process")
+    if given.isdigit() and int(given) < cores:
         advice = f"take OMP_NUM_THREADS out, or start {cores} processes, if training here shall use all cores"
-        return [note("threads", f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)]
-    if alone and given.isdigit() and int(given) > cores:
-        return [note("threads", f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")]
-    return [ok("threads", f"{given if alone and given else max(1, cores // local_world_size())} for each process")]
+        return note("threads", f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)
+    if given.isdigit() and int(given) > cores:
+        return note("threads", f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
+    return ok("threads", f"{given} for each process")
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """The cores' worth of time that the container or job has; None without a limit."""
-    limits = []
-    for folder in _groups(root):
-        first, _, period = text_of(folder / "cpu.max").partition(" ")
-        if first.isdigit() and period.isdigit():
-            limits.append(int(first) / int(period))
+    """Return the cores' worth of time that the container or job has; None without a limit."""
     old = root / "sys/fs/cgroup/cpu"
-    share, period = text_of(old / "cpu.cfs_quota_us"), text_of(old / "cpu.cfs_period_us")
-    if share.isdigit() and period.isdigit():
-        limits.append(int(share) / int(period))
-    return min(limits, default=None)
+    pairs = [text_of(folder / "cpu.max").split() for folder in _groups(root)]
+    pairs.append([text_of(old / "cpu.cfs_quota_us"), text_of(old / "cpu.cfs_period_us")])
+    return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and all(word.isdigit() for word in pair)), default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """The bytes that the container or job may use; None without a limit."""
-    texts = [text_of(folder / "memory.max") for folder in _groups(root)]
-    texts.append(text_of(root / "sys/fs/cgroup/memory/memory.limit_in_bytes"))
-    limits = [int(text) for text in texts if text.isdigit()]
-    return min((limit for limit in limits if limit < 2**60), default=None)
+    """Return the bytes that the container or job may use; None without a limit."""
+    files = [folder / "memory.max" for folder in _groups(root)]
+    texts = [text_of(file) for file in (*files, root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    return min((int(text) for text in texts if text.isdigit() and int(text) < 2**60), default=None)
 
 
 def _groups(root: Path) -> list[Path]:
-    """The folders of this process's control group and of those above it, as version 2 has them."""
+    """Return the folders of this process's control group and of those above it, as version 2 has them."""
     line = next((line for line in text_of(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
@@ -76,25 +74,75 @@ def _groups(root: Path) -> list[Path]:
 
 
 def memory(asked: Asked) -> list[Finding]:
-    """How much there is, and what of it is somebody else's, swapped out or set apart for huge pages."""
-    there = psutil.virtual_memory()
-    limit = memory_limit(asked.root)
-    text = f"{there.total / GIB:.1f} GiB, {there.available / GIB:.1f} free"
-    found = [ok("memory", text + (f"; this container or job may use {limit / GIB:.1f}" if limit and limit < there.total else ""))]
-    swap = psutil.swap_memory()
-    if swap.used > _SWAPPED * there.total:
+    """Tell how much there is, and what of it is somebody else's, swapped out or set apart for huge pages."""
+    total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
+    limit, about = memory_limit(asked.root), text_of(asked.root / "proc/meminfo")
+    text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} free"
+    found = [ok("memory", text + (f"; this container or job may use {limit / GIB:.1f}" if limit and limit < total else ""))]
+    swapped = psutil.swap_memory().used
+    if swapped > _SWAPPED * total:
         advice = "something is short of memory here: see what takes it before a run is started"
-        found.append(note("swap", f"{swap.used / GIB:.1f} GiB are swapped out", advice))
-    about = text_of(asked.root / "proc/meminfo")
+        found.append(note("swap", f"{swapped / GIB:.1f} GiB are swapped out", advice))
     pages, size = (re.search(rf"{name}:\s+(\d+)", about) for name in ("HugePages_Total", "Hugepagesize"))
     reserved = int(pages[1]) * int(size[1]) * 1024 if pages and size else 0
-    if reserved > _RESERVED * there.total:
+    if reserved > _RESERVED * total:
         advice = "set apart for programs that ask for them, which no run does: vm.nr_hugepages=0"
         found.append(note("huge pages", f"{reserved / GIB:.1f} GiB reserved", advice))
     return found
 
 
-def _processor(root: Path) -> str:
-    lines = text_of(root / "proc/cpuinfo").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+def shared_memory(asked: Asked) -> list[Finding]:
+    """Tell the size of /dev/shm and what is free of it."""
+    place = asked.root / "dev/shm"
+    try:
+        about = os.statvfs(place)
+        writable = os.access(place, os.W_OK)
+    except OSError as error:
+        advice = "mount a tmpfs there: NCCL and processes that share tensors need it"
+        return [problem("/dev/shm", error.strerror or str(error), advice)]
+    return [shared_memory_of(about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail, writable, accelerated(asked))]
+
+
+def shared_memory_of(size: int, free: int, writable: bool, needed: bool) -> Finding:
+    """Judge a /dev/shm of `size` bytes; `needed`: whether accelerators speak through it."""
+    text = f"{_bytes(size)}, {_bytes(free)} free"
+    if not writable:
+        return problem("/dev/shm", f"{text}, and may not be written to", "chmod 1777 /dev/shm")
+    if size >= ENOUGH_SHARED and free >= ENOUGH_SHARED // 2:
+        return ok("/dev/shm", text)
+    more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {ENOUGH_SHARED // GIB}g"
+    advice = more if size < ENOUGH_SHARED else "it is nearly full: remove what processes that are gone have left there"
+    if needed:
+        return problem("/dev/shm", text, f"NCCL ends with a bus error where it is too small; {advice}")
+    return note("/dev/shm", text, f"enough to train on processors, too little for accelerators; {advice}")
+
+
+def limits(asked: Asked) -> list[Finding]:
+    """Tell how many open files and how much locked memory this process may have."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    cards = any((asked.root / "sys/class/infiniband").glob("*"))
+    return [open_files(files, most, world_size()), locked_memory(locked, cards)]
+
+
+def open_files(files: int, most: int, ranks: int) -> Finding:
+    """Judge a limit of `files`, which a process may raise to `most` itself."""
+    what, needed = "open files", _OTHER_FILES + _FILES_A_RANK * ranks
+    if files == resource.RLIM_INFINITY or files >= needed:
+        return ok(what, "without limit" if files == resource.RLIM_INFINITY else f"{files:,}")
+    raised = needed if most == resource.RLIM_INFINITY else min(most, max(needed, 65536))
+    text = f"{files:,} for a process, of {ranks} about {needed:,} may be needed"
+    return problem(what, text, f"ulimit -n {raised} before the start")
+
+
+def locked_memory(locked: int, cards: bool) -> Finding:
+    """Judge a limit of `locked` bytes; `cards`: whether there are InfiniBand cards, which read locked memory."""
+    text = "without limit" if locked == resource.RLIM_INFINITY else _bytes(locked)
+    if not cards or locked == resource.RLIM_INFINITY or locked >= _LOCKED:
+        return ok("locked memory", text)
+    ways = "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
+    return problem_between_nodes("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")
+
+
+def _bytes(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"

@@ -1,4 +1,4 @@
-"""What is between processes: whether they meet, their clocks, the folder that they share, and what each of them has found."""
+"""What is between processes: whether they meet, their clocks, what they share, and what each of them has found."""
 
 import fcntl
 import functools
@@ -26,7 +26,7 @@ _HOSTS = 4  # that are named
 
 
 def meet(asked: Asked) -> list[Finding]:
-    """All processes join one group over gloo, which the probes after this one use."""
+    """Join all processes in one group over gloo, which the probes after this one use."""
     begin = time.perf_counter()
     try:
         join(asked.seconds)
@@ -38,11 +38,8 @@ def meet(asked: Asked) -> list[Finding]:
     if world_size() == 1:
         return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor tries what is between several")]
     hosts = len(set(_gather(socket.gethostname())))
-    return (
-        [ok("ranks", f"{world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s")]
-        if not rank()
-        else []
-    )
+    text = f"{world_size()} on {hosts} node{'s' if hosts > 1 else ''}, together after {seconds:.1f} s"
+    return [] if rank() else [ok("ranks", text)]
 
 
 @functools.cache
@@ -70,7 +67,7 @@ def _gather(mine: Any) -> list[Any]:
 
 
 def clocks(asked: Asked) -> list[Finding]:
-    """How far the clocks of the ranks are apart; rank 0 measures and tells."""
+    """Tell how far the clocks of the ranks are apart; rank 0 measures and tells."""
     if world_size() == 1:
         return []
     join(asked.seconds)
@@ -79,16 +76,15 @@ def clocks(asked: Asked) -> list[Finding]:
     return [] if rank() else [apart(offsets, hosts)]
 
 
-def measured_offsets(clock: Callable[[], float] | None = None) -> list[tuple[float, float]]:
-    """Of each rank, on rank 0: seconds that its clock is ahead of rank 0's, and how wrong that may be. Elsewhere an empty list.
+def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
+    """Return on rank 0, for each rank, the seconds that its clock is ahead and how wrong that may be; elsewhere an empty list.
 
     As NTP does it (RFC 5905, section 8): a message goes there and back, both ends note the time of sending and receiving; of some
-    the one with the shortest way is right to half of that way. `clock` is the system's unless given.
+    the one with the shortest way is right to half of that way.
     """
     import torch
     import torch.distributed as dist
 
-    clock = clock or time.time
     ping, pong = torch.zeros(1), torch.zeros(2, dtype=torch.float64)
     if rank():
         for _ in range(PINGS):
@@ -113,7 +109,7 @@ def measured_offsets(clock: Callable[[], float] | None = None) -> list[tuple[flo
 
 
 def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
-    """The finding for `measured_offsets` of ranks on `hosts`."""
+    """Judge the `measured_offsets` of ranks on `hosts`."""
     first, last = min(range(len(offsets)), key=lambda at: offsets[at]), max(range(len(offsets)), key=lambda at: offsets[at])
     difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
     text = f"at most {_seconds(difference)} apart, to {_seconds(error)}"
@@ -132,33 +128,31 @@ def _seconds(value: float) -> str:
 
 
 def shared_folder(asked: Asked) -> list[Finding]:
-    """Whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
+    """Tell whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
     if world_size() == 1:
         return []
     import torch.distributed as dist
 
     join(asked.seconds)
-    name = _gather(secrets.token_hex(8))[0]
-    path = existing(Path(asked.save)) / f".megaenc-doctor-{name}"
-    descriptor = None
+    path = existing(Path(asked.save)) / f".megaenc-doctor-{_gather(secrets.token_hex(8))[0]}"
+    file = None
     try:
-        with suppress(OSError):  # a folder that cannot be written to is found by another probe
-            if not rank():
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = _gather(descriptor is not None)[0]
-        found = _shared(path) if rank() and there else ""
-        everywhere = _gather(found)
+        if not rank():
+            with suppress(OSError):  # a folder that cannot be written to is found by another probe
+                file = open(path, "x")  # noqa: SIM115 - closed, and so unlocked, when all have looked
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        there = _gather(file is not None)[0]
+        everywhere = _gather(_shared(path) if rank() and there else "")
     finally:
-        if descriptor is not None:
+        if file is not None:
             path.unlink(missing_ok=True)
-            os.close(descriptor)
+            file.close()
     dist.barrier()
     return [] if rank() or not there else [sharing(everywhere)]
 
 
 def _shared(path: Path) -> str:
-    """ "missing" or "unlocked", or nothing, as this rank sees the file that rank 0 has made and locked."""
+    """Return "missing" or "unlocked", or nothing, as this rank sees the file that rank 0 has made and locked."""
     deadline = time.monotonic() + _SEEN
     while not path.exists():
         if time.monotonic() > deadline:
@@ -167,20 +161,17 @@ def _shared(path: Path) -> str:
             os.listdir(path.parent)  # which has some network file systems look anew
         time.sleep(_POLL)
     try:
-        descriptor = os.open(path, os.O_RDWR)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        finally:
-            os.close(descriptor)
+        with open(path, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return ""
     except OSError:
-        return "unlocked"
+        pass
     return "unlocked"
 
 
 def sharing(everywhere: list[str]) -> Finding:
-    """The finding for what each rank saw of the file."""
+    """Judge what each rank saw of the file."""
     missing, unlocked = ([at for at, found in enumerate(everywhere) if found == word] for word in ("missing", "unlocked"))
     if missing:
         advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
@@ -192,7 +183,7 @@ def sharing(everywhere: list[str]) -> Finding:
 
 
 def shared_arrays(asked: Asked) -> list[Finding]:
-    """Whether the processes of a node have one copy of the arrays that a run keeps in memory for all of them (data.shared)."""
+    """Tell whether a node's processes have one copy of the arrays that a run keeps in memory for all of them (data.shared)."""
     if world_size() == 1:
         return []
     import numpy as np
@@ -213,7 +204,7 @@ def shared_arrays(asked: Asked) -> list[Finding]:
 
 
 def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Finding]:
-    """The finding for (its host, whether it has made the array itself) and whether that is wrong, of each rank."""
+    """Judge, for each rank, (its host, whether it has made the array itself) and whether that is wrong."""
     what, hosts = "shared arrays", Counter(host for host, _ in everywhere)
     if any(wrong):
         text = f"other numbers than were written, on rank {named([at for at, bad in enumerate(wrong) if bad])}"
@@ -231,14 +222,10 @@ def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Findin
 
 
 def named(ranks: list[int]) -> str:
-    """Ranks for the eye: 0-3, 7."""
-    parts: list[list[int]] = []
-    for each in sorted(ranks):
-        if parts and each == parts[-1][-1] + 1:
-            parts[-1].append(each)
-        else:
-            parts.append([each])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    """Write ranks for the eye: 0-3, 7."""
+    starts = [each for each in sorted(ranks) if each - 1 not in ranks]
+    stops = [each for each in sorted(ranks) if each + 1 not in ranks]
+    return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
 
 
 def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:

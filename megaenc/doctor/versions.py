@@ -21,57 +21,42 @@ _OF_TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 
 def versions(asked: Asked) -> list[Finding | Probe]:
-    """Of megaenc, Python and each package that matters; then a probe to import each of those."""
-    found: list[Finding | Probe] = [
+    """Tell those of megaenc and Python, and ask for a probe to import each package that matters."""
+    there = [name for name in _OPTIONAL if _version(name)]
+    return [
         ok("megaenc", f"{megaenc.__version__} in {Path(megaenc.__file__).parent}", alike="problem"),
         ok("python", f"{platform.python_version()} on {platform.system()} {platform.release()}", alike="note"),
+        *(Probe("versions", name, f"{__name__}:package", arguments=(name,), patience=2) for name in (*_REQUIRED, *there)),
+        ok("not installed", f"{', '.join(name for name in _OPTIONAL if name not in there)}; megaenc does without"),
+        lacking(),
+        Probe("versions", "CUDA, ROCm, NCCL", f"{__name__}:libraries", patience=2),
     ]
-    found += [Probe("versions", name, f"{__name__}:required", arguments=(name,), patience=2) for name in _REQUIRED]
-    there = [name for name in _OPTIONAL if _version(name)]
-    found += [Probe("versions", name, f"{__name__}:optional", arguments=(name,), patience=2) for name in there]
-    found.append(ok("not installed", f"{', '.join(name for name in _OPTIONAL if name not in there)}; megaenc does without"))
-    found += lacking()
-    return [*found, Probe("versions", "CUDA, ROCm, NCCL", f"{__name__}:libraries", patience=2)]
 
 
-def required(asked: Asked, name: str) -> list[Finding]:
-    """A package that nothing goes without."""
-    found = _version(name)
+def package(asked: Asked, name: str) -> list[Finding]:
+    """Tell whether a package is there, can be imported, and is one that megaenc, or torch, is made for."""
+    found, needed = _version(name), name in _REQUIRED
     if not found:
         return [problem(name, "not installed", f"pip install {name}, or ./install.sh for all", alike="problem")]
     try:
         _import(name)
     except Exception as error:  # a half-installed package raises whatever it likes
-        said = f"{found}, and cannot be imported: {_short(error)}"
-        return [problem(name, said, f"install {name} anew: ./install.sh", alike="problem")]
-    return _known(name, found) or [ok(name, found, alike="problem")]
-
-
-def _known(name: str, found: str) -> list[Finding]:
-    """A finding where the adapters were not written for this version of megatron-core."""
+        text = f"{found}, and cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        if needed:
+            return [problem(name, text, f"install {name} anew: ./install.sh", alike="problem")]
+        return [note(name, text, f"pip uninstall {name}, or install the one that is made for this torch", alike="note")]
     if name == "megatron-core":
         from megaenc.backend.megatron import KNOWN_VERSIONS
 
-        if found not in KNOWN_VERSIONS:
-            known = " or ".join(KNOWN_VERSIONS)
+        if found not in KNOWN_VERSIONS:  # the adapters were not written for it
             advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
-            return [problem(name, f"{found}; expected {known}", advice, alike="problem")]
-    return []
-
-
-def optional(asked: Asked, name: str) -> list[Finding]:
-    """A package that is installed, though megaenc does without: it may be for another torch."""
-    found = _version(name)
-    try:
-        _import(name)
-    except Exception as error:
-        advice = f"pip uninstall {name}, or install the one that is made for this torch"
-        return [note(name, f"{found}, and cannot be imported: {_short(error)}", advice, alike="note")]
-    return (_unlike_torch_s() if name == "triton" else []) or [ok(name, found, alike="note")]
+            return [problem(name, f"{found}; expected {' or '.join(KNOWN_VERSIONS)}", advice, alike="problem")]
+    unlike = _unlike_torch_s() if name == "triton" else []
+    return unlike or [ok(name, found, alike="problem" if needed else "note")]
 
 
 def _unlike_torch_s() -> list[Finding]:
-    """A finding where the triton that is installed is not the one that this torch asks for."""
+    """Return a finding where the triton that is installed is not the one that this torch asks for."""
     from packaging.requirements import Requirement
 
     there = {called: version for called in _OF_TRITON if (version := _installed(called))}
@@ -99,7 +84,7 @@ def _import(name: str) -> None:
 
 
 def _version(name: str) -> str:
-    """Of the package, by whichever of its names it is installed; empty where it is not."""
+    """Return the version of a package, by whichever of its names it is installed; empty where it is not."""
     return next(filter(None, map(_installed, _OF_TRITON if name == "triton" else (name,))), "")
 
 
@@ -110,48 +95,33 @@ def _installed(distribution: str) -> str:
         return ""
 
 
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def lacking() -> list[Finding]:
-    """What megaenc's own list of packages asks for and is not there, or in another version."""
+def lacking() -> Finding:
+    """Tell what megaenc's own list of packages asks for and is not there, or in another version."""
     from packaging.requirements import Requirement
 
     try:
         wanted = [Requirement(line) for line in metadata.requires("megaenc") or ()]
     except metadata.PackageNotFoundError:
-        return [
-            note(
-                "packages",
-                "megaenc itself is not installed: it runs from its folder",
-                "./install.sh installs it and all it needs",
-            )
-        ]
+        advice = "./install.sh installs it and all it needs"
+        return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
     wrong = []
-    for each in wanted:
-        if each.marker and not each.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            there = metadata.version(each.name)
-        except metadata.PackageNotFoundError:
+    for each in (each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})):
+        there = _installed(each.name)
+        if not there:
             wrong.append(f"{each.name} is missing")
-            continue
-        if not each.specifier.contains(there, prereleases=True):
+        elif not each.specifier.contains(there, prereleases=True):
             wrong.append(f"{each.name} {there}, expected {each.specifier}")
     if wrong:
-        return [problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")]
-    return [ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")]
+        return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
+    return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
 
 
 def libraries(asked: Asked) -> list[Finding]:
-    """What torch was built for, and the libraries that it brings."""
+    """Tell what torch was built for, and the libraries that it brings."""
     import torch
 
-    if torch.version.hip:
-        built = f"ROCm {torch.version.hip}"
-    else:
-        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
+    built = f"ROCm {torch.version.hip}" if torch.version.hip else built
     found = [ok("torch is built for", built, alike="problem")]
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))

@@ -17,6 +17,8 @@ from megaenc.model.config import padded_vocab_size
 from megaenc.processes import Workers, usable_cores
 from megaenc.training.settings import PretrainSettings
 
+_LEAST = 0.05  # of what was measured beside it, where times that vary leave nothing for a part of a step
+
 
 def calibrate(
     settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Machine | None, seconds: float = 4.0
@@ -87,39 +89,35 @@ def rates_from(
     """Rates such that the formulas give what was measured, for the model of one layer and for each layer more.
 
     The difference between the two depths is a layer; without its products and attention it is everything else. What one layer
-    does not explain is embedding, head and loss; what is neither is the update.
+    does not explain is embedding, head and loss; what is neither is the update. Memory beyond the formulas' is the allocator's.
     """
     from megaenc.estimate.measure import DEPTHS, MICRO_BATCHES
 
     few, many = DEPTHS
-    work = dataclasses.replace(demand.works[0], predicted=found[f"predicted {few}"] / share.micro_batch_size)
-    one = dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=1))
-    case = Case.of(one, share.shape.vocab_size, 1)
-    packs, stage = case.micro_batch_size, case.stage(0)
-    products = packs * work.body_flops(one.shape)
-    gemm = products / sum(found[f"product {name}"] for name in ("qkv", "proj", "fc1", "fc2"))
+    one, deep = (
+        Case.of(dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=depth)), share.shape.vocab_size, 1)
+        for depth in DEPTHS
+    )
+    work = dataclasses.replace(demand.works[0], predicted=found["predicted"] / share.micro_batch_size)
+    packs, stage = one.micro_batch_size, one.stage(0)
+    gemm = packs * work.body_flops(one.shape) / found["products"]
     attention = found.get("attention") or found["causal attention"]
     causal = found.get("causal attention") or found["attention"]
     core = packs * work.attention_flops(one.shape) / (causal if work.causal else attention)
     layer = (found[f"forward and backward {many}"] - found[f"forward and backward {few}"]) / (many - few)
-    rest = max(layer - products / gemm - core, layer_bytes_moved(case) / (4 * found["memory"]))
-    head = packs * work.head_flops(one.shape, case.rows)
-    ends = found[f"forward and backward {few}"] - products / gemm - core - rest - found["head"]
-    moved = ends_bytes_moved(case, work, stage)
-    ends = max(ends, moved / (4 * found["memory"]))
-    deep = Case.of(dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=many)), case.vocab_size, 1)
+    rest = max(layer - found["products"] - core, _LEAST * found["products"])
+    head = packs * work.head_flops(one.shape, one.rows) / gemm
+    ends = max(found[f"forward and backward {few}"] - found["products"] - core - rest - head, _LEAST * head)
     in_batches = MICRO_BATCHES * (found[f"forward and backward {many}"] + found[f"data {many}"])
     update = max(found[f"whole {many}"] - in_batches, 1e-6)
-    inside, gradients, neighbour = _links(found, devices, known)
-    kept = (found[f"peak {many}"] - found[f"peak {few}"]) / (many - few)
+    inside = _inside(found, devices, known)
     plain = Rates(
         peak=found["peak"],
         gemm=gemm,
-        head_gemm=head / found["head"],
         attention=attention,
         causal_attention=causal,
-        elementwise=layer_bytes_moved(case) / rest,
-        loss=moved / ends,
+        elementwise=layer_bytes_moved(one) / rest,
+        loss=ends_bytes_moved(one, work, stage) / ends,
         optimizer=update_bytes_moved(deep, deep.stage(0)) / update,
         layer_floor=0.0,
         start=found[f"data {few}"],
@@ -130,36 +128,24 @@ def rates_from(
         base=found["base"],
         host=host,
         source=source,
-        gradients=gradients,
-        neighbour=neighbour,
     )
-    terms = {term.name: term.value for term in stage_memory(case, work, stage, plain).terms}
-    plain = dataclasses.replace(
-        plain,
-        layer_kept=kept / kept_bytes(case, stage, host)[0],
-        ends_kept=max(found[f"peak {few}"] - kept, 0.0) / terms["on top"],
-    )
-    lost = []
-    for depth, one in ((few, case), (many, deep)):
-        explained = stage_memory(one, work, one.stage(0), plain).total - (0.0 if host else found["base"])
-        lost.append(max(0.0, found[f"taken {depth}"] - explained))
+    context = 0.0 if host else found["base"]  # which the device's allocator does not count
+    lost = [
+        max(0.0, found[f"taken {depth}"] + context - stage_memory(each, work, each.stage(0), plain).total)
+        for depth, each in ((few, one), (many, deep))
+    ]
+    kept = kept_bytes(one, stage, host)[0]
     growing = min(max(0.0, (lost[1] - lost[0]) / ((many - few) * kept)), 1.0)
     return dataclasses.replace(plain, pieces=max(0.0, lost[1] - growing * many * kept), pieces_of_kept=growing)
 
 
-def _links(found: dict[str, float], devices: int, known: Machine | None) -> tuple[Link, Link | None, Link | None]:
-    """Of activations, of gradients, and of a message to the next stage, from what took how long."""
+def _inside(found: dict[str, float], devices: int, known: Machine | None) -> Link:
+    """The link between the devices of a node, from what took how long."""
     if devices == 1:
-        return (Link(known.wire * known.inside, INSIDE_LATENCY) if known else Link(float("inf"), 0.0)), None, None
-    messages = 2 * min(devices - 1, 5 * (devices - 1).bit_length())
-    latency = found["reduce small"] / messages
-    volume = 2 * (devices - 1) / devices
-
-    def link(name: str) -> Link:
-        return Link(volume * found[f"bytes {name}"] / max(found[f"reduce {name}"] - found["reduce small"], 1e-6), latency)
-
-    there = max(found["send activations"] - found["send small"], 1e-6) / 2
-    return link("activations"), link("gradients"), Link(found["bytes activations"] / there, found["send small"] / 2)
+        return Link(known.wire * known.inside, INSIDE_LATENCY) if known else Link(float("inf"), 0.0)
+    latency = found["reduce small"] / (2 * min(devices - 1, 5 * (devices - 1).bit_length()))
+    sent = 2 * (devices - 1) / devices * found["bytes activations"]
+    return Link(sent / max(found["reduce activations"] - found["reduce small"], 1e-6), latency)
 
 
 def _memory(host: bool, devices: int) -> float:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from megaenc.console import quiet, rich_console
 from megaenc.errors import one_line_errors
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, phases
 from megaenc.estimate.documents import Documents, documents, vocabulary
 from megaenc.estimate.layouts import best_layout
-from megaenc.estimate.machines import GIB, Rates, changed, machine, rates_of
+from megaenc.estimate.machines import GIB, Rates, machine, rates_of
 from megaenc.estimate.report import Report
 from megaenc.estimate.settings import EstimateSettings, read
 from megaenc.estimate.whole import Demand, estimate
-from megaenc.estimate.work import phases
 from megaenc.files import write_whole
 from megaenc.output_paths import check_output_file, make_parent
 
@@ -78,13 +77,14 @@ def demand_of(settings: EstimateSettings, vocab_size: int, docs: Documents) -> D
 def _rates(settings: EstimateSettings, case: Case, demand: Demand, docs: Documents) -> Rates:
     known = None
     if settings.gpu:
-        known = changed(
-            machine(settings.gpu),
-            devices=settings.devices_per_node,
-            memory=settings.memory_gib and settings.memory_gib * GIB,
-            inside=settings.intra_node_bandwidth and settings.intra_node_bandwidth * 1e9,
-            between=settings.inter_node_bandwidth and settings.inter_node_bandwidth * 1e9,
-        )
+        known = machine(settings.gpu)
+        for name, given, unit in (
+            ("devices", settings.devices_per_node, 1),
+            ("memory", settings.memory_gib, GIB),
+            ("inside", settings.intra_node_bandwidth, 1e9),
+            ("between", settings.inter_node_bandwidth, 1e9),
+        ):
+            known = dataclasses.replace(known, **{name: given * unit}) if given else known
     if not settings.calibrate:
         return rates_of(known)
     from megaenc.estimate.calibrate import calibrate  # imports torch

@@ -47,19 +47,15 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
         lengths = np.array(given, dtype=np.int64)
         text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
         return _laid_end_to_end(lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}")
-    found = [(weight, prefix) for weight, prefix in parse_data_path(data.data_path)] if data.data_path else []
+    found = parse_data_path(data.data_path) if data.data_path else []
     if not found or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in found):
         return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
-    each = [_of_corpus(prefix, data) for _, prefix in found]
-    total = sum(weight or 0 for weight, _ in found)
-    weights = np.array(
-        [tokens if weight is None else float(weight / total) for (weight, _), (tokens, _) in zip(found, each, strict=True)]
-    )
-    parts = [part for _, part in each]
-    mean = [
-        float(np.average([getattr(part, name) for part in parts], weights=weights)) for name in ("squares", "pieces", "special")
-    ]
-    return Documents(*mean, source=", ".join(part.source for part in parts), lengths=parts[int(weights.argmax())].lengths)
+    tokens, parts = zip(*(_of_corpus(prefix, data) for _, prefix in found), strict=True)
+    shares = [weight for weight, _ in found if weight is not None]
+    weights = [float(share / sum(shares)) for share in shares] or tokens
+    mean = [np.average([getattr(part, name) for part in parts], weights=weights) for name in ("squares", "pieces", "special")]
+    source = ", ".join(part.source for part in parts)
+    return Documents(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
 
 
 def vocabulary(data: DataSettings) -> int | None:

@@ -1,24 +1,29 @@
 """Which layout suits a machine: the ways to lay a model over its devices, the fastest that fits, the simplest among equals."""
 
 import dataclasses
+import shlex
 from collections.abc import Iterator
 
 from megaenc.errors import InputError
-from megaenc.estimate.case import Case, Stage
+from megaenc.estimate.case import Case, Stage, Work
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.settings import PaperLayout, write_split
 from megaenc.estimate.time import micro_batch_terms
 from megaenc.estimate.whole import Demand, Estimate, estimate
-from megaenc.estimate.work import Work
 
 ALIKE = 1.02  # times within this of the best: then the simpler layout is better
 WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
 _MOST_STAGES = 64
+_FLAGS = (
+    "tensor_model_parallel_size", "sequence_parallel", "pipeline_model_parallel_size", "pipeline_model_parallel_layout",
+    "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "recompute_granularity", "recompute_modules",
+)  # fmt: skip
+"""Of layouts that are suggested, in the order in which they are written."""
 _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("mlp",)}, {"recompute_granularity": "full"})
 
 
 def best_layout(case: Case, demand: Demand, rates: Rates) -> Estimate | None:
-    """The fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
+    """Return the fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
 
     The batch, the model and the number of devices stay. Recomputation is tried only where a layout does not fit without it.
     """
@@ -61,13 +66,12 @@ def _without_recomputation(case: Case, work: Work, rates: Rates) -> Iterator[Cas
 def _of_size(case: Case, tensor: int, stages: int, micro_batch: int, work: Work, rates: Rates) -> Iterator[Case]:
     """With and without what costs nothing but a flag."""
     data = case.gpus // (tensor * stages)
-    sequence = tensor > 1 and (micro_batch * case.seq_length) % tensor == 0
     distributed = data > 1
     overlap = distributed and not rates.host
     layout = PaperLayout(
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=stages,
-        sequence_parallel=sequence,
+        sequence_parallel=tensor > 1 and (micro_batch * case.seq_length) % tensor == 0,
         use_distributed_optimizer=distributed,
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap,
@@ -83,7 +87,7 @@ def _of_size(case: Case, tensor: int, stages: int, micro_batch: int, work: Work,
 
 
 def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
-    """Layers of each stage such that the longest stage is shortest: embedding and above all the head weigh on the ends.
+    """Return layers of each stage such that the longest stage is shortest: embedding and above all the head weigh on the ends.
 
     One part a stage. Each layer goes to the stage that is done first, which is best where all layers take as long.
     """
@@ -102,34 +106,20 @@ def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
 
 
 def _complexity(found: Estimate) -> tuple:
-    layout, case = found.case.layout, found.case
-    return (
-        case.tensor * case.stages,
-        bool(layout.recompute_granularity),
-        bool(layout.pipeline_model_parallel_layout),
-        layout.use_distributed_optimizer,
-        found.seconds,
-    )
+    case, layout = found.case, found.case.layout
+    flags = (layout.recompute_granularity, layout.pipeline_model_parallel_layout, layout.use_distributed_optimizer)
+    return (case.tensor * case.stages, *map(bool, flags), found.seconds)
 
 
 def flags_of(case: Case) -> list[str]:
-    """The layout as flags of `megaenc pretrain`."""
-    layout, words = case.layout, ["--micro-batch-size", str(case.micro_batch_size)]
-    if case.tensor > 1:
-        words += ["--tensor-model-parallel-size", str(case.tensor)]
-    if layout.sequence_parallel:
-        words.append("--sequence-parallel")
-    if case.stages > 1:
-        words += ["--pipeline-model-parallel-size", str(case.stages)]
-    if layout.pipeline_model_parallel_layout:
-        words += ["--pipeline-model-parallel-layout", f"'{layout.pipeline_model_parallel_layout}'"]
-    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
-        if getattr(layout, name):
-            words.append("--" + name.replace("_", "-"))
-    if layout.recompute_granularity:
-        words += ["--recompute-granularity", layout.recompute_granularity]
-    if layout.recompute_modules:
-        words += ["--recompute-modules", *layout.recompute_modules]
+    """Return the layout as flags of `megaenc pretrain`."""
+    words = ["--micro-batch-size", str(case.micro_batch_size)]
+    for name in _FLAGS:
+        value, flag = getattr(case.layout, name), "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value and value != 1:
+            words += [flag, *(value if isinstance(value, tuple) else [shlex.quote(str(value))])]
     return words
 
 

@@ -1,6 +1,5 @@
 """Machines as numbers: from the table, or from what was measured here (calibrate)."""
 
-import dataclasses
 import difflib
 from dataclasses import dataclass
 
@@ -121,9 +120,7 @@ class Rates:
     peak: float
     """FLOP/s that utilization is counted of"""
     gemm: float
-    """products of the layers"""
-    head_gemm: float
-    """products of the output layer"""
+    """products of the layers and of the output layer"""
     attention: float
     causal_attention: float
     elementwise: float
@@ -147,28 +144,18 @@ class Rates:
     host: bool
     """whether the device is the processor: then nothing runs beside computation"""
     source: str
-    layer_kept: float = 1.0
-    """activations of a layer as measured, by the formula's"""
-    ends_kept: float = 1.0
-    """what comes on top at the worst moment (logits), as measured, by the formula's"""
     pieces: float = 0.0
     """bytes that the allocator loses to pieces, whatever is kept"""
     pieces_of_kept: float = 0.0
     """and of each byte of activations"""
-    gradients: Link | None = None
-    """for gradients, as measured; else as for activations"""
-    neighbour: Link | None = None
-    """from stage to stage, as measured; else as for activations"""
 
 
 def rates_of(machine: Machine) -> Rates:
     """What the table makes one expect; nothing of it was measured here."""
-    memory = machine.used * machine.bandwidth
-    gemm, attention = machine.gemm * machine.peak, machine.attention * machine.peak
+    memory, attention = machine.used * machine.bandwidth, machine.attention * machine.peak
     return Rates(
         peak=machine.peak,
-        gemm=gemm,
-        head_gemm=gemm,
+        gemm=machine.gemm * machine.peak,
         attention=attention,
         causal_attention=attention,
         elementwise=memory,
@@ -184,8 +171,3 @@ def rates_of(machine: Machine) -> Rates:
         host=False,
         source=f"{machine.name}: data sheet, assumed shares of it",
     )
-
-
-def changed(machine: Machine, **values: float | None) -> Machine:
-    """`machine` with what the user knows better; None leaves a value."""
-    return dataclasses.replace(machine, **{name: value for name, value in values.items() if value is not None})

@@ -6,9 +6,8 @@ vocabulary is small, when the first layer's gradient does.
 
 from dataclasses import dataclass
 
-from megaenc.estimate.case import Case, Stage, Term
+from megaenc.estimate.case import Case, Stage, Term, Work
 from megaenc.estimate.machines import Rates
-from megaenc.estimate.work import Work
 
 LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
 LOGIT_BYTES_AT_ONCE = 2**30  # as it has with the kernels of accelerators
@@ -35,43 +34,31 @@ def worst_memory(case: Case, works: list[Work], rates: Rates) -> RankMemory:
 
 def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemory:
     """Each term of a rank of `stage`."""
-    weights, width = stage.parameters, case.width
+    weights, width, layers, flying = stage.parameters, case.width, stage.layers, in_flight(case, stage)
     shared = case.data if case.layout.use_distributed_optimizer else 1
+    share = f" / {shared} data-parallel ranks" if shared > 1 else ""
     kept, per_layer = kept_bytes(case, stage, rates.host)
-    kept *= rates.layer_kept
     top, why = _on_top(case, work, stage, rates.host)
-    top *= rates.ends_kept
-    flying = in_flight(case, stage)
     border = 2 * case.row * case.shape.hidden_size * width / case.sharded if case.stages > 1 else 0.0
     activations = flying * kept
     embedding = case.rows * case.shape.hidden_size * width if stage.first else 0.0
-    extra = max(top, embedding - activations)
-    masters = 4 * weights / shared if case.bf16 else 0.0
-    share = f" / {shared} data-parallel ranks" if shared > 1 else ""
-    measured = "" if rates.layer_kept == 1.0 else f" x {rates.layer_kept:.2f} as measured here"
-    terms = [
-        Term("base", rates.base, "bytes", "libraries, device context and buffers of collectives, before there is a model"),
-        Term("weights", float(width * weights), "bytes", f"{width} x {weights:,} parameters of this rank"),
-        Term("gradients", 4.0 * weights, "bytes", f"4 x {weights:,}: a float32 buffer"),
-        Term("master weights", masters, "bytes", f"4 x {weights:,}{share}: float32" if masters else "none in float32"),
-        Term("AdamW's moments", 8 * weights / shared, "bytes", f"8 x {weights:,}{share}"),
-        Term(
-            "activations",
-            activations,
-            "bytes",
-            f"{flying:g} micro-batch{'es' if flying > 1 else ''} in flight x {stage.layers} layers: {per_layer}, "
-            f"of S = {case.row:,}{measured}",
-        ),
-        Term("stage borders", flying * border, "bytes", "in flight x 2 S H w: what came and what was sent"),
-        Term("on top", extra, "bytes", why + ("" if rates.ends_kept == 1.0 else f" x {rates.ends_kept:.2f} as measured here")),
-        Term(
-            "allocator",
-            rates.pieces + rates.pieces_of_kept * activations,
-            "bytes",
-            f"lost to pieces, as measured here, and {rates.pieces_of_kept:.2f} of each byte of activations",
-        ),
-    ]
-    return RankMemory(stage, tuple(term for term in terms if term.value))
+    in_batches = (
+        f"{flying:g} micro-batch{'es' if flying > 1 else ''} in flight x {layers} layers: {per_layer}, of S = {case.row:,}"
+    )
+    pieces = rates.pieces + rates.pieces_of_kept * activations
+    of_kept = f"{rates.pieces_of_kept:.2f} of each byte of activations"
+    terms = (
+        ("base", rates.base, "libraries, device context and buffers of collectives, before there is a model"),
+        ("weights", float(width * weights), f"{width} x {weights:,} parameters of this rank"),
+        ("gradients", 4.0 * weights, f"4 x {weights:,}: a float32 buffer"),
+        ("master weights", 4 * weights / shared if case.bf16 else 0.0, f"4 x {weights:,}{share}: float32"),
+        ("AdamW's moments", 8 * weights / shared, f"8 x {weights:,}{share}"),
+        ("activations", activations, in_batches),
+        ("stage borders", flying * border, "in flight x 2 S H w: what came and what was sent"),
+        ("on top", max(top, embedding - activations), why),
+        ("allocator", pieces, f"lost to pieces, as measured here, and {of_kept}"),
+    )
+    return RankMemory(stage, tuple(Term(name, value, "bytes", formula) for name, value, formula in terms if value))
 
 
 def in_flight(case: Case, stage: Stage) -> float:
@@ -111,15 +98,13 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
     layout, shape, parts = case.layout, case.shape, layer_bytes(case, host)
     whole = sum(parts.values())
     entering = case.row * case.shape.hidden_size * case.width / case.sharded
-    per_token = f"{whole / case.row:,.0f} bytes a token and layer (" + ", ".join(
-        f"{name} {value / case.row:,.0f}" for name, value in parts.items()
-    )
+    listed = ", ".join(f"{name} {value / case.row:,.0f}" for name, value in parts.items())
+    per_token = f"{whole / case.row:,.0f} bytes a token and layer ({listed}"
     if layout.recompute_granularity == "full":
         method, number = layout.recomputed
         if method == "uniform":
-            return entering * -(
-                -stage.layers // number
-            ), f"{entering / case.row:,.0f} bytes a token and {number} layers recomputed"
+            units = -(-stage.layers // number)
+            return entering * units, f"{entering / case.row:,.0f} bytes a token and {number} layers recomputed"
         again = min(stage.layers, number * case.turns)
         return entering * again + whole * (stage.layers - again), f"{again} layers recomputed, others {per_token})"
     if layout.recompute_granularity == "selective":
@@ -153,11 +138,11 @@ def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, st
     picked, matrix = case.predicted(work.predicted), case.rows * shape.hidden_size
     logits = logits_at_once(case, picked, host)
     norm = layer_bytes(case, host)["norms"] / 2 + (case.row * shape.hidden_size * w if case.sharded > 1 else 0)
-    numbers, gradient = w, 6 if case.bf16 else 4  # the gradient takes the place of the logits
-    head = norm + 2 * w * picked * shape.hidden_size + numbers * logits + gradient * matrix
+    gradient = 6 if case.bf16 else 4  # which takes the place of the logits
+    head = norm + 2 * w * picked * shape.hidden_size + w * logits + gradient * matrix
     if head < layer:
         return layer, what
     return head, (
-        f"head: {numbers} x {logits:,.0f} logits at once, of N = {picked:,.0f} predictions; {gradient} V H / t of its gradient; "
+        f"head: {w} x {logits:,.0f} logits at once, of N = {picked:,.0f} predictions; {gradient} V H / t of its gradient; "
         "2 w N H; the norm's w S H"
     )

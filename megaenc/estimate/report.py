@@ -47,9 +47,9 @@ class Report:
         console.print(_phases(own, self.price))
         console.print(self._whole(), soft_wrap=True)
         if explain:
-            for title, terms in self._explained():
+            for title, terms, by in self._explained():
                 console.print(f"\n{title}")
-                console.print(_terms(terms))
+                console.print(_terms(terms, by))
         for line in self._advice():
             console.print(line, soft_wrap=True)
 
@@ -59,16 +59,15 @@ class Report:
         kept = "; saving is not counted" if own.seconds else ""
         return f"the run: {_clock(own.seconds)}, {own.hours:,.{0 if own.hours >= 10 else 2}f} device hours{price}{kept}"
 
-    def _explained(self) -> list[tuple[str, tuple[Term, ...]]]:
+    def _explained(self) -> list[tuple[str, tuple[Term, ...], float]]:
+        """Return each table of terms with its title and what its numbers are counted in."""
         stage = self.own.memory.stage
         of = f" on stage {stage.number + 1} of {self.own.case.stages}" if self.own.case.stages > 1 else ""
-        found = [(f"memory of a rank{of}, GiB", self.own.memory.terms)]
+        found = [(f"memory of a rank{of}, GiB", self.own.memory.terms, GIB)]
         for work, step in self.own.steps:
-            if step.terms:
-                found.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms))
-            if step.sent:
-                found.append((f"what one rank sends for a step of {work.objective}, GB", step.sent))
-        return found
+            found.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms, 1.0))
+            found.append((f"what one rank sends for a step of {work.objective}, GB", step.sent, 1e9))
+        return [each for each in found if each[1]]
 
     def _advice(self) -> list[str]:
         if not self.searched or self.mfu is not None:
@@ -121,7 +120,7 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
                 "predicted_share": work.predicted / work.tokens,
                 "flops": step.flops,
                 "seconds": step.seconds,
-                "tokens_per_second": case.global_batch_size * case.seq_length / step.seconds,
+                "tokens_per_second": tokens_per_second(found, step),
                 "model_flops_utilization": utilization(found, step, rates),
                 "pipeline_bubble": step.bubble,
                 "terms": [dataclasses.asdict(term) for term in step.terms],
@@ -138,86 +137,74 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
     }
 
 
+def tokens_per_second(found: Estimate, step: StepTime) -> float:
+    """Return the speed of all devices together."""
+    return found.case.global_batch_size * found.case.seq_length / step.seconds
+
+
 def utilization(found: Estimate, step: StepTime, rates: Rates) -> float | None:
-    """Share of the peak of all devices; None where the peak is not known."""
+    """Return the share of the peak of all devices; None where the peak is not known."""
     return step.flops / step.seconds / (rates.peak * found.case.gpus) if rates.peak else None
 
 
 def _layout(found: Estimate) -> str:
-    case = found.case
-    told = case.layout.describe(case.shape.num_layers, case.gpus)
-    more = "".join(
-        f", {text}"
-        for given, text in (
-            (case.layout.use_distributed_optimizer, "distributed optimizer"),
-            (case.layout.overlap_grad_reduce, "gradients overlap"),
-            (case.layout.recompute_granularity, f"{case.layout.recompute_granularity} recomputation"),
-        )
-        if given
-    )
+    case, layout = found.case, found.case.layout
+    told = [layout.describe(case.shape.num_layers, case.gpus)]
+    told += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce
+    told += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
     return (
-        f"{told}{more}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
+        f"{', '.join(told)}; a step is {case.global_batch_size:,} packs of {case.seq_length:,} tokens, "
         f"{case.micro_batches:,} x {case.micro_batch_size} at once on each rank"
     )
 
 
 def _memory(found: Estimate, rates: Rates) -> Table:
-    table = _table("GiB", *(term.name for term in found.memory.terms), "together", "of")
-    values = [f"{term.value / GIB:.2f}" for term in found.memory.terms]
-    total = f"{found.memory.total / GIB:.1f}"
-    table.add_row("a rank", *values, total, f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much"))
-    return table
+    names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in found.memory.terms), strict=True)
+    judged = f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much")
+    row = ("a rank", *values, f"{found.memory.total / GIB:.1f}", judged)
+    return _table(("GiB", *names, "together", "of"), [row])
 
 
 def _steps(found: Estimate, rates: Rates, mfu: float | None) -> Table:
-    table = _table("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline")
-    case = found.case
+    rows = []
     for work, step in found.steps:
-        speed = case.global_batch_size * case.seq_length / step.seconds
-        share = utilization(found, step, rates)
-        table.add_row(
-            work.objective,
-            f"{100 * work.predicted / work.tokens:.1f} %",
-            f"{step.flops:.3g}",
-            f"{step.seconds:.3g}" + (" (given)" if mfu else ""),
-            f"{speed:,.0f}",
-            f"{speed / case.gpus:,.0f}",
-            "-" if share is None else f"{100 * share:.1f} %",
-            f"{100 * step.bubble:.1f} %",
+        speed, share = tokens_per_second(found, step), utilization(found, step, rates)
+        rows.append(
+            (
+                work.objective,
+                f"{100 * work.predicted / work.tokens:.1f} %",
+                f"{step.flops:.3g}",
+                f"{step.seconds:.3g}" + (" (given)" if mfu else ""),
+                f"{speed:,.0f}",
+                f"{speed / found.case.gpus:,.0f}",
+                "-" if share is None else f"{100 * share:.1f} %",
+                f"{100 * step.bubble:.1f} %",
+            )
         )
-    return table
+    return _table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows)
 
 
 def _phases(found: Estimate, price: float | None) -> Table:
-    table = _table("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if price else []))
-    for phase in found.phases[:_SHOWN_PHASES]:
-        hours = phase.seconds * found.case.gpus / 3600
-        row = [
-            phase.text,
-            f"{phase.first:,} to {phase.last:,}",
-            number(phase.tokens),
-            f"{phase.flops:.3g}",
-            _clock(phase.seconds),
-        ]
-        table.add_row(*row, f"{hours:,.1f}", *([f"{hours * price:,.0f}"] if price else []))
+    def taken(seconds: float) -> tuple[str, ...]:
+        hours = seconds * found.case.gpus / 3600
+        return (_clock(seconds), f"{hours:,.1f}", *([f"{hours * price:,.0f}"] if price else []))
+
+    rows = [
+        (phase.text, f"{phase.first:,} to {phase.last:,}", number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
+        for phase in found.phases[:_SHOWN_PHASES]
+    ]
     if len(found.phases) > _SHOWN_PHASES:
-        table.add_row(f"... {len(found.phases) - _SHOWN_PHASES:,} more phases")
+        rows.append((f"... {len(found.phases) - _SHOWN_PHASES:,} more phases",))
     if found.validation:
-        hours = found.validation * found.case.gpus / 3600
-        table.add_row(
-            "validation", "", "", "", _clock(found.validation), f"{hours:,.1f}", *([f"{hours * price:,.0f}"] if price else [])
-        )
-    return table
+        rows.append(("validation", "", "", "", *taken(found.validation)))
+    return _table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if price else [])), rows)
 
 
-def _terms(terms: tuple[Term, ...]) -> Table:
+def _terms(terms: tuple[Term, ...], by: float) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for _ in range(3):
-        table.add_column(overflow="fold")
-    table.columns[1].justify = "right"
-    scale = {"bytes": GIB, "s": 1.0}
+    for justify in ("left", "right", "left"):
+        table.add_column(overflow="fold", justify=justify)
     for term in terms:
-        by = 1e9 if term.name in ("tensor parallel", "pipeline", "data parallel") else scale[term.unit]
         table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
     return table
 
@@ -226,9 +213,10 @@ def _clock(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else clock(seconds)
 
 
-def _table(first: str, *others: str) -> Table:
+def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column(first, overflow="fold")
-    for name in others:
-        table.add_column(name, justify="right")
+    for at, name in enumerate(names):
+        table.add_column(name, justify="right" if at else "left", overflow="ellipsis" if at else "fold")
+    for row in rows:
+        table.add_row(*row)
     return table

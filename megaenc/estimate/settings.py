@@ -100,9 +100,9 @@ def read(argv: Sequence[str], prog: str) -> EstimateSettings:
 
 
 def _check(settings: EstimateSettings) -> None:
-    for name, low in (("gpus", 1), ("devices_per_node", 1)):
-        if (value := getattr(settings, name)) is not None and value < low:
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {low} or more")
+    for name in ("gpus", "devices_per_node"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected 1 or more")
     for name in ("memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a number above 0")

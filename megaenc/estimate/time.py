@@ -3,10 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from megaenc.estimate.case import Case, Stage, Term
+from megaenc.estimate.case import Case, Stage, Term, Work
 from megaenc.estimate.machines import Link, Rates
 from megaenc.estimate.memory import LOGITS_AT_ONCE
-from megaenc.estimate.work import Work
 
 BUCKET = 40_000_000  # parameters that megatron-core sends at once where gradients leave early, or 1,000,000 x ranks
 
@@ -30,33 +29,27 @@ class StepTime:
 
 def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
     """A step of `case` under `work`."""
-    stages = case.every_stage()
+    stages, count = case.every_stage(), case.micro_batches
     each = [micro_batch_terms(case, work, stage, rates) for stage in stages]
     times = [sum(term.value for term in terms) for terms in each]
-    slowest = max(range(len(times)), key=times.__getitem__)
-    longest, count = times[slowest], case.micro_batches
-    idle = (sum(times) - longest) / case.turns
-    border = _border(case, rates)
-    pipeline = count * longest + idle + border.value
+    longest = max(times)
+    slowest = times.index(longest)
+    stage, idle = stages[slowest], (sum(times) - longest) / case.turns
+    others = "the other stages' micro-batch" + ("" if case.turns == 1 else f" / {case.turns} turns")
+    fills = f"{others}; even stages: (p - 1) of m + p - 1 = {count + case.stages - 1}"
+    many = f"{count:,} micro-batch{'es' if count > 1 else ''}"
     computing = sum(term.value for term in each[slowest] if "all-reduce" not in term.name)
-    reducing = _data_parallel(case, stages[slowest], rates, computing)
-    update = _update(case, stages[slowest], rates)
     terms = [
-        Term(t.name, count * t.value, "s", f"{count:,} micro-batch{'es' if count > 1 else ''} x {t.formula}")
-        for t in each[slowest]
-        if t.value
+        *(Term(term.name, count * term.value, "s", f"{many} x {term.formula}") for term in each[slowest]),
+        Term("pipeline fills and drains", idle, "s", fills),
+        _border(case, rates),
+        *_data_parallel(case, stage, rates, computing),
+        _update(case, stage, rates),
     ]
-    others = "the other stages' micro-batch" if case.turns == 1 else f"the other stages' micro-batch / {case.turns} turns"
-    terms += [
-        Term("pipeline fills and drains", idle, "s", f"{others}; even stages: (p - 1) of m + p - 1 = {count + case.stages - 1}"),
-        border,
-        *reducing,
-        *update,
-    ]
-    seconds = pipeline + sum(term.value for term in (*reducing, *update))
     flops = case.global_batch_size * work.flops(case.shape, case.vocab_size)
     bubble = 1 - count * sum(times) / (case.stages * (count * longest + idle))
-    return StepTime(seconds, flops, bubble, slowest, tuple(t for t in terms if t.value), tuple(sent(case, stages[slowest], work)))
+    kept = tuple(term for term in terms if term.value)
+    return StepTime(sum(term.value for term in kept), flops, bubble, slowest, kept, tuple(sent(case, stage, work)))
 
 
 def layer_bytes_moved(case: Case) -> float:
@@ -109,7 +102,7 @@ def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> lis
         Term("norms, SwiGLU, copies", rest, "s", f"{_n(moved)}B / {_n(rates.elementwise)}B/s"),
         Term("computed again", again, "s", f"--recompute-granularity {case.layout.recompute_granularity}: forward once more"),
         Term("launches", launches, "s", f"{layers} layers x {rates.layer_floor:g} s at least, for the host starts each kernel"),
-        Term("head", head / rates.head_gemm, "s", f"{_n(head)}FLOP / {_n(rates.head_gemm)}FLOP/s"),
+        Term("head", head / rates.gemm, "s", f"{_n(head)}FLOP / {_n(rates.gemm)}FLOP/s"),
         Term("embedding and loss", ends / rates.loss, "s", f"{_n(ends)}B / {_n(rates.loss)}B/s"),
         Term("start of a micro-batch", rates.start, "s", f"{rates.start:g} s of data and bookkeeping"),
         exposed,
@@ -118,17 +111,16 @@ def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> lis
 
 def _recomputed(case: Case, stage: Stage, gemm: float, core: float, rest: float) -> float:
     """Seconds of the forward passes that recomputation repeats: a third of the products, two sevenths of attention."""
-    layout = case.layout
+    layout, shape = case.layout, case.shape
+    if not layout.recompute_granularity:
+        return 0.0
     if layout.recompute_granularity == "full":
         method, number = layout.recomputed
         share = 1.0 if method == "uniform" else min(1.0, number * case.turns / max(stage.layers, 1))
         return share * (gemm / 3 + core * 2 / 7 + rest / 3)
-    if layout.recompute_granularity == "selective":
-        modules = layout.recompute_modules or ("core_attn",)
-        shape = case.shape
-        mlp = 3 * shape.ffn_hidden_size / (2 * shape.query_size + 2 * case.keys + 3 * shape.ffn_hidden_size)
-        return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
-    return 0.0
+    modules, inner = layout.recompute_modules or ("core_attn",), 3 * shape.ffn_hidden_size
+    mlp = inner / (2 * shape.query_size + 2 * case.keys + inner)
+    return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
 
 
 def _tensor_parallel(case: Case, stage: Stage, work: Work, rates: Rates, gemm: float) -> Term:
@@ -157,7 +149,7 @@ def _border(case: Case, rates: Rates) -> Term:
     name = "stage to stage"
     if case.stages == 1:
         return Term(name, 0.0, "s", "one stage")
-    link = (rates.neighbour or rates.inside) if case.gpus <= rates.devices else rates.between
+    link = rates.inside if case.gpus <= rates.devices else rates.between
     one = link.send(case.row * case.shape.hidden_size * case.width / case.sharded)
     waited = 2 * (case.stages - 1) * case.turns + (0 if case.turns > 1 else 2 * (case.micro_batches - 1))
     return Term(name, waited * one, "s", f"{waited} messages x {one:.3g} s of {case.row:,} rows of H")
@@ -168,8 +160,6 @@ def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -
     if case.data == 1:
         return []
     layout, link = case.layout, group_link(rates, case.tensor, case.data)
-    if rates.gradients and link is rates.inside:
-        link = rates.gradients
     bucket = min(1.0, max(BUCKET, 1_000_000 * case.data) / stage.parameters)
     gradients, weights = 4.0 * stage.parameters, float(case.width * stage.parameters)
 
@@ -194,11 +184,10 @@ def update_bytes_moved(case: Case, stage: Stage) -> float:
     return stage.parameters * (12 + (46 if case.bf16 else 40) / shared)
 
 
-def _update(case: Case, stage: Stage, rates: Rates) -> list[Term]:
+def _update(case: Case, stage: Stage, rates: Rates) -> Term:
     moved = update_bytes_moved(case, stage)
-    return [
-        Term("update", moved / rates.optimizer, "s", f"{_n(moved)}B of weights, gradients and moments / {_n(rates.optimizer)}B/s")
-    ]
+    text = f"{_n(moved)}B of weights, gradients and moments / {_n(rates.optimizer)}B/s"
+    return Term("update", moved / rates.optimizer, "s", text)
 
 
 def group_link(rates: Rates, stride: int, ranks: int) -> Link:
@@ -212,31 +201,23 @@ def group_link(rates: Rates, stride: int, ranks: int) -> Link:
 def sent(case: Case, stage: Stage, work: Work) -> list[Term]:
     """Bytes that one rank of a stage sends for a step, by what they are for."""
     row = case.row * case.shape.hidden_size * case.width
-    count, n, d = case.micro_batches, case.tensor, case.data
+    count, n, d, parameters = case.micro_batches, case.tensor, case.data, stage.parameters
     found = []
     if n > 1:
-        times = (
-            (5 if case.sharded > 1 else 4) * stage.layers
-            + stage.first
-            + (case.layout.recompute_granularity == "full") * 2 * stage.layers
-        )
+        a_layer = (5 if case.sharded > 1 else 4) + 2 * (case.layout.recompute_granularity == "full")
+        times = a_layer * stage.layers + stage.first
         head = case.predicted(work.predicted) / case.row * stage.last
-        volume = count * (times + head) * 2 * (n - 1) / n * row
-        found.append(
-            Term("tensor parallel", volume, "bytes", f"m {count:,} x {times} x 2 (t - 1) / t x S H w = {_n(row)}B, and the head")
-        )
+        text = f"m {count:,} x {times} x 2 (t - 1) / t x S H w = {_n(row)}B, and the head"
+        found.append(Term("tensor parallel", count * (times + head) * 2 * (n - 1) / n * row, "bytes", text))
     if case.stages > 1:
         ways = (not stage.first) + (not stage.last)
-        volume = count * ways * case.turns * row / case.sharded
-        found.append(Term("pipeline", volume, "bytes", f"m {count:,} x {ways} neighbours x S H w = {_n(row)}B"))
+        text = f"m {count:,} x {ways} neighbours x S H w = {_n(row)}B"
+        found.append(Term("pipeline", count * ways * case.turns * row / case.sharded, "bytes", text))
     if d > 1:
-        size = 4.0 * stage.parameters
-        text = f"2 (d - 1) / d x 4 x {stage.parameters:,}"
-        volume = 2 * (d - 1) / d * size
+        times, text = 8.0, f"2 (d - 1) / d x 4 x {parameters:,}"
         if case.layout.use_distributed_optimizer:
-            volume = (d - 1) / d * (4 + case.width) * stage.parameters
-            text = f"(d - 1) / d x (4 + w) x {stage.parameters:,}"
-        found.append(Term("data parallel", volume, "bytes", text))
+            times, text = 4 + case.width, f"(d - 1) / d x (4 + w) x {parameters:,}"
+        found.append(Term("data parallel", (d - 1) / d * times * parameters, "bytes", text))
     return found
 
 

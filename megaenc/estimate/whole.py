@@ -1,12 +1,13 @@
 """A run as one number of hours: its steps under each objective, put together."""
 
-from dataclasses import dataclass
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
 
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, PhaseWork, Work
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.memory import RankMemory, worst_memory
 from megaenc.estimate.time import StepTime, step_time
-from megaenc.estimate.work import PhaseWork, Work
 
 
 @dataclass(frozen=True)
@@ -70,24 +71,24 @@ class Demand:
     @property
     def works(self) -> list[Work]:
         """Every objective once, the one of most steps first."""
-        steps: dict[Work, float] = {}
+        steps: Counter[Work] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:
-                steps[work] = steps.get(work, 0.0) + count
-        return sorted(steps, key=lambda work: -steps[work])
+                steps[work] += count
+        return [work for work, _ in steps.most_common()]
 
 
 def estimate(case: Case, demand: Demand, rates: Rates) -> Estimate:
     """Memory, step and hours of `case`."""
     works = demand.works
     memory = worst_memory(case, works, rates)
-    times: dict[tuple[Work, int], StepTime] = {}
 
+    @functools.cache
     def timed(work: Work, packs: int) -> StepTime:
-        key = (work, packs)
-        if key not in times:
-            times[key] = _at(step_time(case.with_batch(packs), work, rates), demand.mfu, case, rates)
-        return times[key]
+        step = step_time(case.with_batch(packs), work, rates)
+        if demand.mfu is None:
+            return step
+        return replace(step, seconds=step.flops / (demand.mfu * rates.peak * case.gpus), terms=())
 
     phases = []
     for phase in demand.phases:
@@ -103,10 +104,3 @@ def estimate(case: Case, demand: Demand, rates: Rates) -> Estimate:
     steps = tuple((work, timed(work, case.global_batch_size)) for work in works)
     forward = demand.validations * demand.validated * steps[0][1].seconds / 3
     return Estimate(case, memory, memory.total <= rates.memory, steps, tuple(phases), forward)
-
-
-def _at(step: StepTime, mfu: float | None, case: Case, rates: Rates) -> StepTime:
-    """The step at a utilization that is given, its terms left out."""
-    if mfu is None:
-        return step
-    return StepTime(step.flops / (mfu * rates.peak * case.gpus), step.flops, step.bubble, step.slowest, (), step.sent)

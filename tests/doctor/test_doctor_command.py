@@ -9,10 +9,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.compare import Looked, to_json
 from megaenc.doctor.findings import ok, problem
 from megaenc.doctor.probing import NoAnswer
-from megaenc.doctor.report import WIDTH
+from megaenc.doctor.report import WIDTH, Looked, to_json
 
 HERE = Path(__file__).parent
 DOCTOR = [sys.executable, "-m", "megaenc", "doctor"]

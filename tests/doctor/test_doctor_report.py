@@ -2,9 +2,8 @@
 
 import json
 
-from megaenc.doctor.compare import Looked
 from megaenc.doctor.findings import note, ok, problem
-from megaenc.doctor.report import WIDTH, as_json, text
+from megaenc.doctor.report import WIDTH, Looked, as_json, text
 
 LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
 FINDINGS = [

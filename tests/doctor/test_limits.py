@@ -2,29 +2,29 @@
 
 import resource
 
-from megaenc.doctor.findings import Asked
-from megaenc.doctor.limits import accelerated, limits, locked_memory, open_files, shared_memory, shared_memory_of
+from megaenc.doctor.findings import Asked, accelerated
+from megaenc.doctor.machine import limits, locked_memory, open_files, shared_memory, shared_memory_of
 
 GIB, MIB = 2**30, 2**20
 
 
 def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them():
-    [found] = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=True)
+    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=True)
     assert (found.level, found.found) == ("problem", "64 MiB, 64 MiB free")
     assert "--ipc host" in found.advice and "--shm-size 1g" in found.advice
-    [found] = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=False)
+    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=False)
     assert found.level == "note"
 
 
 def test_a_large_one_that_is_full_is_named_as_full():
-    [found] = shared_memory_of(64 * GIB, 10 * MIB, writable=True, needed=True)
+    found = shared_memory_of(64 * GIB, 10 * MIB, writable=True, needed=True)
     assert found.level == "problem" and "nearly full" in found.advice
-    [found] = shared_memory_of(64 * GIB, 60 * GIB, writable=True, needed=True)
+    found = shared_memory_of(64 * GIB, 60 * GIB, writable=True, needed=True)
     assert found.level == "ok"
 
 
 def test_one_that_cannot_be_written_to_or_is_not_there_is_a_problem(tmp_path):
-    [found] = shared_memory_of(64 * GIB, 64 * GIB, writable=False, needed=False)
+    found = shared_memory_of(64 * GIB, 64 * GIB, writable=False, needed=False)
     assert found.level == "problem" and "chmod" in found.advice
     [found] = shared_memory(Asked(root=tmp_path))
     assert found.level == "problem" and "mount a tmpfs" in found.advice

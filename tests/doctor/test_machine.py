@@ -85,5 +85,5 @@ def test_threads_against_cores(given, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     environment = ({"OMP_NUM_THREADS": given} if given else {}) | ({"RANK": "0"} if processes > 1 else {})
-    [found] = machine.threads(Asked(environment=environment), cores=8)
+    found = machine.threads(Asked(environment=environment), cores=8)
     assert found.level == level

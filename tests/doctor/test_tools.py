@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megaenc.doctor.tools import ToolError, told_by
+from megaenc.doctor.accelerators import ToolError, told_by
 
 
 def test_what_a_program_says_is_returned():

@@ -2,11 +2,10 @@
 
 import dataclasses
 
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, PhaseWork, Work
 from megaenc.estimate.machines import Link, Rates
 from megaenc.estimate.settings import PaperLayout
 from megaenc.estimate.whole import Demand
-from megaenc.estimate.work import PhaseWork, Work
 from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.
@@ -14,7 +13,7 @@ SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attent
 WORK = Work("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, seen=64.0 * 64)
 
 RATES = Rates(
-    peak=1e12, gemm=5e11, head_gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,
+    peak=1e12, gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,
     layer_floor=0.0, start=0.0, inside=Link(1e10, 0.0), between=Link(1e9, 0.0), devices=8, memory=1e9, base=1e6, host=False,
     source="made up",
 )  # fmt: skip

@@ -7,26 +7,23 @@ from cases import WORK, demand
 
 from megaenc.errors import InputError
 from megaenc.estimate.calibrate import calibrate, rates_from, share_of
-from megaenc.estimate.case import Case
+from megaenc.estimate.case import Case, phases
 from megaenc.estimate.documents import documents
 from megaenc.estimate.machines import TABLE
 from megaenc.estimate.memory import worst_memory
 from megaenc.estimate.settings import read
 from megaenc.estimate.time import step_time
 from megaenc.estimate.whole import Demand
-from megaenc.estimate.work import phases
 
 FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
 FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8", "--objective-schedule", "mlm", "--train-iters", "10"]
 
 # As `measure` tells: of one row, in seconds, bytes and FLOP/s.
 MADE_UP = {
-    "base": 3e8, "peak": 1e11, "memory": 1e10, "attention": 1e10,
-    "product qkv": 0.02, "product proj": 0.01, "product fc1": 0.03, "product fc2": 0.02, "head": 0.05,
-    "data 1": 0.003, "forward and backward 1": 0.4, "whole 1": 0.9, "predicted 1": 50, "peak 1": 5e6, "taken 1": 5e8,
-    "data 4": 0.003, "forward and backward 4": 1.0, "whole 4": 2.3, "predicted 4": 50, "peak 4": 11e6, "taken 4": 6.02e8,
-    "reduce small": 1e-3, "reduce activations": 2e-3, "reduce gradients": 0.1, "send small": 1e-3, "send activations": 2e-3,
-    "bytes activations": 1e6, "bytes gradients": 6e7,
+    "base": 3e8, "peak": 1e11, "attention": 1e10, "products": 0.08, "predicted": 50,
+    "data 1": 0.003, "forward and backward 1": 0.4, "whole 1": 0.9, "taken 1": 5e8,
+    "data 4": 0.003, "forward and backward 4": 1.0, "whole 4": 2.3, "taken 4": 6.02e8,
+    "reduce small": 1e-3, "reduce activations": 2e-3, "bytes activations": 1e6,
 }  # fmt: skip
 
 
@@ -57,8 +54,8 @@ def test_memory_is_made_of_the_measured_layers_and_what_the_allocator_lost():
     work = dataclasses.replace(wanted.works[0], predicted=25.0)
     found = worst_memory(four, [work], rates)
     assert found.total == pytest.approx(6.02e8)  # what was taken with four layers
-    kept = {term.name: term.value for term in found.terms}
-    assert kept["activations"] == pytest.approx(4 * 2e6) and kept["on top"] == pytest.approx(3e6)
+    terms = {term.name: term.value for term in found.terms}
+    assert terms["allocator"] > rates.pieces_of_kept * terms["activations"] > 0
 
 
 def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
@@ -79,14 +76,13 @@ def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
 
 
 def test_this_machine_is_measured_in_two_processes():
-    """What it has in memory is what the formulas say, as near as counting tensors is; no time is looked at but that it is one."""
+    """No time is looked at but that it is one."""
     settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     settings, case = dataclasses.replace(settings, bf16=False), dataclasses.replace(case, bf16=False)
     rates = calibrate(settings, case, wanted, docs, None, seconds=0.01)
     assert rates.host and "2 at once" in rates.source
-    assert rates.layer_kept == pytest.approx(1, rel=0.1) and rates.ends_kept == pytest.approx(1, rel=0.15)
-    assert 1e8 < rates.base < 2e9
-    for name in ("peak", "gemm", "head_gemm", "attention", "elementwise", "loss", "optimizer"):
+    assert 1e8 < rates.base < 2e9 and 0 <= rates.pieces < 1e9
+    for name in ("peak", "gemm", "attention", "elementwise", "loss", "optimizer"):
         assert 0 < getattr(rates, name) < 1e16
-    assert min(rates.inside.bandwidth, rates.gradients.bandwidth, rates.neighbour.bandwidth) > 0
+    assert rates.inside.bandwidth > 0
     assert demand().works == [WORK]
