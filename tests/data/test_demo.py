@@ -37,37 +37,20 @@ def f(x):
     - The first item of a list is a paragraph of its own when it is a sentence.
     - x, y, z, w, u, v
     """
-    # A comment of more than one line counts too, because it is where
-    # the people who write programs say what they think.
     raise ValueError("x = {}, y = {}, and that is not what we had hoped to see in it".format(x, 0))
 '''
 
 
 def test_prose_is_what_reads_as_english_and_nothing_else():
-    assert list(prose.python_paragraphs(DOCSTRING)) == [
+    assert [paragraph for _, text in prose.long_strings(DOCSTRING) for paragraph in prose.paragraphs(text)] == [
         "Return the largest value of the array along the axis that was asked for.",
         "The array is copied first, so that the caller's data are never changed by it; see numpy.sort and copy for more.",
         "The values among which the largest one is looked for by this function.",
         "The axis along which to look for the largest value of the array.",
         "For example, this is how it is used by most of the people who use it:",
         "The first item of a list is a paragraph of its own when it is a sentence.",
-        "A comment of more than one line counts too, because it is where the people who write programs say what they think.",
     ]
-    assert list(prose.python_paragraphs("def broken(:")) == []
-
-
-def test_comments_of_headers_are_read():
-    source = """
-        int a; /* This is what the
-                * function does when it is given more than one of them. */
-        /// And this is a
-        /// comment of the other kind that we have in the files of C.
-        int b;
-    """
-    assert list(prose.header_paragraphs(source)) == [
-        "This is what the function does when it is given more than one of them.",
-        "And this is a comment of the other kind that we have in the files of C.",
-    ]
+    assert prose.long_strings("def broken(:") == []
 
 
 def test_likeness_ignores_names_and_numbers():
