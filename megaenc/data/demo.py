@@ -7,7 +7,7 @@ import json
 import os
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,10 @@ _INSTALLED = """
     sympy tokenizers torch torchgen transformers typer tyro yaml
 """
 _PACKAGES = _INSTALLED.split()
-_STANDARD_LIBRARY = "python"
 # Tests say little in sentences; vendored copies belong to somebody else.
 _LEFT_OUT = frozenset(
     ("test", "tests", "testing", "idle_test", "site-packages", "__pycache__", "_vendor", "node_modules", "lib2to3", "third_party")
 )
-_SMALLEST_DOCUMENT = 200  # characters
 _HELD_OUT_PERCENT = 2
 VOCAB_SIZE = 8192
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
@@ -88,16 +86,12 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> Demo:
                 for name, text in _documents(sorted(_sources())):
                     stream = held_out if is_held_out(name) else rest
                     stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-            write_record(record, {HELDOUT: heldout, CORPUS: corpus})
+            facts = {"generator": _GENERATOR, "version": megaenc.__version__}
+            facts["sha256"] = {HELDOUT: sha256_of(heldout), CORPUS: sha256_of(corpus)}
+            record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     size = sum((folder / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
     say(f"{folder / CORPUS}: {size:.1f} MB of English, from what is installed here")
     return Demo.of(folder)
-
-
-def write_record(path: Path, files: Mapping[str, Path]) -> None:
-    """Write the record of a demo corpus to `path`: the sha256 of each of `files`, by its final name."""
-    record = {"generator": _GENERATOR, "version": megaenc.__version__, "sha256": {name: sha256_of(files[name]) for name in files}}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def find_demo_corpus(folder: Path) -> Demo | None:
@@ -172,7 +166,7 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
 
 def _sources() -> Iterator[tuple[str, str]]:
     """Yield (document id, path) of every file to read."""
-    roots = {_STANDARD_LIBRARY: [Path(sysconfig.get_path("stdlib"))]}
+    roots = {"python": [Path(sysconfig.get_path("stdlib"))]}
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
         if spec is not None and spec.submodule_search_locations:
@@ -187,14 +181,11 @@ def _sources() -> Iterator[tuple[str, str]]:
 def _documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield (id, text) in the order of `sources`, without paragraphs that differ from an earlier one only in names or numbers."""
     seen: set[str] = set()
-    for (name, _), paragraphs in zip(sources, read_sources(_paragraphs, sources, "reading documentation"), strict=True):
-        fresh = []
-        for paragraph, key in paragraphs:
-            if key not in seen:
-                seen.add(key)
-                fresh.append(paragraph)
-        text = "\n\n".join(fresh)
-        if len(text) >= _SMALLEST_DOCUMENT:
+    for (name, _), found in zip(sources, read_sources(_paragraphs, sources, "reading documentation"), strict=True):
+        fresh = {key: paragraph for paragraph, key in reversed(found) if key not in seen}  # the first of those that are alike
+        seen.update(fresh)
+        text = "\n\n".join(reversed(fresh.values()))
+        if len(text) >= 200:
             yield name, text
 
 

@@ -12,9 +12,8 @@ _MOST_FREQUENT_WORDS = """
 """
 _STOP_WORDS = frozenset(_MOST_FREQUENT_WORDS.split())
 _NEVER_IN_PROSE = re.compile(r"://|www\.|\\|>>>|==|[=-]>|[{}$|@`]|__|&&|<<|--|\.\.\.|\[~|%[rsd]|TODO|FIXME|XXX")
-# Examples with their output, fenced code, and a directive or two colons with the deeper lines that follow.
-_EXAMPLE = re.compile(r"^ *(?:>>>|In \[|\$ ).*(?:\n *\S.*)*", re.MULTILINE)
-_FENCED = re.compile(r"^ *(```|~~~).*?(?:^ *\1|\Z)", re.MULTILINE | re.DOTALL)
+# Examples with their output, and a directive or two colons with the deeper lines that follow.
+_EXAMPLE = re.compile(r"^ *(?:>>>|In \[|\$ |```).*(?:\n *\S.*)*", re.MULTILINE)
 _LITERAL = re.compile(r"^( *)(\.\. .*|.*:):.*\n(?:\1 +.*\n|[ \t]*\n)*", re.MULTILINE)
 # Underlines and tables, headings, and numpy's `name : type`.
 _LAYOUT = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}|[|┌└│├╭╰]|\+[-=]|#+ |[A-Z][\w ]{2,30}:$|\.\. |[\w*, ]{1,60} : ")
@@ -49,7 +48,7 @@ def long_strings(source: str) -> list[tuple[int, str]]:
 
 def paragraphs(text: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, reST or Markdown text that read as English sentences, without markup, in one line."""
-    text = _FENCED.sub("", _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4))))
+    text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(lambda found: "\n" if found[2].startswith("..") else f"{found[1]}{found[2]}\n\n", text + "\n")
     block: list[str] = []
     indent = 0

@@ -19,7 +19,6 @@ from megaenc.finetune.examples import SplitName
 from megaenc.output_paths import make_parent
 
 NAMES = ("demo_sc", "demo_tc", "demo_qa", "demo_ir")
-_CLASSES = 8
 _SIZES: dict[SplitName, int] = {"train": 6000, "validation": 500, "test": 500}
 _QUESTIONS = ("What is the parameter {}?", "What does {} do?", "What is {} for?", "How is {} described?")
 
@@ -46,17 +45,16 @@ class DemoSetFlags:
 def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES, flag: str = "demo folder") -> Path:
     """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
 
-    The three that are made of documentation come together: reading it takes most of the time. The same packages give the same
-    bytes. Processes that call it together wait for the first. Raises InputError for a folder that cannot be written to, or a file
-    in the place of a set.
+    The three that are made of documentation come together. The same packages give the same bytes. Processes that call it together
+    wait for the first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
     """
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
         return folder
     names = [name for name in NAMES if name in names or (name != "demo_sc" and {*names} != {"demo_sc"})]
-    for name in names:
-        if os.path.lexists(folder / name) and not os.path.isdir(folder / name):
-            raise InputError(f"{folder / name}: found a file; expected the folder of a demo set; move it or name another folder")
+    for path in (folder / name for name in names):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise InputError(f"{path}: found a file; expected the folder of a demo set; move it or name another folder")
     make_parent(folder / "demo_sc", flag)
     with wait_for_lock(folder / corpus_demo.LOCK):
         missing = [name for name in names if not (folder / name).is_dir()]  # another process may have made them meanwhile
@@ -67,7 +65,7 @@ def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] 
             read, what = _SETS[name]
             chosen = _choose(read(corpus_demo.corpus_documents(folder.parent) if name == "demo_sc" else documentation))
             with whole_folder(folder / name) as made:
-                (_write_pairs if name == "demo_ir" else _write_rows)(made, chosen)
+                _write(made, chosen)
             say(f"{folder / name}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
     return folder
 
@@ -105,10 +103,7 @@ def paragraphs_of_packages(documents: Iterable[tuple[str, str]]) -> Iterator[dic
 
 
 def tagged_sentences(documentation: Iterable[Documented]) -> Iterator[dict]:
-    """Yield sentences in which a parameter of the function is marked: {"source", "id", "tokens", "tags"}, PARAM and CODE in IOB2.
-
-    The marks are gone; sentences that differ from an earlier one only in names are left out.
-    """
+    """Yield sentences in which a parameter is marked, without the marks: {"source", "id", "tokens", "tags"}, in IOB2."""
     seen: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
@@ -127,8 +122,7 @@ def tagged_sentences(documentation: Iterable[Documented]) -> Iterator[dict]:
 def questions(documentation: Iterable[Documented]) -> Iterator[dict]:
     """Yield {"source", "id", "question", "context", "answers"}: the sentence that describes one of a function's parameters.
 
-    Functions with a single parameter are there too: they are what a small model learns first. A description that differs from an
-    earlier one only in names is in no context.
+    Functions with a single parameter are there too: they are what a small model learns first.
     """
     seen: set[str] = set()
     for source, _, parameters in documentation:
@@ -143,10 +137,7 @@ def questions(documentation: Iterable[Documented]) -> Iterator[dict]:
 
 
 def summaries(documentation: Iterable[Documented]) -> Iterator[dict]:
-    """Yield {"source", "id", "query", "document"}: the sentence that sums a function up, and what else is written about it.
-
-    Sentences that differ from earlier ones only in names are left out.
-    """
+    """Yield {"source", "id", "query", "document"}: the sentence that sums a function up, and what else is written about it."""
     seen: set[str] = set()
     for source, description, parameters in documentation:
         paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]
@@ -190,7 +181,7 @@ def _choose(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
     for example in sorted(examples, key=lambda example: _number(example["id"])):
         tenth = _number(f"split {example.pop('source')}") % 10  # a fixed choice
         chosen["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
-    labels = Counter(row.get("label") for row in chosen["test"]).most_common(_CLASSES)
+    labels = Counter(row.get("label") for row in chosen["test"]).most_common(8)
     for split, size in _SIZES.items():
         by_label = [[row for row in chosen[split] if row.get("label") == label] for label, _ in labels]
         each = min(-(-size // len(labels)), *map(len, by_label))
@@ -204,21 +195,18 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _write_rows(folder: Path, chosen: dict[str, list[dict]]) -> None:
-    """Write a JSONL file for each of `chosen`, by its name."""
-    for name, rows in chosen.items():
+def _write(folder: Path, chosen: dict[str, list[dict]]) -> None:
+    """Write JSONL files, one for each of `chosen` by its name; queries with their documents in BEIR's layout."""
+    files, rows = chosen, [row for rows in chosen.values() for row in rows]
+    if "query" in rows[0]:
+        texts = {"corpus": "document", "queries": "query"}
+        files = {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()}
+        (folder / "qrels").mkdir()
+        for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
+            lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in chosen[split])
+            write_whole(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
+    for name, rows in files.items():
         write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _write_pairs(folder: Path, chosen: dict[SplitName, list[dict]]) -> None:
-    """Write BEIR's layout."""
-    rows = [row for split in chosen.values() for row in split]
-    texts = {"corpus": "document", "queries": "query"}
-    _write_rows(folder, {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()})
-    (folder / "qrels").mkdir()
-    for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
-        lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in chosen[split])
-        write_whole(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
 
 
 @one_line_errors

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo as corpus
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.registry import find
@@ -113,7 +114,8 @@ def with_corpus(folder):
         )
     )
     (folder / "heldout.jsonl").touch()
-    corpus.write_record(folder / "demo.json", {name: folder / name for name in ("corpus.jsonl", "heldout.jsonl")})
+    hashes = {name: sha256_of(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
+    (folder / "demo.json").write_text(json.dumps({"generator": "megaenc demo", "sha256": hashes}))
     return folder / "finetune"
 
 
