@@ -1,10 +1,13 @@
 """A corpus of English prose without any download: the documentation of Python and of the packages installed beside this one."""
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
+import re
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +18,6 @@ from typing import Any
 import megaenc
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
-from megaenc.data import prose
 from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_files
@@ -37,7 +39,32 @@ _LEFT_OUT = frozenset(
 _HELD_OUT_PERCENT = 2
 VOCAB_SIZE = 8192
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
-_GENERATOR = "megaenc demo"
+
+_MOST_FREQUENT_WORDS = """
+    a about after all also an and any are as at be been before but by can do does each for from has have how if in into is it its
+    like made may more most must no not of on once one only or other over same set should since so some such than that the their
+    them then there these they this to under up use used using was we when where which while will with you
+"""
+_STOP_WORDS = frozenset(_MOST_FREQUENT_WORDS.split())
+_NEVER_IN_PROSE = re.compile(r"://|www\.|\\|>>>|==|[=-]>|[{}$|@`]|__|&&|<<|--|\.\.\.|\[~|%[rsd]|TODO|FIXME|XXX")
+# Examples with their output, and a directive or two colons with the deeper lines that follow.
+_EXAMPLE = re.compile(r"^ *(?:>>>|In \[|\$ |```).*(?:\n *\S.*)*", re.MULTILINE)
+_LITERAL = re.compile(r"^( *)(\.\. .*|.*:):.*\n(?:\1 +.*\n|[ \t]*\n)*", re.MULTILINE)
+# Underlines and tables, headings, and numpy's `name : type`.
+_LAYOUT = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}|[|┌└│├╭╰]|\+[-=]|#+ |[A-Z][\w ]{2,30}:$|\.\. |[\w*, ]{1,60} : ")
+# A bullet, a field of reST, or Google's `name (type): ` before what is said of it.
+_START = re.compile(
+    r"(?:[-*+•]|\(?(?:\d+|\w)[.)]) +|[:@](?:param|arg|key|return|raise|throw|type|ivar|cvar|var)[^:]*:?\s*"
+    r"|[`*]*[\w.*\[\]]+[`*]*(?: \(.*?\)(?=:))?: +(?=\S)"
+)
+_MARKUP = (
+    (re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)"), r"\1"),  # Markdown links
+    (re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"), r"\1"),  # code, reST roles and links
+    (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*]+?)(?<=\S)\1(?![\w*])"), r"\2"),
+    (re.compile(r"<(https?|mailto):[^>\s]*>|</?\w+[^<>]*>|\[\[(?=\w)|\]\]"), ""),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r" ([.,;:!?)])(?=\s|$)"), r"\1"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +113,7 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> Demo:
                 for name, text in _documents(sorted(_sources())):
                     stream = held_out if is_held_out(name) else rest
                     stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-            facts = {"generator": _GENERATOR, "version": megaenc.__version__}
+            facts = {"generator": "megaenc demo", "version": megaenc.__version__}
             facts["sha256"] = {HELDOUT: sha256_of(heldout), CORPUS: sha256_of(corpus)}
             record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     size = sum((folder / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
@@ -106,7 +133,7 @@ def find_demo_corpus(folder: Path) -> Demo | None:
         expected = "the record of a demo corpus; move the file or name another folder"
         content = read_json_object(record, expected)
         hashes = content.get("sha256")
-        if content.get("generator") != _GENERATOR or not isinstance(hashes, dict):
+        if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
         if path.name not in hashes or path.is_symlink() or sha256_of(path) != hashes[path.name]:
@@ -200,8 +227,69 @@ def read_sources(read: Callable[[tuple[str, str]], Any], sources: Sequence[tuple
 def _paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
     """Return the paragraphs of a file with their likeness."""
     code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
-    found = (paragraph for _, text in prose.long_strings(code) for paragraph in prose.paragraphs(text))
-    return [(paragraph, prose.likeness(paragraph)) for paragraph in found]
+    return [(paragraph, likeness(paragraph)) for _, text in long_strings(code) for paragraph in paragraphs(text)]
+
+
+def long_strings(source: str) -> list[tuple[int, str]]:
+    """Return (line, text) of the long strings of Python source, not only docstrings: compiled functions have theirs elsewhere."""
+    try:
+        nodes = ast.walk(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    strings = ((node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return sorted((line, text) for line, text in strings if len(text) >= 60)
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a docstring, reST or Markdown text that read as English sentences, without markup, in one line."""
+    text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
+    text = _LITERAL.sub(lambda found: "\n" if found[2].startswith("..") else f"{found[1]}{found[2]}\n\n", text + "\n")
+    block: list[str] = []
+    indent = 0
+    for line in [*text.splitlines(), ""]:
+        bare, depth = line.strip(), len(line) - len(line.lstrip())
+        is_layout, start = not bare or _LAYOUT.match(bare), None
+        if not block or depth <= indent:
+            start = _START.match(bare)
+        continues = abs(depth - indent) <= 1 or (len(block) == 1 and depth > indent and len(block[0].split()) > 3)
+        if block and (is_layout or start or not continues):
+            joined = plain(" ".join(block))
+            joined += "." * joined[-1:].isalpha()  # short descriptions often go without
+            if reads_as_english(joined):
+                yield joined
+            block = []
+        if not is_layout:
+            block.append(bare[start.end() :] if start else bare)
+        indent = depth
+
+
+def plain(text: str) -> str:
+    """Return `text` on one line, without the markup of docstrings, reST and Markdown."""
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def reads_as_english(text: str) -> bool:
+    """Return whether `text` looks like whole sentences of English rather than names, formulas or lists."""
+    words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
+    count, letters = len(words), sum(char.isalpha() or char.isspace() for char in text)
+    return (
+        count >= 8
+        and text.lstrip("\"'")[:1].isupper()
+        and text[-1] in ".!?:)\"'"
+        and not _NEVER_IN_PROSE.search(text)
+        and sum(word.replace("-", "").replace("'", "").isalpha() for word in words) >= 0.85 * count
+        and sum(word.lower() in _STOP_WORDS for word in words) >= 0.25 * count
+        and 0.9 * len(text) <= letters
+        and text.count("(") == text.count(")")
+    )
+
+
+def likeness(paragraph: str) -> str:
+    """Return a text that is equal for paragraphs which differ only in names, numbers and punctuation."""
+    words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
+    return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words)
 
 
 @one_line_errors

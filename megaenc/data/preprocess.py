@@ -196,7 +196,7 @@ def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
     punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     say(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
-        f"the input, {len(punkt.abbreviations):,} abbreviations"
+        f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
     )
     return punkt
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.data import demo as corpus_demo
-from megaenc.data import prose
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
 from megaenc.finetune.examples import SplitName
@@ -82,7 +81,7 @@ def _documented(source: tuple[str, str]) -> list[Documented]:
 
     code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
     found = []
-    for line, text in prose.long_strings(code) if _SECTION.search(code) else ():
+    for line, text in corpus_demo.long_strings(code) if _SECTION.search(code) else ():
         try:
             parsed = docstring_parser.parse(text) if _SECTION.search(text) else None
         except docstring_parser.ParseError:
@@ -111,7 +110,7 @@ def tagged_sentences(documentation: Iterable[Documented]) -> Iterator[dict]:
         for number, sentence in enumerate(sentences):
             words, tags = [], []
             for at, part in enumerate(_MARKED.split(sentence)):  # every second part is a marked one
-                inside = _WORD.findall(part if at % 2 else prose.plain(part))
+                inside = _WORD.findall(part if at % 2 else corpus_demo.plain(part))
                 kind = "PARAM" if part in parameters else "CODE"
                 words += inside
                 tags += [f"{'I' if later else 'B'}-{kind}" if at % 2 else "O" for later in range(len(inside))]
@@ -157,7 +156,7 @@ _SETS = {
 
 def _sentences(text: str) -> list[str]:
     """Return those sentences of the first paragraph that read well, without markup; the last one ends with a full stop."""
-    joined = prose.plain(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
+    joined = corpus_demo.plain(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
     joined += "." * joined[-1:].isalnum()
     found = [part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"]
     return [part for part in found if 4 <= len(part.split()) <= 40 and not _ODD.search(part)]
@@ -165,7 +164,7 @@ def _sentences(text: str) -> list[str]:
 
 def _is_new(text: str, seen: set[str]) -> bool:
     """Return whether `text` reads well and differs from all `seen` in more than names and numbers; it counts as seen then."""
-    key = prose.likeness(text)
+    key = corpus_demo.likeness(text)
     if key in seen or not text[:1].isalpha() or _ODD.search(text):
         return False
     seen.add(key)
@@ -178,16 +177,19 @@ def _choose(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
     Of labels, the most frequent ones are kept, and as many examples of each.
     """
     chosen: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
-    for example in sorted(examples, key=lambda example: _number(example["id"])):
+    for example in sorted(examples, key=_order):
         tenth = _number(f"split {example.pop('source')}") % 10  # a fixed choice
         chosen["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
-    labels = Counter(row.get("label") for row in chosen["test"]).most_common(8)
+    labels = [label for label, _ in Counter(row.get("label") for row in chosen["test"]).most_common(8)]
     for split, size in _SIZES.items():
-        by_label = [[row for row in chosen[split] if row.get("label") == label] for label, _ in labels]
+        by_label = [[row for row in chosen[split] if row.get("label") == label] for label in labels]
         each = min(-(-size // len(labels)), *map(len, by_label))
-        kept = {row["id"] for rows in by_label for row in rows[:each]}
-        chosen[split] = [row for row in chosen[split] if row["id"] in kept]
+        chosen[split] = sorted((row for rows in by_label for row in rows[:each]), key=_order)
     return chosen
+
+
+def _order(row: dict) -> int:
+    return _number(row["id"])
 
 
 def _number(text: str) -> int:
