@@ -1,12 +1,12 @@
 """Check all that can be wrong with a corpus on disk: lengths, pointers, token ids, ends of documents, hashes.
 
-The .bin is read once, in pieces: memory grows with the number of documents and not with their length.
+The files are read once, in pieces, so that memory does not grow with the corpus.
 """
 
 import hashlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +23,7 @@ from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
 
 _CHUNK = 1 << 23  # bytes of a file that are looked at together
+_ENTRIES = 1 << 20  # entries of the index that are looked at together
 _CHANGED = "the file has changed since it was written"
 
 
@@ -64,9 +65,8 @@ def verify(prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Calla
 def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> Whole:
     dtype = np.dtype(check_index(prefix))
     index = IndexArrays.map(f"{prefix}.idx")
-    sequence_ends = _check_sequences(prefix, index, dtype.itemsize)
+    tokens = _check_sequences(prefix, index, dtype.itemsize)
     _check_documents(prefix, index)
-    tokens = int(sequence_ends[-1])
     check_bin_size(prefix, tokens * dtype.itemsize)
     documents, sequences = len(index.documents) - 1, len(index.lengths)
     sidecar = read_sidecar(prefix) if sidecar_path(prefix).exists() else None
@@ -81,7 +81,7 @@ def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], No
     found = _hash(f"{prefix}.idx", tick)
     if sidecar and found != sidecar.sha256["idx"]:
         raise InputError(f"{prefix}.idx: {_other_hash(found, sidecar.sha256['idx'])}")
-    _check_tokens(prefix, sequence_ends[index.documents[1:]], dtype, sidecar, vocabulary, tick)
+    _check_tokens(prefix, _Look(index, dtype, tokens, sidecar, vocabulary), sidecar, tick)
 
     unchecked = [] if sidecar else ["sha256", "ends of documents"]
     unchecked += [] if sidecar or vocabulary else ["token ids (give --tokenizer)"]
@@ -89,64 +89,57 @@ def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], No
     return Whole(documents, sequences, tokens, dtype.name, size, tuple(unchecked))
 
 
-def _check_sequences(prefix: str, index: IndexArrays, size: int) -> np.ndarray:
-    """Return int64[S + 1], where sequences start and end in tokens, after checking that each starts where the one before ends."""
-    lengths = np.array(index.lengths)
-    edges = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=edges[1:])
-    wrong = (lengths < 0) | (index.pointers != edges[:-1] * size)
-    if wrong.any():
-        at = int(wrong.argmax())
-        if lengths[at] < 0:
-            raise InputError(f"{prefix}.idx: sequence {at}: found length {lengths[at]}, expected 0 or more")
-        raise InputError(
-            f"{prefix}.idx: sequence {at}: found pointer {index.pointers[at]}, "
-            f"expected {edges[at] * size} (the bytes of the sequences before it, by their lengths)"
-        )
-    return edges
+def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
+    """The tokens of all sequences, after checking that each starts where those before it end."""
+    total = 0
+    for first in range(0, len(index.lengths), _ENTRIES):
+        lengths = index.lengths[first : first + _ENTRIES].astype(np.int64)
+        found = np.array(index.pointers[first : first + _ENTRIES])
+        expected = (total + np.cumsum(lengths) - lengths) * size
+        wrong = (lengths < 0) | (found != expected)
+        if wrong.any():
+            at = int(wrong.argmax())
+            if lengths[at] < 0:
+                raise InputError(f"{prefix}.idx: sequence {first + at}: found length {lengths[at]}, expected 0 or more")
+            raise InputError(
+                f"{prefix}.idx: sequence {first + at}: found pointer {found[at]}, "
+                f"expected {expected[at]} (the bytes of the sequences before it, by their lengths)"
+            )
+        total += int(lengths.sum())
+    return total
 
 
 def _check_documents(prefix: str, index: IndexArrays) -> None:
-    """Check that document indices begin with 0, never fall, and end with the number of sequences."""
-    found = np.array(index.documents)
-    if found[0] != 0:
-        raise InputError(f"{prefix}.idx: document 0: found first sequence {found[0]}, expected 0")
-    falls = (found[1:] < 0) | (found[1:] < found[:-1])
-    if falls.any():
-        at = int(falls.argmax())
-        raise InputError(
-            f"{prefix}.idx: document {at + 1}: found first sequence {found[at + 1]}, "
-            f"expected {found[at]} or more (that of the document before it)"
-        )
-    if found[-1] != len(index.lengths):
-        raise InputError(f"{prefix}.idx: the last document index is {found[-1]}, expected {len(index.lengths)}, the sequences")
+    """Document indices begin with 0, never fall, and end with the number of sequences."""
+    before = 0
+    for first in range(0, len(index.documents), _ENTRIES):
+        found = np.array(index.documents[first : first + _ENTRIES])
+        if first == 0 and found[0] != 0:
+            raise InputError(f"{prefix}.idx: document 0: found first sequence {found[0]}, expected 0")
+        falls = (found < 0) | (np.diff(found, prepend=before) < 0)  # from 0 on differences cannot overflow
+        if falls.any():
+            at = int(falls.argmax())
+            raise InputError(
+                f"{prefix}.idx: document {first + at}: found first sequence {found[at]}, "
+                f"expected {found[at - 1] if at else before} or more (that of the document before it)"
+            )
+        before = int(found[-1])
+    if before != len(index.lengths):
+        raise InputError(f"{prefix}.idx: the last document index is {before}, expected {len(index.lengths)}, the sequences")
 
 
-def _check_tokens(
-    prefix: str,
-    ends: np.ndarray,
-    dtype: np.dtype,
-    sidecar: Sidecar | None,
-    vocabulary: Vocabulary | None,
-    tick: Callable[[int], None],
-) -> None:
-    """Read the .bin once, hashing it and looking at its tokens; `ends`: int64[D], where its documents end."""
-    limit = sidecar.vocab_size if sidecar else vocabulary.size if vocabulary else None
-    eod = sidecar.eod if sidecar and sidecar.append_eod else None
+def _check_tokens(prefix: str, look: "_Look", sidecar: Sidecar | None, tick: Callable[[int], None]) -> None:
+    """Read the .bin once, hashing it and looking at its tokens."""
     complaint, start = "", 0
 
     def take(piece: np.ndarray) -> None:
         nonlocal complaint, start
-        tokens = piece.view(dtype)
-        if not complaint and limit is not None:
-            complaint = _wrong_id(tokens, start, ends, limit)
-        if not complaint and eod is not None:
-            complaint = _wrong_end(tokens, start, ends, eod)
-        start += len(tokens)
+        complaint = complaint or look(piece.view(look.dtype), start)
+        start += len(piece) // look.dtype.itemsize
 
     found = _hash(f"{prefix}.bin", tick, take)
-    if start != ends[-1]:
-        raise InputError(f"{prefix}.bin: found {start} tokens, expected {ends[-1]}; it changed while it was read")
+    if start != look.tokens:
+        raise InputError(f"{prefix}.bin: found {start} tokens, expected {look.tokens}; it changed while it was read")
     # The token says where something is wrong and the hash that it was not always so: both tell a bad disk from bad preprocessing.
     complaints = [complaint] if complaint else []
     if sidecar and found != sidecar.sha256["bin"]:
@@ -155,30 +148,67 @@ def _check_tokens(
         raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
 
 
-def _wrong_id(tokens: np.ndarray, start: int, ends: np.ndarray, limit: int) -> str:
-    """Return what is wrong with the ids of `tokens`, which are `start` and the following of the corpus; empty if nothing is."""
-    unsigned = tokens.view(f"u{tokens.itemsize}")  # negative ids are huge as unsigned numbers
-    if int(unsigned.max()) < limit:
-        return ""
-    at = int((unsigned >= limit).argmax())
-    token = start + at
-    document = int(np.searchsorted(ends, token, side="right"))
-    place = f"document {document}, token {token - (ends[document - 1] if document else 0)} (token {token:,} of the corpus)"
-    return f"{place}: found id {tokens[at]}, expected 0 to {limit - 1} (the tokenizer's ids)"
+class _Look:
+    """Looks at pieces of the .bin in their order; each call returns what is wrong in its piece, empty where nothing is."""
 
+    def __init__(self, index: IndexArrays, dtype: np.dtype, tokens: int, sidecar: Sidecar | None, vocabulary: Vocabulary | None):
+        self.dtype, self.tokens = dtype, tokens
+        self._index = index
+        self._limit = sidecar.vocab_size if sidecar else vocabulary.size if vocabulary else None
+        self._eod = sidecar.eod if sidecar and sidecar.append_eod else None
+        self._more = self._ends()
+        self._ahead = np.empty(0, np.int64)  # ends of the documents that follow `_documents`
+        self._documents = 0  # looked at so far
 
-def _wrong_end(tokens: np.ndarray, start: int, ends: np.ndarray, eod: int) -> str:
-    """Return which document that ends in `tokens` does not end with the end-of-document token; empty if all do."""
-    first, stop = (int(np.searchsorted(ends, place, side="right")) for place in (start if start else -1, start + len(tokens)))
-    here = ends[first:stop]
-    empty = np.diff(here, prepend=ends[first - 1] if first else 0) == 0
-    last = tokens[np.maximum(here - 1 - start, 0)]
-    wrong = empty | (last != eod)
-    if not wrong.any():
-        return ""
-    at = int(wrong.argmax())
-    seen = "no token" if empty[at] else f"id {last[at]} as its last token ({here[at] - 1:,} of the corpus)"
-    return f"document {first + at}: found {seen}, expected it to end with {eod} (`eod` in the .json)"
+    def __call__(self, piece: np.ndarray, start: int) -> str:
+        """`piece`: dtype[n], tokens start..start+n-1 of the corpus."""
+        return self._ids(piece, start) or self._last_tokens(piece, start)
+
+    def _ids(self, piece: np.ndarray, start: int) -> str:
+        unsigned = piece.view(f"u{self.dtype.itemsize}")  # negative ids are huge as unsigned numbers
+        if self._limit is None or int(unsigned.max()) < self._limit:
+            return ""
+        at = int((unsigned >= self._limit).argmax())
+        return f"{self._place(start + at)}: found id {piece[at]}, expected 0 to {self._limit - 1} (the tokenizer's ids)"
+
+    def _last_tokens(self, piece: np.ndarray, start: int) -> str:
+        """Whether each document that ends in this piece ends with the end-of-document token."""
+        if self._eod is None:
+            return ""
+        stop = start + len(piece)
+        while (not len(self._ahead) or self._ahead[-1] <= stop) and (more := next(self._more, None)) is not None:
+            self._ahead = np.concatenate([self._ahead, more])
+        ends, self._ahead = np.split(self._ahead, [np.searchsorted(self._ahead, stop, side="right")])
+        last = piece[np.maximum(ends - 1 - start, 0)]
+        empty = np.diff(ends, prepend=start) == 0
+        wrong = empty | (last != self._eod)
+        if not wrong.any():
+            self._documents += len(ends)
+            return ""
+        at = int(wrong.argmax())
+        seen = "no token" if empty[at] else f"id {last[at]} as its last token ({ends[at] - 1:,} of the corpus)"
+        return f"document {self._documents + at}: found {seen}, expected it to end with {self._eod} (`eod` in the .json)"
+
+    def _ends(self) -> Iterator[np.ndarray]:
+        """int64: where the documents end, in tokens from the start of the corpus; some at a time."""
+        pointers = self._index.pointers
+        for first in range(1, len(self._index.documents), _ENTRIES):
+            following = np.array(self._index.documents[first : first + _ENTRIES])  # the sequence after each document
+            ends = np.full(len(following), self.tokens, dtype=np.int64)
+            inside = following < len(pointers)
+            ends[inside] = pointers[following[inside]] // self.dtype.itemsize
+            yield ends
+
+    def _place(self, token: int) -> str:
+        """Token number `token` of the corpus, for people."""
+        documents = begin = 0
+        for ends in self._ends():
+            at = int(np.searchsorted(ends, token, side="right"))
+            begin = int(ends[at - 1]) if at else begin
+            documents += at
+            if at < len(ends):
+                break
+        return f"document {documents}, token {token - begin} (token {token:,} of the corpus)"
 
 
 def _hash(path: str, tick: Callable[[int], None], take: Callable[[np.ndarray], None] = lambda piece: None) -> str:
