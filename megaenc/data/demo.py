@@ -33,11 +33,8 @@ _INSTALLED = """
 """
 _PACKAGES = _INSTALLED.split()
 # Tests say little in sentences; vendored copies belong to somebody else.
-_LEFT_OUT = frozenset(
-    ("test", "tests", "testing", "idle_test", "site-packages", "__pycache__", "_vendor", "node_modules", "lib2to3", "third_party")
-)
+_LEFT_OUT = frozenset(("test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"))
 _HELD_OUT_PERCENT = 2
-VOCAB_SIZE = 8192
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
 
 _MOST_FREQUENT_WORDS = """
@@ -74,9 +71,8 @@ class Demo:
     corpus: Path
     heldout: Path
     tokenizer: Path
-    """Hugging Face tokenizer folder; made, like the preprocessed corpus, by `ensure_demo` only."""
     data_prefix: Path
-    """The preprocessed corpus, for --data-path."""
+    """The preprocessed corpus, for --data-path; made, like the tokenizer, by `ensure_demo` only."""
 
     @classmethod
     def of(cls, folder: Path) -> "Demo":
@@ -137,9 +133,11 @@ def find_demo_corpus(folder: Path) -> Demo | None:
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
         if path.name not in hashes or path.is_symlink() or sha256_of(path) != hashes[path.name]:
-            reason = f"has changed since `megaenc demo` wrote it ({RECORD})"
-            if path.name not in hashes:
-                reason = f"is not of `megaenc demo`, which would have recorded it in {RECORD}"
+            changed, foreign = (
+                "has changed since `megaenc demo` wrote it",
+                "is not of `megaenc demo`, which would have recorded it",
+            )
+            reason = f"{changed if path.name in hashes else foreign} in {RECORD}"
             raise InputError(
                 f"{path}: found a file that {reason}; expected no file, or the demo's own; move the file or name another folder"
             )
@@ -150,8 +148,8 @@ def corpus_documents(folder: Path) -> Iterable[tuple[str, str]]:
     """Return (id, text) of all documents in `folder`'s demo corpus or, if it holds none, of what would be one, in order."""
     with contextlib.suppress(InputError):  # somebody's own files
         if built := find_demo_corpus(folder):
-            records = map(json.loads, built.corpus.read_text(encoding="utf-8").splitlines())
-            return [(record["id"], record["text"]) for record in records]
+            with open(built.corpus, encoding="utf-8") as stream:
+                return [(record["id"], record["text"]) for record in map(json.loads, stream)]
     return ((name, text) for name, text in _documents(sorted(_sources())) if not is_held_out(name))
 
 
@@ -160,11 +158,10 @@ def is_held_out(document_id: str) -> bool:
     return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> Demo:
+def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
     """Build in `folder` what is missing of corpus, tokenizer and preprocessed data, by the public commands' own functions.
 
-    Processes that call it together wait for the first. Raises InputError if `folder` holds a demo of another vocabulary size, or
-    a corpus that `megaenc demo` did not make.
+    Processes that call it together wait for the first. Raises InputError for a demo of another vocabulary size or foreign files.
     """
     from megaenc.data.preprocess import PreprocessFlags, preprocess
     from megaenc.data.sidecar import read_sidecar
@@ -193,15 +190,14 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
 
 def _sources() -> Iterator[tuple[str, str]]:
     """Yield (document id, path) of every file to read."""
-    roots = {"python": [Path(sysconfig.get_path("stdlib"))]}
+    roots = [("python", sysconfig.get_path("stdlib"))]
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            roots[package] = [Path(location) for location in spec.submodule_search_locations]
-    for package, folder in ((package, folder) for package, folders in roots.items() for folder in folders):
-        for path in folder.rglob("*"):
+        roots += [(package, folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    for package, folder in roots:
+        for path in Path(folder).rglob("*.py"):
             inner = path.relative_to(folder)
-            if path.suffix == ".py" and not _LEFT_OUT.intersection(inner.parts) and path.is_file():
+            if not _LEFT_OUT.intersection(inner.parts) and os.access(path, os.R_OK):
                 yield f"{package}/{inner.as_posix()}", str(path)
 
 
@@ -216,7 +212,7 @@ def _documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-def read_sources(read: Callable[[tuple[str, str]], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
+def read_sources(read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
     """Yield what `read` makes of each of `sources`, (id, path), in order, from as many processes as there are cores to use."""
     with Workers(read, usable_cores()) as workers, ProgressLine(label, len(sources)) as progress:
         for done, found in enumerate(workers.map(sources), 1):
@@ -244,8 +240,7 @@ def paragraphs(text: str) -> Iterator[str]:
     """Yield the paragraphs of a docstring, reST or Markdown text that read as English sentences, without markup, in one line."""
     text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
     text = _LITERAL.sub(lambda found: "\n" if found[2].startswith("..") else f"{found[1]}{found[2]}\n\n", text + "\n")
-    block: list[str] = []
-    indent = 0
+    block, indent = [], 0
     for line in [*text.splitlines(), ""]:
         bare, depth = line.strip(), len(line) - len(line.lstrip())
         is_layout, start = not bare or _LAYOUT.match(bare), None
@@ -282,7 +277,6 @@ def reads_as_english(text: str) -> bool:
         and sum(word.replace("-", "").replace("'", "").isalpha() for word in words) >= 0.85 * count
         and sum(word.lower() in _STOP_WORDS for word in words) >= 0.25 * count
         and 0.9 * len(text) <= letters
-        and text.count("(") == text.count(")")
     )
 
 

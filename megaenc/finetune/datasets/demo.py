@@ -44,8 +44,8 @@ class DemoSetFlags:
 def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES, flag: str = "demo folder") -> Path:
     """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
 
-    The three that are made of documentation come together. The same packages give the same bytes. Processes that call it together
-    wait for the first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
+    The three of documentation come together. The same packages give the same bytes. Processes that call it together wait for the
+    first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
     """
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
@@ -119,10 +119,7 @@ def tagged_sentences(documentation: Iterable[Documented]) -> Iterator[dict]:
 
 
 def questions(documentation: Iterable[Documented]) -> Iterator[dict]:
-    """Yield {"source", "id", "question", "context", "answers"}: the sentence that describes one of a function's parameters.
-
-    Functions with a single parameter are there too: they are what a small model learns first.
-    """
+    """Yield {"source", "id", "question", "context", "answers"}: the sentence that describes one of a function's parameters."""
     seen: set[str] = set()
     for source, _, parameters in documentation:
         described = {name: _sentences(text)[:2] for name, text in list(parameters.items())[:5]}
@@ -165,31 +162,25 @@ def _sentences(text: str) -> list[str]:
 def _is_new(text: str, seen: set[str]) -> bool:
     """Return whether `text` reads well and differs from all `seen` in more than names and numbers; it counts as seen then."""
     key = corpus_demo.likeness(text)
-    if key in seen or not text[:1].isalpha() or _ODD.search(text):
-        return False
+    is_new = key not in seen and text[:1].isalpha() and not _ODD.search(text)
     seen.add(key)
-    return True
+    return is_new
 
 
 def _choose(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
-    """Return the examples of each split in an order that looks random, as many as are wanted; a source's are in one split.
-
-    Of labels, the most frequent ones are kept, and as many examples of each.
-    """
+    """Return the examples of each split, a source's in one split; of the most frequent labels, as many of each."""
     chosen: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
-    for example in sorted(examples, key=_order):
+    for example in sorted(examples, key=lambda row: _number(row["id"])):
         tenth = _number(f"split {example.pop('source')}") % 10  # a fixed choice
         chosen["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
     labels = [label for label, _ in Counter(row.get("label") for row in chosen["test"]).most_common(8)]
+    if len(labels) < 2 and labels != [None]:
+        raise InputError(f"found paragraphs of {len(labels)} packages in the demo corpus; expected at least 2")
     for split, size in _SIZES.items():
         by_label = [[row for row in chosen[split] if row.get("label") == label] for label in labels]
         each = min(-(-size // len(labels)), *map(len, by_label))
-        chosen[split] = sorted((row for rows in by_label for row in rows[:each]), key=_order)
+        chosen[split] = sorted((row for rows in by_label for row in rows[:each]), key=lambda row: _number(row["id"]))
     return chosen
-
-
-def _order(row: dict) -> int:
-    return _number(row["id"])
 
 
 def _number(text: str) -> int:
