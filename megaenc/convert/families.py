@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from megaenc.convert.hf_folder import short
 from megaenc.convert.hf_model import build_config
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
@@ -74,7 +75,7 @@ def family_of(values: dict[str, Any], where: str) -> Family:
     """The family of a config.json that holds `values`; `where` names it. InputError lists the known ones."""
     found = values.get("model_type")
     if not isinstance(found, str) or found not in FAMILIES:
-        raise InputError(f"{where}: field `model_type`: found {_short(found)}, expected one of {KNOWN}")
+        raise InputError(f"{where}: field `model_type`: found {short(found)}, expected one of {KNOWN}")
     return FAMILIES[found]
 
 
@@ -127,7 +128,7 @@ def _refuse_unlike(config: Any, where: str) -> None:
     if getattr(config, "mlp_bias", False):
         raise InputError(f"{where}: field `mlp_bias`: found true, expected false")
     if config.hidden_act != "silu":
-        raise InputError(f"{where}: field `hidden_act`: found {_short(config.hidden_act)}, expected silu")
+        raise InputError(f"{where}: field `hidden_act`: found {short(config.hidden_act)}, expected silu")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     _number(context, "max_position_embeddings", where)
     kinds = getattr(config, "layer_types", None) or ()
@@ -147,7 +148,7 @@ def _positions(rope: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of ModelConfig that `rope_parameters` decides."""
     kind = rope.get("rope_type")
     if kind not in ("default", "llama3"):
-        raise InputError(f"{where}: field `rope_type`: found {_short(kind)}, expected default or llama3")
+        raise InputError(f"{where}: field `rope_type`: found {short(kind)}, expected default or llama3")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise InputError(f"{where}: field `partial_rotary_factor`: found {rope['partial_rotary_factor']}, expected 1.0")
     base = {"rotary_base": _number(rope.get("rope_theta"), "rope_theta", where)}
@@ -162,7 +163,7 @@ def _positions(rope: dict[str, Any], where: str) -> dict[str, Any]:
 def _number(found: Any, name: str, where: str) -> float:
     """The field `name`. InputError where it is no number above 0."""
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise InputError(f"{where}: field `{name}`: found {_short(found)}, expected a number above 0")
+        raise InputError(f"{where}: field `{name}`: found {short(found)}, expected a number above 0")
     return float(found)
 
 
@@ -238,8 +239,3 @@ def config_of(
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
     return CONFIG_MAPPING[family.written_as or family.model_type](**values)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,5 +1,6 @@
 """A Hugging Face model as the checkpoint of step 0 of a run folder, from which runs can start in any layout."""
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -12,7 +13,7 @@ import torch
 import yaml
 
 from megaenc import __version__, backend, flags
-from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
+from megaenc.convert.families import FAMILIES, Family, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_folder import TrainableFolder
 from megaenc.convert.hf_model import first_line
 from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
@@ -88,9 +89,11 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
     tied = not model.untie_embeddings_and_output_weights
     try:
-        shapes = hf_shapes(model, family)
-    except RuntimeError as error:  # more numbers than 64 bits can count
+        shapes = _shapes(config, family)
+    except Exception as error:  # more numbers than 64 bits can count, and whatever else sizes may lead to
         raise InputError(f"{where}: {first_line(error)}; expected sizes as the weights have them") from None
+    if tied:
+        shapes.pop(HEAD, None)
     folder.check(shapes, optional={HEAD} if tied else set())
     for name in family.zero_biases(model):
         if folder.tensor(name).any():
@@ -100,31 +103,14 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     return Source(folder, family, config, model)
 
 
-def hf_shapes(model: ModelConfig, family: Family) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight that a folder of `model` holds."""
-    shapes = {name: (model.hidden_size,) for name in family.zero_biases(model)}
-    for rule, core, names in lines(model):
-        whole = torch.empty(_core_shape(core, model), device="meta")
-        shapes |= {name: tuple(part.shape) for name, part in zip(names, rule.to_hf(whole, model), strict=True)}
-    return shapes
+def _shapes(config: Any, family: Family) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight that transformers' model of `config` has; a tied output layer is not there twice."""
+    import transformers
 
-
-def _core_shape(core: str, model: ModelConfig) -> tuple[int, ...]:
-    """The shape of megatron-core's weight `core` without padding."""
-    qkv = model.query_size + 2 * model.num_query_groups * model.head_dim
-    by_end = {
-        "word_embeddings.weight": (model.vocab_size, model.hidden_size),
-        "output_layer.weight": (model.vocab_size, model.hidden_size),
-        "linear_qkv.weight": (qkv, model.hidden_size),
-        "linear_qkv.bias": (qkv,),
-        "q_layernorm.weight": (model.head_dim,),
-        "k_layernorm.weight": (model.head_dim,),
-        "linear_proj.weight": (model.hidden_size, model.query_size),
-        "linear_fc1.weight": (2 * model.ffn_hidden_size, model.hidden_size),
-        "linear_fc2.weight": (model.hidden_size, model.ffn_hidden_size),
-        "layernorm.weight": (model.hidden_size,),
-    }
-    return next(shape for end, shape in by_end.items() if core.endswith(end))
+    kind = getattr(transformers, FAMILIES[family.written_as or family.model_type].architecture)
+    with torch.device("meta"):
+        model = kind(copy.deepcopy(config))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def from_hf(

@@ -150,9 +150,7 @@ def _check_counts(values: Any, most: int, file: Path) -> None:
         elif _COUNT.fullmatch(name) and isinstance(value, int | float):
             allowed = max(most, _MOST_EXPERTS) if "expert" in name else most
             if value > allowed:
-                raise InputError(
-                    f"{file}: field `{name}`: found {_short(value)}, expected at most {allowed}, as the weights tell"
-                )
+                raise InputError(f"{file}: field `{name}`: found {short(value)}, expected at most {allowed}, as the weights tell")
 
 
 def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
@@ -172,7 +170,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
         raise InputError(f"{path / INDEX}: found no `weight_map`, expected the file of each tensor")
     for file in sorted({*index.values()}):
         if Path(file).name != file or "\0" in file:
-            raise InputError(f"{path / INDEX}: found {_short(file)}, expected the name of a file in the same folder")
+            raise InputError(f"{path / INDEX}: found {short(file)}, expected the name of a file in the same folder")
         if not (path / file).exists():
             raise InputError(f"{path / file}: missing, and {INDEX} says that weights are there; get the whole folder again")
     return [path / file for file in sorted({*index.values()})], index
@@ -189,29 +187,24 @@ def _generation(file: Path) -> dict[str, Any]:
         raise InputError(f"{file}: {' '.join(str(error).split())[:200]}; expected how the model writes text") from None
     ends = values.get("eos_token_id")
     if not all(type(token) is int for token in (ends if isinstance(ends, list) else [] if ends is None else [ends])):
-        raise InputError(f"{file}: field `eos_token_id`: found {_short(ends)}, expected ids of tokens")
+        raise InputError(f"{file}: field `eos_token_id`: found {short(ends)}, expected ids of tokens")
     return values
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return `value` for an error message, cut after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class _opened:
-    """safe_open of a regular file, whose errors become one line."""
-
-    def __init__(self, file: Path, framework: str) -> None:
-        self.file, self.framework = file, framework
-
-    def __enter__(self) -> Any:
-        if not self.file.is_file():  # a FIFO has no end
-            raise InputError(f"{self.file}: not a regular file, expected the weights of a model")
-        try:
-            self._tensors = safe_open(self.file, self.framework)
-            return self._tensors.__enter__()
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{self.file}: no whole safetensors file ({error}); get it again") from None
-
-    def __exit__(self, *error: Any) -> None:
-        self._tensors.__exit__(*error)
+@contextlib.contextmanager
+def _opened(file: Path, framework: str) -> Iterator[Any]:
+    """Open the safetensors of a regular file; InputError for any other."""
+    if not file.is_file():  # a FIFO has no end
+        raise InputError(f"{file}: not a regular file, expected the weights of a model")
+    try:
+        tensors = safe_open(file, framework)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file}: no whole safetensors file ({error}); get it again") from None
+    with tensors:
+        yield tensors

@@ -18,7 +18,6 @@ from megaenc.convert.families import FAMILIES, Family, config_of
 from megaenc.convert.hf_folder import GENERATION
 from megaenc.convert.mapping import HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.saved_run import SavedRun, open_run
-from megaenc.convert.sentence_layout import write_sentence_layout
 from megaenc.convert.shards import dtype_of, size_of, write_shards
 from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
@@ -32,6 +31,10 @@ from megaenc.training.run_folder import TOKENIZER
 from megaenc.training.start import digest
 
 CERTIFICATE = "conversion.json"
+_MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+]
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Exporter:
             del encoder  # before there is another
         (folder / "README.md").write_text(card(name, provenance, self.attention), encoding="utf-8")
         if how.sentence_transformers:
-            write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
+            _write_sentence_layout(folder, run.model.hidden_size, run.seq_length)
         try:
             proof = certify(folder, probe, expected, self.attention, digests)
         except InputError as error:
@@ -214,6 +217,20 @@ def _check_tokenizer(run: SavedRun, vocabulary: Vocabulary) -> None:
         )
     if vocabulary.size > run.vocab_size:
         raise InputError(f"{where}: found {vocabulary.size} ids, expected at most the {run.vocab_size} rows that run.json says")
+
+
+def _write_sentence_layout(folder: Path, hidden_size: int, length: int) -> None:
+    """Add what makes sentence-transformers take the mean of the states of a text's tokens, `length` at most."""
+    (folder / "1_Pooling").mkdir()
+    files = {
+        "modules.json": _MODULES,
+        "sentence_bert_config.json": {"max_seq_length": length, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"},
+        "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True}
+        | {f"pooling_mode_{other}": False for other in ("cls_token", "max_tokens", "mean_sqrt_len_tokens")},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _store_in(encoder: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -2,16 +2,15 @@
 
 import contextlib
 import gzip
-import io
 import zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
-import zstandard
+from backports import zstd
 
 from megaenc.errors import InputError
 
-BROKEN = (EOFError, zlib.error, zstandard.ZstdError, gzip.BadGzipFile)
+BROKEN = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)
 """What reading raises where compressed data is damaged or cut short."""
 
 
@@ -47,35 +46,4 @@ def _decompressed(raw: BinaryIO) -> BinaryIO:
     kind = _kind(raw)
     if kind == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")
-    return io.BufferedReader(_ZstdFrames(raw), buffer_size=1 << 17) if kind == "zstd" else raw
-
-
-class _ZstdFrames(io.RawIOBase):
-    """The text of one or more Zstandard frames. zstandard's own reader takes a file cut short for a whole one; this does not."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._ready = memoryview(b"")
-        self._frame = None
-        self._unused = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        while not self._ready:
-            compressed = self._unused or self._raw.read(1 << 17)
-            self._unused = b""
-            if not compressed:
-                if self._frame is not None:
-                    raise EOFError("the file ends inside a Zstandard frame")
-                return 0
-            if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            self._ready = memoryview(self._frame.decompress(compressed))
-            if self._frame.eof:
-                self._unused, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
+    return zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31}) if kind == "zstd" else raw

@@ -29,20 +29,19 @@ class Corpus:
     document d being the sequences first_sequences[d] up to first_sequences[d + 1].
     """
 
-    def __init__(self, prefix: str, dataset: Any, sidecar: Sidecar | None):
+    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], sidecar: Sidecar | None):
         self.prefix = prefix
         self.sidecar = sidecar
-        self._dataset = dataset
-        self.first_sequences: np.ndarray = dataset.document_indices  # memory-mapped, as are the lengths
-        self.sequence_lengths: np.ndarray = dataset.sequence_lengths
-        index = os.stat(f"{prefix}.idx")
-        self.key = (os.path.realpath(prefix), index.st_size, index.st_mtime_ns)
+        self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
+        self.sequence_lengths = np.asarray(index.lengths)
+        status = os.stat(f"{prefix}.idx")
+        self.key = (os.path.realpath(prefix), status.st_size, status.st_mtime_ns)
         """What is made of this corpus is `shared` under it."""
         self._starts: np.ndarray  # int64[D + 1]: of the documents in .bin, in tokens
         self.document_lengths: np.ndarray
         self._starts, self.document_lengths = shared((*self.key, "documents"), self._measured)
         # Pages of the file itself: whatever ranks of a machine read, it is in memory once.
-        self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=dataset.index.dtype, mode="r"))
+        self._tokens = np.asarray(np.memmap(f"{prefix}.bin", dtype=token_type, mode="r"))
         self._id_limit: int | None = None
 
     def _measured(self) -> tuple[np.ndarray, np.ndarray]:
@@ -66,13 +65,7 @@ class Corpus:
             counts = {"documents": len(index.documents) - 1, "sequences": len(index.lengths)}
             tokens = int(index.lengths.sum(dtype=np.int64))
             check_sidecar(prefix, sidecar, **counts, tokens=tokens, token_type=token_type)
-        # Here and not at the top: it takes seconds and pulls in torch, and whoever wants only the split needs neither.
-        from megaenc.backend.megatron import import_megatron
-
-        import_megatron()
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        return cls(prefix, IndexedDataset(prefix, mmap=True), sidecar)
+        return cls(prefix, index, token_type, sidecar)
 
     @property
     def fingerprint(self) -> str:
@@ -96,12 +89,12 @@ class Corpus:
     @property
     def sequences(self) -> int:
         """Number of sequences; as many as documents unless these are cut, say into sentences."""
-        return len(self._dataset.sequence_lengths)
+        return len(self.sequence_lengths)
 
     @property
     def dtype(self) -> str:
         """How the .bin stores a token id, say `uint16`."""
-        return np.dtype(self._dataset.index.dtype).name
+        return self._tokens.dtype.name
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """int64[stop - start]: tokens start..stop-1 of `document`, a copy.

@@ -1,16 +1,16 @@
 """A corpus of English prose without any download: the documentation of Python and of the packages installed beside this one."""
 
-import gc
+import ast
+import contextlib
 import hashlib
-import importlib.metadata
 import importlib.util
+import inspect
 import json
 import os
-import stat
+import re
 import sysconfig
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import megaenc
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
-from megaenc.data import prose
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_files
 from megaenc.json_files import read_json_object
@@ -32,38 +32,52 @@ _INSTALLED = """
     sympy tokenizers torch torchgen transformers typer tyro yaml
 """
 _PACKAGES = _INSTALLED.split()
-_STANDARD_LIBRARY = "python"
-_CODE = (".py", ".pyi", ".h", ".cuh", ".hpp")
-_TEXT = (".rst", ".md", ".txt")
 # Tests say little in sentences; vendored copies belong to somebody else.
-_LEFT_OUT = frozenset(
-    ("test", "tests", "testing", "idle_test", "site-packages", "__pycache__", "_vendor", "node_modules", "lib2to3", "third_party")
-)
-_SMALLEST_DOCUMENT = 200  # characters
+_LEFT_OUT = frozenset(("test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"))
 _HELD_OUT_PERCENT = 2
-VOCAB_SIZE = 8192
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
-_GENERATOR = "megaenc demo"
 
-
-@dataclass(frozen=True)
-class DemoCorpus:
-    """Two JSONL files of {"id", "text"}; no paragraph is in both."""
-
-    corpus: Path
-    heldout: Path
+_MOST_FREQUENT_WORDS = """
+    a about after all also an and any are as at be been before but by can do does each for from has have how if in into is it its
+    like made may more most must no not of on once one only or other over same set should since so some such than that the their
+    them then there these they this to under up use used using was we when where which while will with you
+"""
+_STOP_WORDS = frozenset(_MOST_FREQUENT_WORDS.split())
+_NEVER_IN_PROSE = re.compile(r"://|www\.|\\|>>>|==|[=-]>|[{}$|@`]|__|&&|<<|--|\.\.\.|\[~|%[rsd]|TODO|FIXME|XXX")
+# Examples with their output, and a directive or two colons with the deeper lines that follow.
+_EXAMPLE = re.compile(r"^ *(?:>>>|In \[|\$ |```).*(?:\n *\S.*)*", re.MULTILINE)
+_LITERAL = re.compile(r"^( *)(\.\. .*|.*:):.*\n(?:\1 +.*\n|[ \t]*\n)*", re.MULTILINE)
+# Underlines and tables, headings, and numpy's `name : type`.
+_LAYOUT = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}|[|┌└│├╭╰]|\+[-=]|#+ |[A-Z][\w ]{2,30}:$|\.\. |[\w*, ]{1,60} : ")
+# A bullet, a field of reST, or Google's `name (type): ` before what is said of it.
+_START = re.compile(
+    r"(?:[-*+•]|\(?(?:\d+|\w)[.)]) +|[:@](?:param|arg|key|return|raise|throw|type|ivar|cvar|var)[^:]*:?\s*"
+    r"|[`*]*[\w.*\[\]]+[`*]*(?: \(.*?\)(?=:))?: +(?=\S)"
+)
+_MARKUP = (
+    (re.compile(r"!?\[([^\]\[]*)\]\([^()\s]*\)"), r"\1"),  # Markdown links
+    (re.compile(r"(?::[\w:+-]+:)?`+~?[.!]?([^`<>]+?)\s*(<[^`]*>)?`+_*"), r"\1"),  # code, reST roles and links
+    (re.compile(r"(?<![\w*])(\*{1,2})(?=\S)([^*]+?)(?<=\S)\1(?![\w*])"), r"\2"),
+    (re.compile(r"<(https?|mailto):[^>\s]*>|</?\w+[^<>]*>|\[\[(?=\w)|\]\]"), ""),
+    (re.compile(r"\s+"), " "),
+    (re.compile(r" ([.,;:!?)])(?=\s|$)"), r"\1"),
+)
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Everything that pretraining without any data of one's own needs."""
+    """Everything that pretraining without any data of one's own needs; no paragraph is in both JSONL files of {"id", "text"}."""
 
     corpus: Path
     heldout: Path
     tokenizer: Path
-    """Hugging Face tokenizer folder."""
     data_prefix: Path
-    """The preprocessed corpus, for --data-path."""
+    """The preprocessed corpus, for --data-path; made, like the tokenizer, by `ensure_demo` only."""
+
+    @classmethod
+    def of(cls, folder: Path) -> "Demo":
+        """Return the paths of the demo in `folder`."""
+        return cls(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,7 @@ class DemoFlags:
     """Folder of corpus.jsonl and heldout.jsonl. A demo corpus in it is kept; other files of these names are refused."""
 
 
-def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoCorpus:
+def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> Demo:
     """Write `corpus.jsonl`, `heldout.jsonl` and their record into `folder`, unless it holds a demo corpus.
 
     One document a source file, sorted by id (`package/path`); one in fifty, chosen by a hash of its id, is held out. The same
@@ -86,125 +100,82 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> DemoCorp
         return built
     make_parent(folder / CORPUS, flag)
     with wait_for_lock(folder / LOCK):
-        return _build(folder)
+        if built := find_demo_corpus(folder):  # another process may have built it meanwhile
+            return built
+        # Renamed in this order: no file is there without its record, and the corpus is there only if the held-out documents are.
+        targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
+        with whole_files(*targets, last_look=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
+            with open(heldout, "w", encoding="utf-8") as held_out, open(corpus, "w", encoding="utf-8") as rest:
+                for name, text in _documents(sorted(_sources())):
+                    stream = held_out if is_held_out(name) else rest
+                    stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
+            facts = {"generator": "megaenc demo", "version": megaenc.__version__}
+            facts["sha256"] = {HELDOUT: sha256_of(heldout), CORPUS: sha256_of(corpus)}
+            record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    size = sum((folder / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
+    say(f"{folder / CORPUS}: {size:.1f} MB of English, from what is installed here")
+    return Demo.of(folder)
 
 
-def find_demo_corpus(folder: Path) -> DemoCorpus | None:
+def find_demo_corpus(folder: Path) -> Demo | None:
     """Return the demo corpus in `folder`, or None if there is none or only the part that an interrupted build left.
 
     Raises InputError for files of these names that differ from the record, or have none.
     """
-    return DemoCorpus(folder / CORPUS, folder / HELDOUT) if len(_recorded_files(folder)) == 2 else None
-
-
-def write_record(path: Path, files: Mapping[str, Path]) -> None:
-    """Write the record of a demo corpus to `path`: size and sha256 of each of `files`, by its final name."""
-    facts = {name: {"bytes": file.stat().st_size, "sha256": _sha256(file)} for name, file in files.items()}
-    record = {"generator": _GENERATOR, "version": megaenc.__version__, "files": facts}
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-def corpus_documents() -> Iterator[tuple[str, str]]:
-    """Yield (id, text) of every document of the demo corpus that is not held out, in order, without writing a file."""
-    return ((name, text) for name, text in _documents(sorted(_sources())) if not is_held_out(name))
-
-
-def _build(folder: Path) -> DemoCorpus:
-    """Do the work of `build_demo_corpus` under its lock."""
-    if built := find_demo_corpus(folder):  # another process may have built it meanwhile
-        return built
-    sources = sorted(_sources())
-    size, count, by_package = 0, 0, Counter()
-
-    def remove_leftovers() -> None:
-        for path in _recorded_files(folder):  # refuses files that have come meanwhile
-            path.unlink()
-
-    # Renamed in this order: no file is there without its record, and the corpus is there only if the held-out documents are.
-    targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
-    with whole_files(*targets, last_look=remove_leftovers) as (record_path, heldout_path, corpus_path):
-        with open(heldout_path, "w", encoding="utf-8") as heldout, open(corpus_path, "w", encoding="utf-8") as rest:
-            for name, text in _documents(sources):
-                stream = heldout if is_held_out(name) else rest
-                stream.write(json.dumps({"id": name, "text": text}, ensure_ascii=False) + "\n")
-                length = len(text.encode())
-                size, count = size + length, count + 1
-                by_package[name.split("/")[0]] += length
-        write_record(record_path, {HELDOUT: heldout_path, CORPUS: corpus_path})
-    shares = ", ".join(f"{name} {length / 1e6:.1f}" for name, length in by_package.most_common(8))
-    corpus = folder / CORPUS
-    say(f"{corpus}: {size / 1e6:.1f} MB of English in {count:,} documents, from what is installed here (MB: {shares}, ...)")
-    return DemoCorpus(corpus, folder / HELDOUT)
-
-
-def _recorded_files(folder: Path) -> list[Path]:
-    """Return those of the two corpus files that are in `folder`. Raises InputError unless each is as the record says."""
     # Listed before the record is read: a process that builds the corpus now writes the record first.
     present = [path for path in (folder / HELDOUT, folder / CORPUS) if os.path.lexists(path)]
-    record, facts = folder / RECORD, {}
-    expected = "the record of a demo corpus; move the file or name another folder"
+    record, hashes = folder / RECORD, {}
     if os.path.lexists(record):
+        expected = "the record of a demo corpus; move the file or name another folder"
         content = read_json_object(record, expected)
-        facts = content.get("files")
-        if content.get("generator") != _GENERATOR or not isinstance(facts, dict):
+        hashes = content.get("sha256")
+        if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
-        if not _is_unchanged(path, facts.get(path.name)):
-            reason = f"has changed since `megaenc demo` wrote it ({RECORD})"
-            if path.name not in facts:
-                reason = f"is not of `megaenc demo`, which would have recorded it in {RECORD}"
+        if path.name not in hashes or path.is_symlink() or sha256_of(path) != hashes[path.name]:
+            changed, foreign = (
+                "has changed since `megaenc demo` wrote it",
+                "is not of `megaenc demo`, which would have recorded it",
+            )
+            reason = f"{changed if path.name in hashes else foreign} in {RECORD}"
             raise InputError(
                 f"{path}: found a file that {reason}; expected no file, or the demo's own; move the file or name another folder"
             )
-    return present
+    return Demo.of(folder) if len(present) == 2 else None
 
 
-def _is_unchanged(path: Path, fact: Any) -> bool:
-    """Return whether the regular file `path` has the size and the sha256 that the record's `fact` names."""
-    try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode) or not isinstance(fact, dict) or status.st_size != fact.get("bytes"):
-            return False
-        return _sha256(path) == fact.get("sha256")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+def corpus_documents(folder: Path) -> Iterable[tuple[str, str]]:
+    """Return (id, text) of all documents in `folder`'s demo corpus or, if it holds none, of what would be one, in order."""
+    with contextlib.suppress(InputError):  # somebody's own files
+        if built := find_demo_corpus(folder):
+            with open(built.corpus, encoding="utf-8") as stream:
+                return [(record["id"], record["text"]) for record in map(json.loads, stream)]
+    return ((name, text) for name, text in _documents(sorted(_sources())) if not is_held_out(name))
 
 
 def is_held_out(document_id: str) -> bool:
-    """Whether the document goes to the held-out file: a fixed choice of 2 in 100."""
+    """Return whether the document goes to the held-out file: a fixed choice of 2 in 100."""
     return int.from_bytes(hashlib.sha256(document_id.encode()).digest()[:8], "big") % 100 < _HELD_OUT_PERCENT
 
 
-def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> Demo:
+def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
     """Build in `folder` what is missing of corpus, tokenizer and preprocessed data, by the public commands' own functions.
 
-    Processes that call it together wait for the first. Raises InputError if `folder` holds a demo of another vocabulary size, or
-    a corpus that `megaenc demo` did not make.
+    Processes that call it together wait for the first. Raises InputError for a demo of another vocabulary size or foreign files.
     """
     from megaenc.data.preprocess import PreprocessFlags, preprocess
     from megaenc.data.sidecar import read_sidecar
     from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
 
     folder = Path(folder)
-    demo = Demo(folder / CORPUS, folder / HELDOUT, folder / "tokenizer", folder / "corpus_text_document")
-    if find_demo_corpus(folder) is None:  # refuses other files before the folder is made
-        for path in (demo.tokenizer, Path(f"{demo.data_prefix}.idx")):
-            if os.path.lexists(path):
-                raise InputError(
-                    f"{path}: found without the corpus of `megaenc demo`; expected no file; move it or name another folder"
-                )
-    make_parent(demo.corpus, "demo folder")
+    demo = Demo.of(folder)
+    find_demo_corpus(folder)  # refuses other files before anything is made
     last = Path(f"{demo.data_prefix}.idx")  # of the three files the last to get its name
     if local_rank():  # the first process of each machine builds, and says so
         while not last.exists():
             time.sleep(0.2)
+    build_demo_corpus(folder)
     with wait_for_lock(folder / LOCK):
-        _build(folder)
         if not demo.tokenizer.exists():
             make_tokenizer(TokenizerFlags(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
         if not last.exists():
@@ -218,76 +189,101 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = VOCAB_SIZE) -> De
 
 
 def _sources() -> Iterator[tuple[str, str]]:
-    """(document id, path) of every file to read."""
-    roots = {_STANDARD_LIBRARY: [Path(sysconfig.get_path("stdlib"))]}
+    """Yield (document id, path) of every file to read."""
+    roots = [("python", sysconfig.get_path("stdlib"))]
     for package in _PACKAGES:
         spec = importlib.util.find_spec(package)
-        if spec is not None and spec.submodule_search_locations:
-            roots[package] = [Path(location) for location in spec.submodule_search_locations]
-    for package, folders in roots.items():
-        for folder in folders:
-            for path in folder.rglob("*"):
-                inner = path.relative_to(folder)
-                if path.suffix in (*_CODE, *_TEXT) and not _LEFT_OUT.intersection(inner.parts) and path.is_file():
-                    yield f"{package}/{inner.as_posix()}", str(path)
-    # The long description and the licence of each distribution.
-    distributions = importlib.metadata.packages_distributions()
-    for name in sorted({name for package in roots for name in distributions.get(package, [])}):
-        for file in importlib.metadata.files(name) or []:
-            if ".dist-info/" in f"{file}" and (file.name == "METADATA" or "LICENSE" in file.name.upper()):
-                yield f"{name}/{'/'.join(file.parts[1:])}", str(file.locate())
+        roots += [(package, folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    for package, folder in roots:
+        for path in Path(folder).rglob("*.py"):
+            inner = path.relative_to(folder)
+            if not _LEFT_OUT.intersection(inner.parts) and os.access(path, os.R_OK):
+                yield f"{package}/{inner.as_posix()}", str(path)
 
 
 def _documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """(id, text) in the order of `sources`; paragraphs that differ from an earlier one in names or numbers alone are left out."""
+    """Yield (id, text) in the order of `sources`, without paragraphs that differ from an earlier one only in names or numbers."""
     seen: set[str] = set()
-    size = 0
-    batches = list(_batches(sources))
-    with Workers(_read, usable_cores()) as workers, ProgressLine("reading documentation", len(batches)) as progress:
-        for done, (batch, files) in enumerate(zip(batches, workers.map(batches), strict=True), 1):
-            for (name, _), found in zip(batch, files, strict=True):
-                fresh = []
-                for paragraph, key in found:
-                    if key not in seen:
-                        seen.add(key)
-                        fresh.append(paragraph)
-                text = "\n\n".join(fresh)
-                if len(text) >= _SMALLEST_DOCUMENT:
-                    size += len(text)
-                    yield name, text
-            progress.update(done, MB=round(size / 1e6, 1))
+    for (name, _), found in zip(sources, read_sources(_paragraphs, sources, "reading documentation"), strict=True):
+        fresh = {key: paragraph for paragraph, key in reversed(found) if key not in seen}  # the first of those that are alike
+        seen.update(fresh)
+        text = "\n\n".join(reversed(fresh.values()))
+        if len(text) >= 200:
+            yield name, text
 
 
-def _batches(sources: Sequence[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """The sources in runs of about a megabyte, so that the workers have alike to do."""
-    batch, size = [], 0
-    for source in sources:
-        batch.append(source)
-        size += os.path.getsize(source[1])
-        if size > 1 << 20:
-            yield batch
-            batch, size = [], 0
-    yield batch
+def read_sources(read: Callable[[Any], Any], sources: Sequence[tuple[str, str]], label: str) -> Iterator[Any]:
+    """Yield what `read` makes of each of `sources`, (id, path), in order, from as many processes as there are cores to use."""
+    with Workers(read, usable_cores()) as workers, ProgressLine(label, len(sources)) as progress:
+        for done, found in enumerate(workers.map(sources), 1):
+            yield found
+            progress.update(done)
 
 
-def _read(sources: list[tuple[str, str]]) -> list[list[tuple[str, str]]]:
-    """The paragraphs of each file with their likeness."""
-    gc.disable()  # a syntax tree is a million objects and no cycle: looking for cycles costs a third of the time
-    return [_read_file(path) for _, path in sources]
+def _paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
+    """Return the paragraphs of a file with their likeness."""
+    code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
+    return [(paragraph, likeness(paragraph)) for _, text in long_strings(code) for paragraph in paragraphs(text)]
 
 
-def _read_file(path: str) -> list[tuple[str, str]]:
+def long_strings(source: str) -> list[tuple[int, str]]:
+    """Return (line, text) of the long strings of Python source, not only docstrings: compiled functions have theirs elsewhere."""
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        nodes = ast.walk(ast.parse(source))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    if path.endswith((".py", ".pyi")):
-        found = prose.python_paragraphs(text)
-    elif path.endswith(_CODE):
-        found = prose.header_paragraphs(text)
-    else:
-        found = prose.paragraphs(text)
-    return [(paragraph, prose.likeness(paragraph)) for paragraph in found]
+    strings = ((node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return sorted((line, text) for line, text in strings if len(text) >= 60)
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs of a docstring, reST or Markdown text that read as English sentences, without markup, in one line."""
+    text = _EXAMPLE.sub("", inspect.cleandoc(text.expandtabs(4)))
+    text = _LITERAL.sub(lambda found: "\n" if found[2].startswith("..") else f"{found[1]}{found[2]}\n\n", text + "\n")
+    block, indent = [], 0
+    for line in [*text.splitlines(), ""]:
+        bare, depth = line.strip(), len(line) - len(line.lstrip())
+        is_layout, start = not bare or _LAYOUT.match(bare), None
+        if not block or depth <= indent:
+            start = _START.match(bare)
+        continues = abs(depth - indent) <= 1 or (len(block) == 1 and depth > indent and len(block[0].split()) > 3)
+        if block and (is_layout or start or not continues):
+            joined = plain(" ".join(block))
+            joined += "." * joined[-1:].isalpha()  # short descriptions often go without
+            if reads_as_english(joined):
+                yield joined
+            block = []
+        if not is_layout:
+            block.append(bare[start.end() :] if start else bare)
+        indent = depth
+
+
+def plain(text: str) -> str:
+    """Return `text` on one line, without the markup of docstrings, reST and Markdown."""
+    for pattern, replacement in _MARKUP:
+        text = pattern.sub(replacement, text)
+    return text.strip()
+
+
+def reads_as_english(text: str) -> bool:
+    """Return whether `text` looks like whole sentences of English rather than names, formulas or lists."""
+    words = [word.strip(".,;:!?()\"'[]") for word in text.split()]
+    count, letters = len(words), sum(char.isalpha() or char.isspace() for char in text)
+    return (
+        count >= 8
+        and text.lstrip("\"'")[:1].isupper()
+        and text[-1] in ".!?:)\"'"
+        and not _NEVER_IN_PROSE.search(text)
+        and sum(word.replace("-", "").replace("'", "").isalpha() for word in words) >= 0.85 * count
+        and sum(word.lower() in _STOP_WORDS for word in words) >= 0.25 * count
+        and 0.9 * len(text) <= letters
+    )
+
+
+def likeness(paragraph: str) -> str:
+    """Return a text that is equal for paragraphs which differ only in names, numbers and punctuation."""
+    words = (word.strip(".,;:!?()\"'[]") for word in paragraph.split())
+    return " ".join(word.lower() if word.isalpha() and word[1:] == word[1:].lower() else "_" for word in words)
 
 
 @one_line_errors

@@ -132,9 +132,8 @@ def read_blocks(inputs: Inputs, spans: Sequence[Span] | None = None) -> Iterator
 def read_texts(inputs: Inputs, key: str) -> Iterator[str]:
     """The text under `key` of every document. Raises InputError as `read_blocks` does and for a bad document."""
     for block in read_blocks(inputs):
-        for documents in block.pieces([key], False):
-            for (text,) in documents.texts:
-                yield text
+        for (text,) in block.documents([key], False).texts:
+            yield text
 
 
 def whole(inputs: Inputs) -> list[Span]:

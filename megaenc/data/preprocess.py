@@ -192,12 +192,11 @@ def _punkt(settings: PreprocessFlags, found: inputs.Inputs) -> Punkt:
     if punkt is not None:
         say(f"sentences: Punkt's model of {punkt.language}, as installed")
         return punkt
-    blocks = inputs.read_blocks(found)
-    pieces = (piece for block in blocks for piece in block.pieces(settings.json_keys, settings.skip_bad_lines))
+    pieces = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in inputs.read_blocks(found))
     punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
     say(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
-        f"the input, {len(punkt.abbreviations):,} abbreviations"
+        f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
     )
     return punkt
 

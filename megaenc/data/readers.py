@@ -50,10 +50,6 @@ class Block(ABC):
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
 
-    def pieces(self, keys: Sequence[str], skip_bad: bool) -> Iterator[Documents]:
-        """As `documents`, in several pieces where the block may hold more text than its size on disk tells."""
-        yield self.documents(keys, skip_bad)
-
 
 @dataclass(frozen=True)
 class Lines(Block):

@@ -1,13 +1,17 @@
 """Documents cut into sentences by Punkt, of which nltk has a model for many languages and learns one from any text."""
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaenc.errors import InputError
+
+if TYPE_CHECKING:
+    from nltk.tokenize.punkt import PunktParameters
 
 LEARNT_FROM = 4_000_000
 """Characters of the input that a model is learnt from where none is installed: some seconds' work."""
@@ -21,15 +25,14 @@ class Punkt:
 
     language: str
     """`english` and so on for an installed model, `learnt` for one of the input's own."""
-    abbreviations: tuple[str, ...]
-    collocations: tuple[tuple[str, str], ...]
-    starters: tuple[str, ...]
-    orthography: tuple[tuple[str, int], ...]
+    parameters: "PunktParameters"
 
     def describe(self) -> dict[str, Any]:
-        """For the sidecar: method, language and fingerprint."""
-        canonical = json.dumps([self.abbreviations, self.collocations, self.starters, self.orthography])
-        fingerprint = hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()
+        """Return method, language and fingerprint, for the sidecar."""
+        known = self.parameters
+        orthography = sorted((word, flags) for word, flags in known.ortho_context.items() if flags)
+        lists = [sorted(known.abbrev_types), sorted(known.collocations), sorted(known.sent_starters), orthography]
+        fingerprint = hashlib.sha256(json.dumps(lists).encode("utf-8", "surrogatepass")).hexdigest()
         return {"method": "punkt", "language": self.language, "fingerprint": fingerprint}
 
 
@@ -41,7 +44,7 @@ def installed_punkt(language: str) -> Punkt | None:
     from nltk.tokenize.punkt import PunktTokenizer
 
     try:
-        return _punkt(language, PunktTokenizer(language)._params)
+        return Punkt(language, PunktTokenizer(language)._params)
     except LookupError:
         return None
     except ValueError:
@@ -62,7 +65,7 @@ def learnt_punkt(texts: Iterable[str]) -> Punkt:
         if left <= 0:
             break
     trainer.finalize_training()
-    return _punkt("learnt", trainer.get_params())
+    return Punkt("learnt", trainer.get_params())
 
 
 def splitter(punkt: Punkt) -> Callable[[str], list[str]]:
@@ -70,16 +73,12 @@ def splitter(punkt: Punkt) -> Callable[[str], list[str]]:
 
     White space between two sentences belongs to the second.
     """
-    from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
+    from nltk.tokenize.punkt import PunktSentenceTokenizer
 
     _no_time_limits()
-    parameters = PunktParameters()
-    parameters.abbrev_types = set(punkt.abbreviations)
-    parameters.collocations = set(punkt.collocations)
-    parameters.sent_starters = set(punkt.starters)
-    parameters.ortho_context = _Orthography(punkt.orthography)
     tokenizer = PunktSentenceTokenizer()
-    tokenizer._params = parameters
+    tokenizer._params = copy.copy(punkt.parameters)
+    tokenizer._params.ortho_context = _Orthography(punkt.parameters.ortho_context)
 
     def split(text: str) -> list[str]:
         edges = [0]
@@ -107,16 +106,6 @@ class _Orthography(dict):
 
     def __missing__(self, word: str) -> int:
         return 0
-
-
-def _punkt(language: str, parameters: Any) -> Punkt:
-    return Punkt(
-        language,
-        tuple(sorted(parameters.abbrev_types)),
-        tuple(sorted(map(tuple, parameters.collocations))),
-        tuple(sorted(parameters.sent_starters)),
-        tuple(sorted((word, flags) for word, flags in parameters.ortho_context.items() if flags)),
-    )
 
 
 def _no_time_limits() -> None:

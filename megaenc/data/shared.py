@@ -120,8 +120,10 @@ def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
         return arrays
     memory = os.memfd_create(path.name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        for array, place in zip(arrays, places, strict=True):
-            _write(memory, np.ascontiguousarray(array), place["start"])
+        with open(memory, "wb", closefd=False) as stream:
+            for array, place in zip(arrays, places, strict=True):
+                stream.seek(place["start"])
+                stream.write(np.ascontiguousarray(array).data)
         fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         readable = os.open(f"/proc/self/fd/{memory}", os.O_RDONLY | os.O_CLOEXEC)  # before Linux 6.7 no other may be mapped
         try:
@@ -136,13 +138,6 @@ def _given_out(note: int, path: Path, arrays: Arrays) -> Arrays:
     os.ftruncate(note, 0)
     os.pwrite(note, json.dumps(written).encode(), 0)
     return found
-
-
-def _write(memory: int, array: np.ndarray, start: int) -> None:
-    rest = memoryview(array).cast("B") if array.nbytes else memoryview(b"")
-    while rest:
-        written = os.pwrite(memory, rest[: 1 << 30], start)
-        start, rest = start + written, rest[written:]
 
 
 def _mapped(memory: int, places: list[dict]) -> tuple[mmap.mmap, Arrays]:

@@ -100,16 +100,17 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
 _COUNTS = ("documents", "sequences", "tokens", "empty_documents", "skipped_lines", "bin_bytes", "idx_bytes")
 _MOST, _MOST_IDS = (1 << 63) - 1, 1 << 31  # of a file's bytes, and of ids as they are stored
 
-# JSON type of each annotated type; a nested dataclass is an object.
+# The JSON types of each annotated type, and what they are called; a nested dataclass is an object.
+_ANYTHING = "an object or list"
 _JSON_TYPES = {
-    int: (int,),
-    int | None: (int, type(None)),
-    bool: (bool,),
-    str: (str,),
-    dict[str, str]: (dict,),
-    list[dict[str, Any]]: (list,),
-    dict[str, Any] | None: (dict, type(None)),
-    TokenizerIdentity: (dict,),
+    int: ((int,), "a whole number"),
+    int | None: ((int, type(None)), "a whole number or null"),
+    bool: ((bool,), "true or false"),
+    str: ((str,), "text"),
+    dict[str, str]: ((dict,), _ANYTHING),
+    list[dict[str, Any]]: ((list,), _ANYTHING),
+    dict[str, Any] | None: ((dict, type(None)), _ANYTHING),
+    TokenizerIdentity: ((dict,), _ANYTHING),
 }
 
 
@@ -126,18 +127,10 @@ def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str,
             continue
         if field.name not in values:
             raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
-        value = values[field.name]
-        if not isinstance(value, _JSON_TYPES[field.type]) or (isinstance(value, bool) and field.type is not bool):
-            raise InputError(
-                f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {_name(field.type)}"
-            )
+        value, (kinds, expected) = values[field.name], _JSON_TYPES[field.type]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):
+            raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected {expected}")
         if isinstance(value, str) and value != printable(value):
             raise InputError(f"{path}: field `{within}{field.name}`: found {json.dumps(value)[:40]}, expected text in one line")
         known[field.name] = value
     return known
-
-
-def _name(kind: Any) -> str:
-    return {int: "a whole number", int | None: "a whole number or null", bool: "true or false", str: "text"}.get(
-        kind, "an object or list"
-    )

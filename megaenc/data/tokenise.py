@@ -1,6 +1,6 @@
 """The work that preprocessing gives to its workers: from a block of documents to token ids."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from megaenc.data.sentences import Punkt, splitter
 
 @dataclass(frozen=True)
 class TokenisedBlock:
-    """What becomes of a piece of a block: for each key the documents laid end to end; those without a token are left out."""
+    """The tokens of a block: for each key the documents laid end to end; those without a token are left out."""
 
     tokens: list[np.ndarray]
     lengths: list[np.ndarray]
@@ -39,18 +39,11 @@ class Tokenise:
     skip_bad: bool
     punkt: Punkt | None
 
-    def __call__(self, block: Block) -> Iterator[TokenisedBlock]:
-        for documents in block.pieces(self.keys, self.skip_bad):
-            columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
-            yield TokenisedBlock(
-                tokens=[tokens for tokens, _, _ in columns],
-                lengths=[lengths for _, lengths, _ in columns],
-                counts=[counts for _, _, counts in columns],
-                documents=len(documents.texts),
-                skipped=documents.skipped,
-                size=documents.size,
-                position=block.position,
-            )
+    def __call__(self, block: Block) -> TokenisedBlock:
+        documents = block.documents(self.keys, self.skip_bad)
+        columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
+        tokens, lengths, counts = map(list, zip(*columns, strict=True))
+        return TokenisedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, documents.size, block.position)
 
     @cached_property
     def _sentences(self) -> Callable[[str], list[str]]:

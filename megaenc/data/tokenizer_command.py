@@ -52,10 +52,9 @@ class _Counts:
 
 def _texts(inputs: Inputs, key: str, counts: _Counts, progress: ProgressLine) -> Iterator[str]:
     for block in read_blocks(inputs):
-        for documents in block.pieces([key], False):
-            for (text,) in documents.texts:
-                counts.documents += 1
-                yield text
+        for (text,) in block.documents([key], False).texts:
+            counts.documents += 1
+            yield text
         progress.update(block.position, documents=counts.documents)
     if not counts.documents:
         raise InputError(f"{inputs.origins[0]['path']}: holds no document to learn from")

@@ -110,7 +110,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
 
     from megaenc.data.packs import Pack
     from megaenc.data.tokenizer import vocabulary_of
-    from megaenc.objectives.mlm import MaskedLanguageModeling
+    from megaenc.objectives.masking import MaskedLanguageModeling
 
     vocabulary = vocabulary_of(tokenizer)
     objective = MaskedLanguageModeling(vocabulary, mask=mask)

@@ -4,9 +4,7 @@ from megaenc.objectives.base import Attention, Objective, OptionError, Targets, 
 from megaenc.objectives.clm import CausalLanguageModeling
 from megaenc.objectives.contract import check_targets
 from megaenc.objectives.grammar import parse_schedule
-from megaenc.objectives.masking import Masking
-from megaenc.objectives.mlm import MaskedLanguageModeling
-from megaenc.objectives.mntp import MaskedNextTokenPrediction
+from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPrediction, Masking
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
 from megaenc.objectives.registry import find, known, register
 from megaenc.objectives.schedule import Choice, Phase, Schedule

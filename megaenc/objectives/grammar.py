@@ -11,6 +11,7 @@ FLAG = "--objective-schedule"
 MIXTURE = "mix"
 _LONGEST = 64  # characters of a name or a number
 DEEPEST = 20
+_MOST_PHASES = 100_000  # each is kept in memory
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
 _PIECE = re.compile(rf"{_WORD.pattern}|->|.")
@@ -65,21 +66,13 @@ class ParsedPhase:
         )
 
 
-@dataclass(frozen=True)
-class ParsedRepetition:
-    """Items that are gone through `count` times."""
+def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
+    """Read the phases of a schedule, repetitions written out. Raises InputError.
 
-    count: int
-    count_text: Piece
-    items: "tuple[ParsedPhase | ParsedRepetition, ...]"
-
-
-ParsedItem = ParsedPhase | ParsedRepetition
-
-
-def parse_schedule(text: str) -> tuple[ParsedItem, ...]:
-    """Read a schedule; whether names, options and sums are right needs the run (`Schedule.build`). Raises InputError."""
-    return _Parser(text).schedule()
+    Of a run of `train_iters` steps, more phases than that are refused; whether names, options and sums are right is seen by
+    `Schedule.build`.
+    """
+    return _Parser(text, train_iters).schedule()
 
 
 def error_at(text: str, piece: Piece, complaint: str) -> InputError:
@@ -92,11 +85,11 @@ def error_at(text: str, piece: Piece, complaint: str) -> InputError:
 class _Parser:
     """Recursive descent: a method for each rule of the grammar, all moving `at` along `text`."""
 
-    def __init__(self, text: str):
-        self.text = text
+    def __init__(self, text: str, train_iters: int | None):
+        self.text, self.train_iters = text, train_iters
         self.at = 0
 
-    def schedule(self) -> tuple[ParsedItem, ...]:
+    def schedule(self) -> tuple[ParsedPhase, ...]:
         if not self.text.strip():
             raise self.error(Piece("", 0), "empty, expected an objective such as mlm, or phases such as clm:0.25,mlm:0.75")
         items = self.items(depth=0)
@@ -104,20 +97,20 @@ class _Parser:
             raise self.wrong("`,` and another phase, or the end")
         return items
 
-    def items(self, depth: int) -> tuple[ParsedItem, ...]:
-        items = [self.item(depth, alone=depth == 0)]
+    def items(self, depth: int) -> tuple[ParsedPhase, ...]:
+        phases = [*self.item(depth, alone=depth == 0)]
         while comma := self.take(","):
             if self.ended():
                 raise self.error(comma, "nothing follows the comma, expected another phase")
-            items.append(self.item(depth, alone=False))
-        return tuple(items)
+            phases += self.item(depth, alone=False)
+        return tuple(phases)
 
-    def item(self, depth: int, alone: bool) -> ParsedItem:
+    def item(self, depth: int, alone: bool) -> tuple[ParsedPhase, ...]:
         """`alone`: nothing stands before it, so that its amount may be missing if nothing follows either."""
         self.skip_spaces()
         repeat = _REPEAT.match(self.text, self.at)
         if not repeat:
-            return self.phase(alone)
+            return (self.phase(alone),)
         count, opening = Piece(repeat[1], repeat.start()), Piece("(", repeat.end() - 1)
         if len(count.text) > _LONGEST:
             raise self.error(count, f"{len(count.text)} digits, expected at most {_LONGEST}")
@@ -126,9 +119,14 @@ class _Parser:
         if depth == DEEPEST:
             raise self.error(count, f"a repetition in more than {DEEPEST} others, expected fewer")
         self.at = repeat.end()
-        items = self.items(depth + 1)
+        phases = self.items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
-        return ParsedRepetition(int(count.text), count, items)
+        total = int(count.text) * len(phases)
+        if self.train_iters is not None and total > self.train_iters:
+            raise self.error(count, f"makes {total} phases of {self.train_iters} steps, expected at least a step for each")
+        if total > _MOST_PHASES:
+            raise self.error(count, f"makes {total:,} phases, expected at most {_MOST_PHASES:,}")
+        return phases * int(count.text)
 
     def phase(self, alone: bool) -> ParsedPhase:
         start = self.at

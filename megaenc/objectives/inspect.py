@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from tyro.conf import Positional, arg
 
 from megaenc import flags
@@ -13,7 +14,6 @@ from megaenc.console import number, quiet, rich_console
 from megaenc.data.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packs import CorpusPacks
 from megaenc.data.run_data import PACKINGS
-from megaenc.data.statistics import Lengths, lengths_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
 from megaenc.objectives.base import Objective
@@ -44,6 +44,49 @@ class InspectFlags:
     """Order of the packs, and what is hidden in them."""
     split: str = "99,1,0"
     """Shares of the documents for training, validation and test; packs hold the first."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The documents of `low` to `high` tokens, both included."""
+
+    low: int
+    high: int
+    documents: int
+    tokens: int
+    """Of these documents together."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens, over all documents, empty ones included."""
+
+    mean: float
+    median: float
+    p5: float
+    """One document in twenty is shorter."""
+    p95: float
+    longest: int
+    longest_document: int
+    """Its number; the first where there are several."""
+    empty: int
+    bins: tuple[Bin, ...]
+    """From the shortest documents to the longest without a gap: none, 1, 2 to 3, 4 to 7, 8 to 15, ... tokens."""
+
+
+def lengths_of(document_lengths: np.ndarray) -> Lengths:
+    """Return the Lengths of documents, int64[D] in tokens, D at least 1."""
+    p5, median, p95 = np.percentile(document_lengths, [5, 50, 95]).tolist()
+    longest, empty = int(document_lengths.argmax()), int((document_lengths == 0).sum())
+    # frexp's exponent is exact: 0 for no token, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
+    exponents = np.frexp(document_lengths.astype(np.float64))[1]
+    documents, tokens = np.bincount(exponents), np.bincount(exponents, weights=document_lengths)
+    bins = tuple(
+        Bin(1 << exponent >> 1, (1 << exponent) - 1, int(documents[exponent]), int(tokens[exponent]))
+        for exponent in range(int(exponents.min()), len(documents))
+    )
+    mean = float(document_lengths.mean())
+    return Lengths(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, bins)
 
 
 def make_packs(corpus: Corpus, settings: InspectFlags) -> CorpusPacks:

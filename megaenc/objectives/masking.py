@@ -1,4 +1,4 @@
-"""Which tokens are hidden, and behind what: shared by the objectives that hide tokens and ask for them."""
+"""The objectives that hide tokens and predict them: where they stand (MLM), or from the position before (MNTP)."""
 
 import math
 from abc import abstractmethod
@@ -11,6 +11,7 @@ from megaenc.data.packs import Pack
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
+from megaenc.objectives.registry import register
 from megaenc.randomness import SampleRandomness
 
 
@@ -85,6 +86,35 @@ class Masking(Objective):
         settled = afresh | begins | ends | ~eligible
         last_settled = np.maximum.accumulate(np.where(settled, np.arange(len(draws)), 0))
         return (begins & eligible)[last_settled]
+
+
+@register
+@dataclass(frozen=True)
+class MaskedLanguageModeling(Masking):
+    """Position i predicts token i where that is hidden; every token that is not special may be."""
+
+    name = "mlm"
+
+    def eligible(self, pack: Pack) -> np.ndarray:
+        return ordinary(self.vocabulary)[pack.tokens]
+
+
+@register
+@dataclass(frozen=True)
+class MaskedNextTokenPrediction(Masking):
+    """Position i - 1 predicts token i where that is hidden (LLM2Vec, BehnamGhader et al. 2024, arXiv 2404.05961).
+
+    The first token of a document, or of a piece cut by the pack's start, has no position before it and is never chosen; to
+    spans it is what a special token is.
+    """
+
+    name = "mntp"
+    shift = 1
+
+    def eligible(self, pack: Pack) -> np.ndarray:
+        eligible = ordinary(self.vocabulary)[pack.tokens]
+        eligible[pack.edges[:-1]] = False
+        return eligible
 
 
 @lru_cache(maxsize=8)

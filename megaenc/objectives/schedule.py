@@ -19,7 +19,7 @@ option that changes has its first value at the phase's first step, its second at
 import hashlib
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
@@ -31,10 +31,8 @@ from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
 from megaenc.objectives.grammar import (
     MIXTURE,
-    ParsedItem,
     ParsedObjective,
     ParsedPhase,
-    ParsedRepetition,
     error_at,
     parse_schedule,
 )
@@ -89,9 +87,6 @@ class Phase:
         return tuple(choice.weight / total for choice in self.choices)
 
 
-_MOST_PHASES = 100_000  # each is kept in memory
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The phases of a run in order; together they hold every update 1..train_iters once."""
@@ -108,9 +103,7 @@ class Schedule:
         """
         if train_iters < 1:
             raise InputError(f"--train-iters: found {train_iters}, expected at least 1")
-        items = parse_schedule(text)
-        _check_count(text, items, train_iters)
-        written = list(_flat(items))
+        written = parse_schedule(text, train_iters)
         ends = _ends(text, written, train_iters)
         # Thousands of phases train the same few things: each is made once, and tried once for each length.
         made: dict[Hashable, tuple[Choice, ...]] = {}
@@ -188,34 +181,7 @@ def _spell(choices: tuple[Choice, ...], every: bool = False) -> str:
     return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, choices, strict=True))})"
 
 
-def _check_count(text: str, items: tuple[ParsedItem, ...], train_iters: int) -> int:
-    """How many phases `items` amount to; refused before they are written out if some would have no step."""
-    total = 0
-    for item in items:
-        if isinstance(item, ParsedRepetition):
-            count = item.count * _check_count(text, item.items, train_iters)
-            if count > train_iters:
-                complaint = f"makes {count} phases of {train_iters} steps, expected at least a step for each"
-                raise error_at(text, item.count_text, complaint)
-            if count > _MOST_PHASES:
-                raise error_at(text, item.count_text, f"makes {count:,} phases, expected at most {_MOST_PHASES:,}")
-            total += count
-        else:
-            total += 1
-    return total
-
-
-def _flat(items: tuple[ParsedItem, ...]) -> Iterator[ParsedPhase]:
-    for item in items:
-        if isinstance(item, ParsedRepetition):
-            inside = list(_flat(item.items))
-            for _ in range(item.count):
-                yield from inside
-        else:
-            yield item
-
-
-def _ends(text: str, written: list[ParsedPhase], train_iters: int) -> list[int]:
+def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
     """The last update of each phase."""
     shares = isinstance(written[0].amount, Fraction)
     for phase in written:

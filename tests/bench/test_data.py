@@ -95,6 +95,6 @@ def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
 
 
 def small_demo(folder):
-    from megaenc.data.demo import DemoCorpus
+    from megaenc.data.demo import Demo
 
-    return DemoCorpus(runs.write_text(folder / "demo.jsonl"), folder / "heldout.jsonl")
+    return Demo(runs.write_text(folder / "demo.jsonl"), folder / "heldout.jsonl", folder / "tokenizer", folder / "corpus")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.data import demo, prose
+from megaenc.data import demo
 from megaenc.data.sidecar import read_sidecar
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
@@ -25,7 +25,7 @@ def f(x):
         axis (`int`, *optional*, defaults to 0): The axis along which to look for the largest value of the array
 
     >>> f([1, 2])
-    This line is the output of the example and so it is left out of the prose.
+    This line is the output of the example and so it is left out of the demo.
 
     For example, this is how it is used by most of the people who use it::
 
@@ -37,43 +37,26 @@ def f(x):
     - The first item of a list is a paragraph of its own when it is a sentence.
     - x, y, z, w, u, v
     """
-    # A comment of more than one line counts too, because it is where
-    # the people who write programs say what they think.
     raise ValueError("x = {}, y = {}, and that is not what we had hoped to see in it".format(x, 0))
 '''
 
 
 def test_prose_is_what_reads_as_english_and_nothing_else():
-    assert list(prose.python_paragraphs(DOCSTRING)) == [
+    assert [paragraph for _, text in demo.long_strings(DOCSTRING) for paragraph in demo.paragraphs(text)] == [
         "Return the largest value of the array along the axis that was asked for.",
         "The array is copied first, so that the caller's data are never changed by it; see numpy.sort and copy for more.",
         "The values among which the largest one is looked for by this function.",
         "The axis along which to look for the largest value of the array.",
         "For example, this is how it is used by most of the people who use it:",
         "The first item of a list is a paragraph of its own when it is a sentence.",
-        "A comment of more than one line counts too, because it is where the people who write programs say what they think.",
     ]
-    assert list(prose.python_paragraphs("def broken(:")) == []
-
-
-def test_comments_of_headers_are_read():
-    source = """
-        int a; /* This is what the
-                * function does when it is given more than one of them. */
-        /// And this is a
-        /// comment of the other kind that we have in the files of C.
-        int b;
-    """
-    assert list(prose.header_paragraphs(source)) == [
-        "This is what the function does when it is given more than one of them.",
-        "And this is a comment of the other kind that we have in the files of C.",
-    ]
+    assert demo.long_strings("def broken(:") == []
 
 
 def test_likeness_ignores_names_and_numbers():
     first = "Constructs the BertModel with 12 layers, as it was first described."
     second = "Constructs the GPT2Model with 24 layers as it was first described"
-    assert prose.likeness(first) == prose.likeness(second) != prose.likeness("Constructs a model.")
+    assert demo.likeness(first) == demo.likeness(second) != demo.likeness("Constructs a model.")
 
 
 @pytest.fixture

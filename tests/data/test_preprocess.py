@@ -15,7 +15,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
+from backports import zstd
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tokenizer, write_jsonl
 
@@ -75,7 +75,7 @@ def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folde
     monkeypatch.setattr(readers, "LINES_BYTES", 2000)  # many blocks, so that order could be lost
     compressed = corpus.with_name("c.gz"), corpus.with_name("c.zst")
     compressed[0].write_bytes(gzip.compress(corpus.read_bytes()))
-    compressed[1].write_bytes(zstandard.compress(corpus.read_bytes()))
+    compressed[1].write_bytes(zstd.compress(corpus.read_bytes()))
     (one,) = preprocess(flags(corpus, tokenizer_folder, "one"))
     (three,) = preprocess(flags(corpus, tokenizer_folder, "three", workers=3))
     assert contents(one) == contents(three)
@@ -88,7 +88,7 @@ def test_bytes_depend_on_neither_workers_nor_compression(corpus, tokenizer_folde
 SOURCES = {
     "jsonl": lambda folder: [write_jsonl(folder / "a.jsonl", TEXTS)],
     "gzip": lambda folder: [_packed(folder / "a.jsonl.gz", gzip.compress)],
-    "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstandard.compress)],
+    "zstd": lambda folder: [_packed(folder / "a.jsonl.zst", zstd.compress)],
     "parquet": lambda folder: [_parquet(folder / "a.parquet", TEXTS)],
     "text folder": lambda folder: [_text_files(folder / "text", TEXTS)],
     "mixed folder": lambda folder: [_mixed(folder / "mixed")],

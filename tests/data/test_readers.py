@@ -5,7 +5,7 @@ import lzma
 import random
 
 import pytest
-import zstandard
+from backports import zstd
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data import readers
@@ -24,9 +24,9 @@ def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
     files = {
         "a.jsonl.gz": gzip.compress(data),
         "two-members.gz": gzip.compress(data[:half]) + gzip.compress(data[half:]),
-        "a.jsonl.zst": zstandard.compress(data),
-        "two-frames.zst": zstandard.compress(data[:half]) + zstandard.compress(data[half:]),
-        "known-by-content-not-by-name": zstandard.compress(data),
+        "a.jsonl.zst": zstd.compress(data),
+        "two-frames.zst": zstd.compress(data[:half]) + zstd.compress(data[half:]),
+        "known-by-content-not-by-name": zstd.compress(data),
     }
     assert texts_of(plain) == TEXTS
     for name, content in files.items():
@@ -108,7 +108,7 @@ def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
 def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
     texts = ["", "\r\n One\r\n\x00\x0c\n\n", "\n"]
     paths = [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst")]
-    for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstandard.compress), strict=True):
+    for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstd.compress), strict=True):
         path.write_bytes(pack(text.encode()))
     found = TextFiles(tuple(map(str, paths)), 0).documents(["text", "other"], False)
     assert found.texts == [(text, text) for text in texts]
@@ -139,7 +139,7 @@ def test_a_bad_line_is_named_or_counted(line, message):
 
 def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
     data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
-    for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstandard.compress(data))]:
+    for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstd.compress(data))]:
         (tmp_path / name).write_bytes(content[:-20])
         with pytest.raises(InputError, match=r"broken compressed data: .*; expected a whole file"):
             texts_of(tmp_path / name)

@@ -24,53 +24,44 @@ def texts_of(blocks, keys=("text",)):
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])
-@pytest.mark.parametrize("piece_bytes", [100, 1 << 24])
-def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(tmp_path, monkeypatch, row_group_size, piece_bytes):
-    monkeypatch.setattr(tables, "PIECE_BYTES", piece_bytes)
+@pytest.mark.parametrize("block_bytes", [100, 1 << 24])
+def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(tmp_path, monkeypatch, row_group_size, block_bytes):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block_bytes)
     path = written(tmp_path / "a.parquet", {"text": TEXTS, "n": range(100)}, row_group_size=row_group_size)
     blocks = parquet_blocks(path)
     assert texts_of(blocks) == [(text,) for text in TEXTS]
-    assert [block.first_row for block in blocks] == [1, *[block.first_row + block.stop - block.start for block in blocks[:-1]]]
+    ends = [block.first_row + len(texts_of([block])) for block in blocks]
+    assert [block.first_row for block in blocks] == [1, *ends[:-1]]
     assert blocks[-1].position == (tmp_path / "a.parquet").stat().st_size
-    if piece_bytes == 100 and row_group_size == 1000:
-        assert len(blocks) > 10
-
-
-@pytest.mark.parametrize("worker", [0, 1, 2])
-def test_a_worker_that_gets_every_third_block_finds_its_rows(tmp_path, monkeypatch, worker):
-    monkeypatch.setattr(tables, "PIECE_BYTES", 100)
-    path = written(tmp_path / "a.parquet", {"text": TEXTS}, row_group_size=40)
-    mine = parquet_blocks(path)[worker::3]
-    for block in [*mine, *mine]:  # the second time it has to begin again
-        assert texts_of([block]) == [(text,) for text in TEXTS[block.first_row - 1 :][: block.stop - block.start]]
+    assert len(blocks) > 10 if block_bytes == 100 else len(blocks) == 1
 
 
 def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 1 << 18)
     monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 16)
     path = written(tmp_path / "a.parquet", {"text": [f"{number:01000}" for number in range(20_000)]})
-    blocks = parquet_blocks(path)
-    assert len(blocks) > 50
-    texts_of(blocks[:1])
-    before, most = pa.total_allocated_bytes(), 0
-    for block in blocks[1:]:
+    footer = tables.parquet_metadata(path, ["text"])
+    before, sizes = pa.total_allocated_bytes(), []
+    for block in tables.parquet_blocks(path, footer, ["text"], 0, 1, 0):
         texts_of([block])
-        most = max(most, pa.total_allocated_bytes() - before)
-    assert most < 4 << 20
+        sizes.append(pa.total_allocated_bytes() - before)
+    assert len(sizes) > 50
+    assert max(sizes) < 8 << 20
 
 
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_pieces(tmp_path, dictionary):
+def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_path, dictionary):
     texts = [str(number % 2) * 100_000 for number in range(400)]
     column = pa.array(texts).dictionary_encode() if dictionary else pa.array(texts)
     encoding = {} if dictionary else {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
     path = written(tmp_path / "a.parquet", {"text": column if dictionary else pa.array([texts[0]] * 400)}, **encoding)
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
-    (block,) = parquet_blocks(path)
+    footer = tables.parquet_metadata(path, ["text"])
     before, found, most = pa.total_allocated_bytes(), [], 0
-    for piece in block.pieces(["text"], False):
-        found += piece.texts
-        assert piece.size == sum(len(text) for (text,) in piece.texts) < readers.BLOCK_BYTES + 16 * 100_000
+    for block in tables.parquet_blocks(path, footer, ["text"], 0, 1, 0):
+        piece = block.documents(["text"], False).texts
+        assert sum(len(text) for (text,) in piece) < readers.BLOCK_BYTES + 100_000
+        found += piece
         most = max(most, pa.total_allocated_bytes() - before)
     assert found == [(text,) for text in (texts if dictionary else [texts[0]] * 400)]
     assert most < 8 << 20
@@ -80,14 +71,9 @@ def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
         out.write_batch(pa.record_batch([column], ["text"]))
-    usual = pa.default_memory_pool()
-    pool = pa.proxy_memory_pool(usual)
-    pa.set_memory_pool(pool)
     blocks = list(tables.arrow_blocks(str(tmp_path / "a.arrow"), ["text"], 0, 103, 0))
-    pa.set_memory_pool(usual)
-    assert pool.max_memory() < 1 << 20
-    assert [block.stop - block.start for block in blocks] == [10] * 9 + [13]
-    assert blocks[0].documents(["text"], False).size == 1_000_000
+    assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
+    assert all(len(block.data) < 200_000 for block in blocks)
     last = blocks[-1].documents(["text"], True)
     assert (last.texts[-2:], last.skipped) == ([("b",), ("c",)], 1)
 
@@ -164,7 +150,7 @@ def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
     blocks = list(tables.stream_blocks("owner/name", data, ["text"], 0, 2, 0))
     assert texts_of(blocks) == [(text,) for text in TEXTS]
-    assert len(blocks) > 5 and set(blocks[0].rows[0]) == {"text"}
+    assert len(blocks) > 5 and pa.ipc.open_stream(blocks[0].data).schema.names == ["text"]
     parts = [texts_of(tables.stream_blocks("owner/name", data, ["text"], at, at + 1, 0)) for at in range(2)]
     assert list(map(len, parts)) == [60, 40] and [*parts[0], *parts[1]] == [(text,) for text in TEXTS]
 

@@ -97,7 +97,7 @@ def test_two_packages_offer_one_name(install):
 def test_package_offers_a_built_in_name(install):
     install("copy-objectives", "copying_module", COPYING, mlm="copying_module:Copying")
     with pytest.raises(
-        InputError, match=r"objective `mlm`: package `copy-objectives` offers it, but megaenc.objectives.mlm:.* has that name"
+        InputError, match=r"objective `mlm`: package `copy-objectives` offers it, but megaenc.objectives.masking:.* has that name"
     ):
         find("mlm")
 

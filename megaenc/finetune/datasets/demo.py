@@ -1,29 +1,35 @@
 """Labelled data of all four families without any download: from the quickstart's corpus and the documentation it comes from."""
 
+import hashlib
 import json
 import os
-from collections import defaultdict
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megaenc import flags
 from megaenc.console import quiet, say
-from megaenc.data.demo import LOCK, corpus_documents, find_demo_corpus
+from megaenc.data import demo as corpus_demo
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
-from megaenc.finetune.datasets import documented
-from megaenc.finetune.datasets.documented import CODE, PARAMETER, number_of
 from megaenc.finetune.examples import SplitName
 from megaenc.output_paths import make_parent
 
 NAMES = ("demo_sc", "demo_tc", "demo_qa", "demo_ir")
-_OF_DOCUMENTATION = NAMES[1:]
-"""Made together: reading the documentation takes most of the time."""
-_CLASSES = 8
 _SIZES: dict[SplitName, int] = {"train": 6000, "validation": 500, "test": 500}
-_FILES = {"train": "train", "validation": "valid", "test": "test"}
+_QUESTIONS = ("What is the parameter {}?", "What does {} do?", "What is {} for?", "How is {} described?")
+
+_SECTION = re.compile(r"^\s*(Parameters\n\s*-{3,}|(Args|Arguments|Params|Parameters):|:param )", re.MULTILINE)
+_PARAGRAPH_END = re.compile(r"\n\s*\n|\n\s*[-*] |::\s")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
+_MARKED = re.compile(r"(?::[\w:+-]+:)?`{1,2}[~.!]?([^`<>]{1,60})`{1,2}")  # as documentation marks names and values
+_WORD = re.compile(r"[A-Za-z_]\w*(?:[.'-]\w+)*|\d+(?:\.\d+)?|\S")
+_ODD = re.compile(r"[\\{}|`~$^<>#@]|\.\.|::|__|https?|[^ -~]")
+
+Documented = tuple[str, str, dict[str, str]]
+"""A function's or class's id (`package/path:line`), its description, and that of each parameter, with their markup."""
 
 
 @dataclass(frozen=True)
@@ -38,133 +44,162 @@ class DemoSetFlags:
 def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] = NAMES, flag: str = "demo folder") -> Path:
     """Make in `folder` what is missing of the sets `names`, in the formats that everybody's own data have; return the folder.
 
-    The three that are made of documentation come together. The same packages give the same bytes. Processes that call it together
-    wait for the first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
+    The three of documentation come together. The same packages give the same bytes. Processes that call it together wait for the
+    first. Raises InputError for a folder that cannot be written to, or a file in the place of a set.
     """
     folder = Path(folder)
     if all(os.path.isdir(folder / name) for name in names):
         return folder
-    if set(names).intersection(_OF_DOCUMENTATION):
-        names = (*names, *_OF_DOCUMENTATION)
-    for name in names:
-        if os.path.lexists(folder / name) and not os.path.isdir(folder / name):
-            raise InputError(f"{folder / name}: found a file; expected the folder of a demo set; move it or name another folder")
+    names = [name for name in NAMES if name in names or (name != "demo_sc" and {*names} != {"demo_sc"})]
+    for path in (folder / name for name in names):
+        if os.path.lexists(path) and not os.path.isdir(path):
+            raise InputError(f"{path}: found a file; expected the folder of a demo set; move it or name another folder")
     make_parent(folder / "demo_sc", flag)
-    with wait_for_lock(folder / LOCK):
-        missing = [name for name in NAMES if name in names and not (folder / name).is_dir()]
-        if missing:  # another process may have made them meanwhile
+    with wait_for_lock(folder / corpus_demo.LOCK):
+        missing = [name for name in names if not (folder / name).is_dir()]  # another process may have made them meanwhile
+        if missing:
             say(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
-        if "demo_sc" in missing:
-            _write_packages(folder / "demo_sc", _corpus(folder.parent))
-        if set(missing) - {"demo_sc"}:
-            found = documented.read_documentation()
-            for name, write in (("demo_tc", _write_tags), ("demo_qa", _write_questions), ("demo_ir", _write_summaries)):
-                if name in missing:
-                    write(folder / name, found)
+        documentation = read_documentation() if {*missing} - {"demo_sc"} else []
+        for name in missing:
+            read, what = _SETS[name]
+            chosen = _choose(read(corpus_demo.corpus_documents(folder.parent) if name == "demo_sc" else documentation))
+            with whole_folder(folder / name) as made:
+                _write(made, chosen)
+            say(f"{folder / name}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
     return folder
 
 
-def _corpus(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield (id, text) of the demo corpus: of the one in `folder` if `megaenc demo` made it, else of the installed packages."""
-    try:
-        made = find_demo_corpus(folder)
-    except InputError:  # somebody's own files
-        made = None
-    if made is None:
-        yield from corpus_documents()
-        return
-    with open(made.corpus, encoding="utf-8") as stream:
-        for record in map(json.loads, stream):
-            yield record["id"], record["text"]
+def read_documentation() -> list[Documented]:
+    """Return what the packages of the demo corpus document with parameters, in order; nothing is imported or run."""
+    files = corpus_demo.read_sources(_documented, sorted(corpus_demo._sources()), "reading what parameters are")
+    return [entry for entries in files for entry in entries]
 
 
-def _write_packages(folder: Path, documents: Iterable[tuple[str, str]]) -> None:
-    """Write the set of paragraphs and their packages, as many of each; the paragraphs of one file are in one split."""
-    by_package: dict[str, dict[SplitName, list[dict]]] = defaultdict(lambda: {split: [] for split in _SIZES})
+def _documented(source: tuple[str, str]) -> list[Documented]:
+    """Return what a source file, (id, path), documents."""
+    import docstring_parser
+
+    code = Path(source[1]).read_text(encoding="utf-8", errors="replace")
+    found = []
+    for line, text in corpus_demo.long_strings(code) if _SECTION.search(code) else ():
+        try:
+            parsed = docstring_parser.parse(text) if _SECTION.search(text) else None
+        except docstring_parser.ParseError:
+            continue
+        if parsed and parsed.description:
+            given = {each.arg_name.strip("*- "): each.description.strip() for each in parsed.params if each.description}
+            if given := {name: text for name, text in given.items() if name.isidentifier()}:
+                found.append((f"{source[0]}:{line}", parsed.description, given))
+    return found
+
+
+def paragraphs_of_packages(documents: Iterable[tuple[str, str]]) -> Iterator[dict]:
+    """Yield the paragraphs of the demo corpus with their packages: {"source", "id", "text", "label"}."""
     for source, document in documents:
         for number, text in enumerate(document.split("\n\n")):
             if 10 <= len(text.split()) <= 100:
-                by_package[source.split("/")[0]][_split(source)].append({"id": f"{source}-{number}", "text": text})
-    usable = [package for package, splits in by_package.items() if all(splits.values())]
-    packages = sorted(usable, key=lambda package: (-len(by_package[package]["train"]), package))[:_CLASSES]
-    if len(packages) < 2:
-        raise InputError(f"{folder}: found paragraphs of {len(packages)} packages in the demo corpus; expected at least 2")
-    chosen = {}
-    for split, size in _SIZES.items():
-        each = min(-(-size // len(packages)), *(len(by_package[package][split]) for package in packages))
-        rows = [
-            row | {"label": label}
-            for label, package in enumerate(packages)
-            for row in sorted(by_package[package][split], key=lambda row: number_of(row["id"]))[:each]
-        ]
-        chosen[split] = sorted(rows, key=lambda row: number_of(row["id"]))
-    with whole_folder(folder) as made:
-        _write_rows(made, chosen)
-        write_whole(made / "meta.json", json.dumps({"labels": packages}, indent=1) + "\n")
-    _tell(folder, chosen, "which package a paragraph comes from")
+                yield {"source": source, "id": f"{source}-{number}", "text": text, "label": source.split("/")[0]}
 
 
-def _write_tags(folder: Path, found: Sequence[documented.Documented]) -> None:
-    chosen = _choose(documented.tagged_sentences(found))
-    tags = ["O", f"B-{PARAMETER}", f"B-{CODE}", f"I-{CODE}"]  # a parameter's name is one word
-    with whole_folder(folder) as made:
-        _write_rows(made, chosen)
-        write_whole(made / "meta.json", json.dumps({"tags": tags}, indent=1) + "\n")
-    _tell(folder, chosen, "names of parameters, and other code, in documentation")
+def tagged_sentences(documentation: Iterable[Documented]) -> Iterator[dict]:
+    """Yield sentences in which a parameter is marked, without the marks: {"source", "id", "tokens", "tags"}, in IOB2."""
+    seen: set[str] = set()
+    for source, description, parameters in documentation:
+        paragraphs = (part for text in (description, *parameters.values()) for part in _PARAGRAPH_END.split(text))
+        sentences = (part for text in paragraphs for part in _SENTENCE_END.split(" ".join(text.split())))
+        for number, sentence in enumerate(sentences):
+            words, tags = [], []
+            for at, part in enumerate(_MARKED.split(sentence)):  # every second part is a marked one
+                inside = _WORD.findall(part if at % 2 else corpus_demo.plain(part))
+                kind = "PARAM" if part in parameters else "CODE"
+                words += inside
+                tags += [f"{'I' if later else 'B'}-{kind}" if at % 2 else "O" for later in range(len(inside))]
+            if "B-PARAM" in tags and 6 <= len(words) <= 50 and _is_new(" ".join(words), seen):
+                yield {"source": source, "id": f"{source}-{number}", "tokens": words, "tags": tags}
 
 
-def _write_questions(folder: Path, found: Sequence[documented.Documented]) -> None:
-    chosen = _choose(documented.questions(found))
-    with whole_folder(folder) as made:
-        for split, rows in chosen.items():
-            paragraphs: dict[str, list[dict]] = defaultdict(list)
-            for row in rows:
-                answers = [{"text": row["answer"], "answer_start": row["start"]}]
-                paragraphs[row["context"]].append({"id": row["id"], "question": row["question"], "answers": answers})
-            data = [{"title": "", "paragraphs": [{"context": context, "qas": qas} for context, qas in paragraphs.items()]}]
-            write_whole(made / f"{_FILES[split]}.json", json.dumps({"version": "1.1", "data": data}, indent=1) + "\n")
-    _tell(folder, chosen, "the sentence that describes a parameter")
+def questions(documentation: Iterable[Documented]) -> Iterator[dict]:
+    """Yield {"source", "id", "question", "context", "answers"}: the sentence that describes one of a function's parameters."""
+    seen: set[str] = set()
+    for source, _, parameters in documentation:
+        described = {name: _sentences(text)[:2] for name, text in list(parameters.items())[:5]}
+        described = {name: found for name, found in described.items() if found and _is_new(found[0], seen)}
+        context = "\n".join(f"{name}: {' '.join(found)}" for name, found in described.items())
+        for name, (answer, *_) in described.items():
+            start = f"\n{context}".index(f"\n{name}: ") + len(name) + 2
+            question = _QUESTIONS[_number(f"{source} {name}") % len(_QUESTIONS)].format(name)
+            asked = {"question": question, "context": context, "answers": {"text": [answer], "answer_start": [start]}}
+            yield {"source": source, "id": f"{source}-{name}", **asked}
 
 
-def _write_summaries(folder: Path, found: Sequence[documented.Documented]) -> None:
-    chosen = _choose(documented.summaries(found))
-    with whole_folder(folder) as made:
-        rows = [row for split in chosen.values() for row in split]
-        for name, key in (("corpus", "document"), ("queries", "query")):
-            _write_lines(made / f"{name}.jsonl", ({"_id": row["id"], "text": row[key]} for row in rows))
-        (made / "qrels").mkdir()
-        for split, found_rows in chosen.items():
-            lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in found_rows)
-            name = "dev" if split == "validation" else split
-            write_whole(made / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
-    _tell(folder, chosen, "the description that belongs to a summary")
+def summaries(documentation: Iterable[Documented]) -> Iterator[dict]:
+    """Yield {"source", "id", "query", "document"}: the sentence that sums a function up, and what else is written about it."""
+    seen: set[str] = set()
+    for source, description, parameters in documentation:
+        paragraphs = [part for text in (description, *parameters.values()) for part in text.split("\n\n")]
+        query, *rest = [part for text in paragraphs for part in _sentences(text) if _is_new(part, seen)] or [""]
+        document = " ".join(rest[:6])
+        if len(document.split()) >= 12:
+            yield {"source": source, "id": source, "query": query, "document": document}
+
+
+_SETS = {
+    "demo_sc": (paragraphs_of_packages, "which package a paragraph comes from"),
+    "demo_tc": (tagged_sentences, "names of parameters, and other code, in documentation"),
+    "demo_qa": (questions, "the sentence that describes a parameter"),
+    "demo_ir": (summaries, "the description that belongs to a summary"),
+}
+
+
+def _sentences(text: str) -> list[str]:
+    """Return those sentences of the first paragraph that read well, without markup; the last one ends with a full stop."""
+    joined = corpus_demo.plain(" ".join(_PARAGRAPH_END.split(text.strip())[0].split()))
+    joined += "." * joined[-1:].isalnum()
+    found = [part for part in _SENTENCE_END.split(joined) if part[:1].isalpha() and part[-1] in ".!?"]
+    return [part for part in found if 4 <= len(part.split()) <= 40 and not _ODD.search(part)]
+
+
+def _is_new(text: str, seen: set[str]) -> bool:
+    """Return whether `text` reads well and differs from all `seen` in more than names and numbers; it counts as seen then."""
+    key = corpus_demo.likeness(text)
+    is_new = key not in seen and text[:1].isalpha() and not _ODD.search(text)
+    seen.add(key)
+    return is_new
 
 
 def _choose(examples: Iterable[dict]) -> dict[SplitName, list[dict]]:
-    """The examples of each split in an order that looks random, as many as are wanted; a function's are in one split."""
+    """Return the examples of each split, a source's in one split; of the most frequent labels, as many of each."""
     chosen: dict[SplitName, list[dict]] = {split: [] for split in _SIZES}
-    for example in examples:
-        chosen[_split(example.pop("function"))].append(example)
-    return {split: sorted(rows, key=lambda row: number_of(row["id"]))[: _SIZES[split]] for split, rows in chosen.items()}
+    for example in sorted(examples, key=lambda row: _number(row["id"])):
+        tenth = _number(f"split {example.pop('source')}") % 10  # a fixed choice
+        chosen["test" if tenth == 0 else "validation" if tenth == 1 else "train"].append(example)
+    labels = [label for label, _ in Counter(row.get("label") for row in chosen["test"]).most_common(8)]
+    if len(labels) < 2 and labels != [None]:
+        raise InputError(f"found paragraphs of {len(labels)} packages in the demo corpus; expected at least 2")
+    for split, size in _SIZES.items():
+        by_label = [[row for row in chosen[split] if row.get("label") == label] for label in labels]
+        each = min(-(-size // len(labels)), *map(len, by_label))
+        chosen[split] = sorted((row for rows in by_label for row in rows[:each]), key=lambda row: _number(row["id"]))
+    return chosen
 
 
-def _split(source: str) -> SplitName:
-    """The split of all that comes from one file or function: a fixed choice, a tenth each to validation and test."""
-    tenth = number_of(f"split {source}") % 10
-    return "test" if tenth == 0 else "validation" if tenth == 1 else "train"
+def _number(text: str) -> int:
+    """Return a number that the text alone decides, for choices that are to look random."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
-def _write_rows(folder: Path, chosen: dict[SplitName, list[dict]]) -> None:
-    for split, rows in chosen.items():
-        _write_lines(folder / f"{_FILES[split]}.jsonl", rows)
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-def _tell(folder: Path, chosen: dict[SplitName, list[dict]], what: str) -> None:
-    say(f"{folder}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
+def _write(folder: Path, chosen: dict[str, list[dict]]) -> None:
+    """Write JSONL files, one for each of `chosen` by its name; queries with their documents in BEIR's layout."""
+    files, rows = chosen, [row for rows in chosen.values() for row in rows]
+    if "query" in rows[0]:
+        texts = {"corpus": "document", "queries": "query"}
+        files = {name: [{"_id": row["id"], "text": row[key]} for row in rows] for name, key in texts.items()}
+        (folder / "qrels").mkdir()
+        for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
+            lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in chosen[split])
+            write_whole(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
+    for name, rows in files.items():
+        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @one_line_errors

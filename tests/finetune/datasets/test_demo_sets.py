@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo as corpus
+from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import demo, documented
-from megaenc.finetune.datasets.documented import Documented, Parameter
+from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.registry import find
 
 SOURCE = '''
 def scale(x, factor=1.0):
     """Multiply the values of the array by a factor that is given.
 
-    The array is copied first, and if `factor` is ``None`` nothing is done with the values of *x*.
+    The array is copied first, and if `factor` is ``None`` nothing is done with the values of `x`.
 
     Args:
         x (`array`): The values that are to be multiplied. They are not changed.
@@ -40,50 +40,54 @@ def clip(x, low):
 def parsed(tmp_path):
     path = tmp_path / "m.py"
     path.write_text(SOURCE)
-    return list(documented._documented("p/m.py", str(path)))
+    return demo._documented(("p/m.py", str(path)))
 
 
 def test_parameters_are_read_out_of_docstrings_of_several_styles(parsed):
-    assert [[parameter.name for parameter in entry.parameters] for entry in parsed] == [["x", "factor", "short"], ["x", "low"]]
-    assert parsed[0].id == "p/m.py:3" and parsed[0].description.startswith("Multiply the values")
-    assert parsed[1].parameters[0] == Parameter("x", "The values that are to be clipped by this function.")
+    assert [list(parameters) for _, _, parameters in parsed] == [["x", "factor", "short"], ["x", "low"]]
+    source, description, _ = parsed[0]
+    assert source == "p/m.py:3" and description.startswith("Multiply the values")
+    assert parsed[1][2]["x"] == "The values that are to be clipped by this function."
 
 
 def test_names_of_parameters_are_tagged_where_they_are_marked(parsed):
-    rows = list(documented.tagged_sentences(parsed))
+    rows = list(demo.tagged_sentences(parsed))
     tagged = [[(word, tag) for word, tag in zip(row["tokens"], row["tags"], strict=True) if tag != "O"] for row in rows]
     assert tagged == [
         [("factor", "B-PARAM"), ("None", "B-CODE"), ("x", "B-PARAM")],
         [("scale", "B-CODE"), ("low", "B-PARAM")],
     ]
     assert rows[0]["tokens"][:6] == ["The", "array", "is", "copied", "first", ","]
-    [code] = documented.tagged_sentences(
-        [Documented("i", "This is what `dim` is for, as in `dim = 0` and so on.", (Parameter("dim", "d"),))]
-    )
+    [code] = demo.tagged_sentences([("i", "This is what `dim` is for, as in `dim = 0` and so on.", {"dim": "d"})])
     # The whole of marked code is one span; what says nothing of a parameter is no sentence of the set.
     assert code["tags"] == ["O"] * 3 + ["B-PARAM"] + ["O"] * 5 + ["B-CODE", "I-CODE", "I-CODE"] + ["O"] * 4
 
 
+def answer(asked):
+    [text] = asked["answers"]["text"]
+    return text
+
+
 def test_the_answer_is_the_sentence_that_describes_the_parameter(parsed):
-    first, second, *others = documented.questions(parsed)
+    first, second, *others = demo.questions(parsed)
     assert first["context"] == (
         "x: The values that are to be multiplied. They are not changed.\nfactor: What every one of the values is multiplied with."
     )
-    assert first["answer"] == "The values that are to be multiplied." and "x" in first["question"].split("?")[0].split()
-    assert second["answer"] == "What every one of the values is multiplied with."
+    assert answer(first) == "The values that are to be multiplied." and "x" in first["question"].split("?")[0].split()
+    assert answer(second) == "What every one of the values is multiplied with."
     for asked in (first, second, *others):
-        assert asked["context"][asked["start"] :].startswith(asked["answer"])
+        assert asked["context"][asked["answers"]["answer_start"][0] :].startswith(answer(asked))
 
 
 def test_the_summary_asks_for_the_rest(parsed):
-    first, second = documented.summaries(parsed)
+    first, second = demo.summaries(parsed)
     assert first["query"] == "Multiply the values of the array by a factor that is given."
     assert first["query"] not in first["document"] and "They are not changed." in first["document"]
     assert second["query"] == "Clip the values of an array to a lower limit."
 
 
 def test_what_is_documented_twice_is_there_once(parsed):
-    for examples in (documented.tagged_sentences, documented.questions, documented.summaries):
+    for examples in (demo.tagged_sentences, demo.questions, demo.summaries):
         assert len(list(examples([*parsed, *parsed]))) == len(list(examples(parsed)))
 
 
@@ -110,7 +114,8 @@ def with_corpus(folder):
         )
     )
     (folder / "heldout.jsonl").touch()
-    corpus.write_record(folder / "demo.json", {name: folder / name for name in ("corpus.jsonl", "heldout.jsonl")})
+    hashes = {name: sha256_of(folder / name) for name in ("corpus.jsonl", "heldout.jsonl")}
+    (folder / "demo.json").write_text(json.dumps({"generator": "megaenc demo", "sha256": hashes}))
     return folder / "finetune"
 
 
@@ -121,7 +126,7 @@ def contents(folder):
 def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_path, monkeypatch):
     made = demo.ensure_demo_sets(with_corpus(tmp_path / "a"))
     before = contents(made)
-    monkeypatch.setattr(documented, "usable_cores", lambda: 1)
+    monkeypatch.setattr(corpus, "usable_cores", lambda: 1)
     assert contents(demo.ensure_demo_sets(with_corpus(tmp_path / "b"))) == before
     texts = {}
     for name in demo.NAMES:
@@ -134,8 +139,8 @@ def test_demo_sets_are_made_once_the_same_and_without_leaks(few_sources, tmp_pat
     counts = [[sum(example.label == label for example in split) for label in range(2)] for split in packages]
     assert all(len(set(count)) == 1 and count[0] > 0 for count in counts)  # as many of each package
 
-    assert find("demo_tc", demo_folder=str(made)).labels == ("O", "B-PARAM", "B-CODE", "I-CODE")
-    assert all(any(tag == 1 for tag in example.tags) for split in tags for example in split)
+    assert find("demo_tc", demo_folder=str(made)).labels == ("O", "B-CODE", "B-PARAM", "I-CODE")
+    assert all(any(tag == 2 for tag in example.tags) for split in tags for example in split)
 
     assert all(len(example.answers) == 1 and example.answers[0].start > 0 for split in asked for example in split)
     assert any(example.context.count("\n") > 1 for example in asked[0])
@@ -169,8 +174,8 @@ def test_what_is_there_is_kept(tmp_path):
 
 def test_one_set_is_made_without_the_others(few_sources, tmp_path, monkeypatch, capsys):
     """The texts of packages need no documentation of functions, whose reading takes most of the time; three sets share that."""
-    folder, reads, read = with_corpus(tmp_path / "a"), [], documented.read_documentation
-    monkeypatch.setattr(documented, "read_documentation", lambda: reads.append(1) or read())
+    folder, reads, read = with_corpus(tmp_path / "a"), [], demo.read_documentation
+    monkeypatch.setattr(demo, "read_documentation", lambda: reads.append(1) or read())
     find("demo_sc", demo_folder=str(folder))
     assert (sorted(path.name for path in folder.iterdir() if path.is_dir()), reads) == (["demo_sc"], [])
     assert f"{folder}: demo_sc will be made, once," in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaenc.data.statistics import Bin, lengths_of
+from megaenc.objectives.inspect import Bin, lengths_of
 
 
 def test_figures_worked_out_by_hand():
