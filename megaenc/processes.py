@@ -279,9 +279,9 @@ class Workers(_Pool):
         try:
             yield from super().map(items)
         except WorkerEnded as error:
-            who = f"worker {self._workers.index(error.worker) + 1} of {self._count} (process {error.worker.process.pid})"
+            number, pid = self._workers.index(error.worker) + 1, error.worker.process.pid
             hint = "; is there memory enough for so many --workers?" if "memory" in str(error) else ""
-            raise InputError(f"{who} {error}, before it was done{hint}") from None
+            raise InputError(f"worker {number} of {self._count} (process {pid}) {error}, before it was done{hint}") from None
 
     def _begin(self, number: int, item: Any) -> Callable[[], Iterable[Any]]:
         worker = self._workers[number % self._count]

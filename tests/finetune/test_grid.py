@@ -1,5 +1,6 @@
 """A grid does every run once, whatever happens to it or to them."""
 
+import contextlib
 import json
 import os
 import random
@@ -277,26 +278,23 @@ def start(model, output, *more) -> subprocess.Popen:
     def heed_interrupts() -> None:  # a background job inherits that they are ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path, "GRID_OF_FAKES": str(output)}
     return subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **pipes)
 
 
-def of_session(session: int) -> list[str]:
-    """The processes that began in a session, but for those that have ended."""
+def processes_of(output) -> list[str]:
+    """The processes that the programs started on `output` have left, whatever their sessions, but for those that have ended."""
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found.append(stat.parent.name)
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"GRID_OF_FAKES={output}\0".encode() in environ.read_bytes():
+                found.append(environ.parent.name)
     return found
 
 
-def until_gone(session: int) -> bool:
-    wait_until(lambda: not of_session(session))
-    return not of_session(session)
+def until_gone(output) -> bool:
+    wait_until(lambda: not processes_of(output))
+    return not processes_of(output)
 
 
 def wait_until(done: Callable[[], bool]) -> None:
@@ -315,9 +313,10 @@ def test_a_killed_grid_goes_on_where_it_was(tmp_path):
         before, grid_of_fakes = len(calls(model)), start(model, tmp_path / "killed", *flags)
         wait_until(lambda at=before + begun: len(calls(model)) >= at)
         time.sleep(moments.uniform(0, 0.5))
+        assert processes_of(tmp_path / "killed")
         grid_of_fakes.kill()
         grid_of_fakes.communicate()
-        assert until_gone(grid_of_fakes.pid)
+        assert until_gone(tmp_path / "killed")
     last = start(model, tmp_path / "killed", *flags)
     said = last.communicate(timeout=120)[0]
     assert last.returncode == 0, said
@@ -341,7 +340,7 @@ def test_a_stopped_grid_keeps_what_is_finished(tmp_path, number, code):
     said = grid_of_fakes.communicate(timeout=60)[0]
     assert grid_of_fakes.returncode == code, said
     assert "what is finished is kept" in said and "Traceback" not in said
-    assert until_gone(grid_of_fakes.pid)
+    assert until_gone(tmp_path / "out")
     assert len(list((tmp_path / "out").rglob("results.json"))) == 3
 
 
