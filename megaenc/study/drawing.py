@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megaenc.estimate.work import PhaseWork
+from megaenc.estimate.case import PhaseWork
 from megaenc.study.axes import GREY, LEGEND, plain_counts, styles, verbatim
 from megaenc.study.graph import Graph
 from megaenc.study.pretrain_stage import PretrainNode

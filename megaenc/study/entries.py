@@ -11,8 +11,8 @@ from typing import Any
 
 from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.errors import InputError
+from megaenc.estimate.case import PhaseWork, phases
 from megaenc.estimate.documents import Documents
-from megaenc.estimate.work import PhaseWork, phases
 from megaenc.finetune.jobs import rate_name
 from megaenc.study.entry import Entry, check_entry, check_name, count_models
 from megaenc.study.pretrain_flags import check_plan_flags, located_errors, rate_steps, run_flags

@@ -3,8 +3,8 @@
 import manifests
 import numpy as np
 import pytest
-from megaenc.estimate.work import Work
 
+from megaenc.estimate.case import Work
 from megaenc.model.config import ModelConfig, preset
 from megaenc.study.cost import amount, cost_of, explained
 from megaenc.study.entries import expected_documents

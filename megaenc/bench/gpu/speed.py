@@ -18,7 +18,7 @@ from megaenc.bench.gpu.breakdown import Watched, breakdown, synchronisations
 from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.turns import clock, peak_memory
 from megaenc.objectives import Objective
-from megaenc.training.results import BatchResult
+from megaenc.training.engine import BatchResult
 
 FILLED = 0.92
 """Of the memory that is free, how much tensors may take; the rest is lost between them."""
