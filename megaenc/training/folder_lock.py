@@ -26,7 +26,6 @@ class FolderLock(FileLock):
         self.folder = folder
         self._missing: list[Path] = []  # directories that were not there before, the innermost first
         try:
-            self._missing = [place for place in (folder, *folder.parents) if not place.exists()]
             self._wait(patience)
         except OSError as error:
             if error.filename is None:
@@ -56,7 +55,9 @@ class FolderLock(FileLock):
         """Return whether the lock could be taken; its file and the directories above are created if missing. Raises OSError."""
         for _ in range(_TRIES):
             with contextlib.suppress(FileNotFoundError):  # another process is removing the directories
-                if not self.folder.exists():
+                missing = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+                if missing:
+                    self._missing = list(dict.fromkeys([*missing, *self._missing]))
                     self.folder.mkdir(parents=True, exist_ok=True)
                 return super().take()
         return super().take()
