@@ -75,6 +75,7 @@ def test_a_terminal_gets_one_live_line(monkeypatch, total):
     assert "[training]" in last and "loss 2.25" in last and ("100 %" in last) == (total is not None)
 
 
+@pytest.mark.slow
 def test_quiet_is_cheap_and_silences_others_but_not_us():
     code = """
 import sys

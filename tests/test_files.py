@@ -56,7 +56,7 @@ def test_a_stop_between_the_renames_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_at_any_moment_leaves_the_old_files_or_the_new(tmp_path, number, count):
     """1,500 signals into a loop of writes that replace files; none may be missing and no set may mix old and new."""
     code = """

@@ -97,6 +97,7 @@ def test_a_rank_that_fails_ends_the_others(fresh, script, tmp_path):
     assert_gone(int((tmp_path / str(rank)).read_text()) for rank in range(3))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_when_time_is_up_all_are_killed_and_the_next_run_is_as_ever(script, tmp_path):
     with pytest.raises(AssertionError, match="took more than 5 s"):

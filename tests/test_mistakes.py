@@ -15,6 +15,8 @@ from mistakes import data, folder, models, pretrain, studies
 
 from megaenc import cli
 
+pytestmark = pytest.mark.slow
+
 TABLES = {"data": data.ROWS, "pretrain": pretrain.ROWS, "models": models.ROWS, "studies": studies.ROWS}
 SECONDS = 30  # for one command; what is wrong is seen at once
 

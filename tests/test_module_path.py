@@ -112,6 +112,7 @@ sys.exit(str(failed) if failed else 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_study_and_the_workers_of_its_torchrun(planted, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.STANDSTILL, "--global-batch-size", "2", "--no-bf16", "--save", tmp_path / "study" / "run"]

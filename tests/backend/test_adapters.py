@@ -46,6 +46,7 @@ def test_installing_again_changes_nothing():
     assert layers.torch.cuda.current_device() == torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_importing_transformers_after_the_adapters_works():
     code = "from megaenc.backend import prepare_megatron; prepare_megatron(); from transformers import EuroBertModel"
     subprocess.run([sys.executable, "-W", "error::UserWarning:megaenc", "-c", code], check=True, timeout=120)

@@ -52,6 +52,7 @@ def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     assert predicted == int((inputs["labels"] != turns.IGNORED).sum()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("objective", ["mlm(mask=0.4)", "clm"])
 def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
@@ -72,6 +73,7 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     assert all(each["seconds"] > 0 and each["cpu_seconds"] > 0 and each["peak_memory"] > 0 for each in found.values())
 
 
+@pytest.mark.slow
 def test_a_turn_has_processes_of_its_own(tmp_path):
     work = dataclasses.replace(SMALL.work(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
     found = turns.turn(turns.train_with_megaenc, work)

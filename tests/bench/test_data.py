@@ -19,6 +19,7 @@ def made(small_corpus, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_all_ways_have_read_the_same_and_found_the_same(made):
     assert set(made["ways"]) == {"megaenc", "gigatoken", "encode_batch", "encode_batch_fast", "datasets.map"}
     found = {(turn["sha256"], turn["documents"], turn["tokens"]) for turns in made["turns"].values() for turn in turns}

@@ -41,6 +41,7 @@ def whole(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(found=found, table=output.with_suffix(".md").read_text(), said=done.stdout)
 
 
+@pytest.mark.slow
 def test_every_phase_is_done_in_miniature(whole):
     ended = {name: phase["ended"] for name, phase in whole.found["phases"].items()}
     assert set(ended.values()) == {"done"}, ended

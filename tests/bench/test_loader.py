@@ -22,6 +22,7 @@ SMALL = ["--documents", "3000", "--tokens", "200000", "--seq-length", "128", "--
 SMALL += ["--seconds", "0.05"]
 
 
+@pytest.mark.slow
 def test_every_packing_is_measured(tmp_path):
     output = tmp_path / "loader.json"
     loader.main([*SMALL, "--processes", "1", "--output", str(output)])
@@ -42,6 +43,7 @@ def test_documents_have_the_mean_length_that_is_asked_for(tmp_path):
             assert len(lengths) == 20_000 and abs(lengths.mean() / mean - 1) < 0.05
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_index_are_measured_together(tmp_path):
     output = tmp_path / "loader.json"
     loader.main([*SMALL, "--processes", "2", "--packings", "concat", "--output", str(output)])

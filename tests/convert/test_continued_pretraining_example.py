@@ -55,6 +55,7 @@ def made(small_corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "head"), [("llama", "AutoModelForMaskedLM"), ("qwen3", "AutoModelForCausalLM")])
 def test_a_decoder_becomes_an_encoder(family, head, made):
     import transformers
@@ -78,6 +79,7 @@ def test_a_decoder_becomes_an_encoder(family, head, made):
     assert json.loads((out / "sentences" / "conversion.json").read_text())["attention"] == "bidirectional"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_it_loads_in_sentence_transformers(family, made):
     import sentence_transformers

@@ -43,6 +43,7 @@ def continued(small_corpus, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_steps_equal_those_of_a_plain_loop(name, continued):

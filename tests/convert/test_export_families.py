@@ -86,6 +86,7 @@ def test_source_is_what_came_in(name, tied, cores, tmp_path):
     assert_same(hf_models.weights(out(again, tmp_path / "hf again", "--as", "source")), hf_models.weights(hf))
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tied", [False, True])
@@ -201,6 +202,7 @@ for folder, name in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_nothing_but_transformers_is_needed(cores, tmp_path):
     """No code of this package, no code in the folder. Without its output layer there is nothing that a base model leaves."""
     wanted = []

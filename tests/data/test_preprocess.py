@@ -444,6 +444,7 @@ preprocess.main(sys.argv[1:-1])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_interrupted_run_leaves_nothing_that_is_taken_for_whole(corpus, tokenizer_folder, number, code):
     arguments = ["--input", corpus, "--output-prefix", corpus.parent / "out", "--tokenizer", tokenizer_folder, "--workers", "5"]

@@ -113,6 +113,7 @@ def test_what_is_shown_can_be_trained_by_as_many_processes(path):
         read_settings(shlex.split(words), prog="").check(world_size=int(processes))
 
 
+@pytest.mark.system
 def test_health_trains_two_steps_and_says_so():
     """With two processes, by a link of another name as in the images."""
     ran = subprocess.run(

@@ -26,6 +26,7 @@ FILES = sorted((ROOT / "docker/slurm").glob("*.sbatch"))
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 MISSING = [program for program in PROGRAMS if shutil.which(program) is None]
 pytestmark = [
+    pytest.mark.system,
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}: apt-get install slurm-wlm munge"),
     pytest.mark.skipif(os.geteuid() != 0, reason="slurmd needs root"),
 ]

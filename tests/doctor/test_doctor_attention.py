@@ -45,6 +45,7 @@ def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
     assert found.level == "problem" and found.found.startswith("gradients of queries off by 1, ")
 
 
+@pytest.mark.slow
 def test_a_backend_that_hangs_is_named_with_a_way_round_it():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
     with Prober(Asked(seconds=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})) as prober:

@@ -52,6 +52,7 @@ def test_a_torch_that_cannot_be_imported_is_a_finding_and_not_a_traceback(tmp_pa
     assert found["versions", "tokenizers"] == "ok" and found["disk", "locks"] == "ok" and found["machine", "memory"] == "ok"
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_try_what_is_between_them(tmp_path):
     """On the second the clock is 90 seconds ahead, transformers is another one, and attention dies."""

@@ -75,6 +75,7 @@ def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
     assert rates.inside.bandwidth == 0.75 * 450e9 and rates.between.bandwidth == 0.75 * 50e9 and rates.devices == 8
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_in_two_processes():
     """No time is looked at but that it is one."""
     settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")

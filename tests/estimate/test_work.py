@@ -17,6 +17,7 @@ def demanded(*given):
     return settings, demand_of(settings, vocab_size, documents(settings.pretrain.data, settings.document_tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["concat", "random-length"])
 def test_operations_are_those_of_the_metrics(small_corpus, tmp_path, packing):
     """The sum that model_flops_utilization is made of, phase by phase: its packs are drawn, so some percent differ."""

@@ -27,6 +27,7 @@ SAVING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saves", "below", "instants"),
     [([], "", BEGINNING | SAVING), (["--async-save"], "/checkpoints", SAVING)],

@@ -304,6 +304,7 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_killed_grid_goes_on_where_it_was(tmp_path):
     """Killed four times at random moments, it ends with the bytes of one that was left alone, and leaves no process."""
     flags = ["--datasets", "sc1", "ir1", "ir2", "--learning-rates", "1e-5", "5e-4", "--seeds", "5", "--jobs", "3"]
@@ -361,6 +362,7 @@ def test_progress_goes_to_a_pipe_as_plain_lines(tmp_path):
     assert "\x1b" not in said and "grid  100 %  finished 4  running 0" in said
 
 
+@pytest.mark.slow
 def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
     """Bit by bit, from a server with torch imported and one thread, by two runs at once and by more after them."""
     model, here = make_model(tmp_path / "toy"), Path(__file__).parent

@@ -279,6 +279,7 @@ def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatc
     module.float8.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["interpreted", "compiled"])
 def test_kernels_of_triton(script):
     """In a process of its own: Triton reads where to run when it is imported."""

@@ -10,7 +10,7 @@ import sys
 import pytest
 import runs
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.system]
 
 MEGAENC = [sys.executable, "-m", "megaenc"]
 HALF, WHOLE = 10, 20

@@ -25,6 +25,7 @@ NULLS = (  # a study of each in turn
 )
 
 
+@pytest.mark.slow
 def test_false_alarms_in_studies_without_differences():
     """Over 200: at most 5 % have a false verdict (more than 19 would have probability 0.005), and single tests have 5 %.
 

@@ -78,6 +78,7 @@ def planned(path):
     return graph, list(lines(graph, cost_of(graph)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 def test_an_odd_value_at_any_key_is_one_line_or_a_plan(odd, tmp_path):
     refused = 0

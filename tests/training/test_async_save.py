@@ -27,7 +27,9 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=["one process", "two with the distributed optimizer"])
+@pytest.fixture(
+    scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["one process", "two with the distributed optimizer"]
+)
 def processes(request) -> int:
     return request.param
 
@@ -129,6 +131,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(waiting, small_corpus, tmp_p
     assert_same_checkpoints(folder, waiting, [4, 8, 12, 16, 20])
 
 
+@pytest.mark.slow
 def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *EVERY, *LAYOUTS[1], "--async-save", "--train-iters", "100000", "--log-interval", "1"]
@@ -144,6 +147,7 @@ def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
     assert "stopped by SIGTERM" in out
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["1:shard", "0:metadata"])
 def test_full_for_one_rank_ends_both_with_one_line(where, small_corpus, tmp_path):

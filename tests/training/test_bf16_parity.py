@@ -48,6 +48,7 @@ def losses(small_corpus, tmp_path_factory):
     return {name: np.array([row["loss"] for row in runs.metrics(job.save)]) for name, job in jobs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", NORMS)
 def test_layouts_lie_within_twice_the_spread_of_one_process(norm, losses):
     size = NORMS[norm]

@@ -35,6 +35,7 @@ def test_every_step_is_that_of_the_usual_optimizer(references, precision):
     runs.assert_same_curve(references["shared"], references["copied"], tolerance=TOLERANCES[precision])
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("first", ["shared", "copied"])
 def test_a_run_goes_on_with_the_other_optimizer(first, small_corpus, precision, references, tmp_path):

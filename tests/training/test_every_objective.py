@@ -68,6 +68,7 @@ def test_rows_name_what_each_step_trained(reference):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_tensor_and_pipeline_parallel_runs_are_those_of_one_process(small_corpus, plugin, reference, tmp_path):
     layout = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
@@ -90,6 +91,7 @@ def test_a_run_stopped_inside_a_ramp_and_a_mixture_goes_on_bitwise(small_corpus,
     assert runs.validations(tmp_path / "run")[-1]["objectives"] == runs.validations(reference)[-1]["objectives"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule", ["clm:0.25,mlm:0.75", "mlm(mask=0.4->0.15):1.0", "3x(clm:1,mlm:1)", "mix(clm:0.3,mlm:0.7):1.0"]
 )

@@ -21,6 +21,7 @@ def test_disk_that_fills_up(small_corpus, small_disk):
     assert "Read-only file system" in line
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("where", ["1:shard", "0:common", "0:metadata"])
 def test_full_for_one_rank_ends_both_with_one_line(where, small_corpus, tmp_path):

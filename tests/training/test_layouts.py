@@ -74,6 +74,7 @@ def test_initial_weights_and_masks_are_identical(layout, small_corpus, starting_
             np.testing.assert_array_equal(found[name], expected[name], err_msg=f"{batch.stem} {name}")
 
 
+@pytest.mark.slow
 def test_bf16_follows_float32(small_corpus, reference, tmp_path):
     folder = tmp_path / "run"
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--bf16", "--tensor-model-parallel-size", "2", "--save", str(folder)]

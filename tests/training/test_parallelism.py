@@ -46,6 +46,7 @@ def assert_same_run(folder: Path, reference: Path, tolerance: float = 1e-5) -> N
         assert here[objective]["accuracy"] == there[objective]["accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_path):
@@ -55,6 +56,7 @@ def test_every_step_is_that_of_one_process(layout, small_corpus, reference, tmp_
     assert_same_run(folder, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_path):
     """TP2 x PP2 (interleaved) x DP2, sequence parallel, with the distributed optimizer and recomputation."""
@@ -64,6 +66,7 @@ def test_eight_processes_with_everything_at_once(small_corpus, reference, tmp_pa
     assert_same_run(folder, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_bf16_follows_float32_over_interleaved_stages_and_a_stop(small_corpus, reference, tmp_path):
     """Two interleaved stages with the distributed optimizer, then one process: master weights and moments go along."""
@@ -89,6 +92,7 @@ def test_initial_weights_are_identical(small_corpus, tmp_path):
         np.testing.assert_array_equal(many[name], one[name], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_goes_on_in_any_split(small_corpus, reference, tmp_path):
     """Interleaved, then uneven stages, then one process; the export is that of a run that never stopped."""

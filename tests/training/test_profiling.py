@@ -29,6 +29,7 @@ def operations(trace) -> Counter:
         return Counter(event["name"] for event in json.load(stream)["traceEvents"] if event.get("cat") == "cpu_op")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
     folder, said, _ = profiled_run

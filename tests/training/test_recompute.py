@@ -28,6 +28,7 @@ def reference(small_corpus, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_every_step_is_that_of_kept_activations(way, small_corpus, reference, tmp_path):
     main([*small_corpus.flags, *RUN, *WAYS[way], "--save", str(tmp_path / "run")])

@@ -79,6 +79,7 @@ def without(small_corpus, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, without, tmp_path, monkeypatch, capfd, refusal):
     """As if it had been left out from the beginning."""
     flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--save-interval", "3"]

@@ -78,6 +78,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_every_layout_the_ranks_that_read_it_are_named(layout, small_corpus, tmp_path):

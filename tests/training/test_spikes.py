@@ -100,6 +100,7 @@ def test_boards_show_the_run_as_it_was_made_in_the_end(rewound):
     assert wandb_shows([*before, *after]) == numbers(folder)
 
 
+@pytest.mark.slow
 def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):
     """With the list written and nothing else done, beside checkpoints that have read what is left out now."""
     folder = tmp_path / "run"
@@ -136,6 +137,7 @@ def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, m
     assert_same_run(tmp_path / "run", without)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_go_back_together(small_corpus, tmp_path):
     """Each with half of the optimizer's state."""

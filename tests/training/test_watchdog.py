@@ -58,6 +58,7 @@ def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tm
     assert "stand_still" not in stacks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(small_corpus, tmp_path):
     folder = tmp_path / "run"
@@ -83,6 +84,7 @@ with watchdog.Watchdog({SECONDS / 60}, None) as dog:
 """
 
 
+@pytest.mark.slow
 def test_a_first_step_has_time_and_a_second_one_has_not():
     result = runs.run([sys.executable, "-c", ALONE], expect=HUNG, timeout=60)
     assert result.stdout == "the first step was let be\n"

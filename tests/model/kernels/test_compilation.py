@@ -40,6 +40,7 @@ def source(kernel, dtype: str, constants: dict) -> ASTSource:
     return ASTSource(kernel, {name: types.get(name, "i32") for name in kernel.arg_names}, constants)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target.backend}-{target.arch}")
 @pytest.mark.parametrize("name", KERNELS)

@@ -20,6 +20,7 @@ def test_by_the_interpreter():
     runs.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], environment=INTERPRETER, timeout=480)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_that_share_layers_sequence_and_vocabulary():
     """Loss and gradients of the whole model are those of torch's own operations."""
