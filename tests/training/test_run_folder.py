@@ -94,7 +94,8 @@ def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path)
     with pytest.raises(InputError, match="another process is training in this folder"):
         FolderLock(tmp_path / "a" / "b")
     second.undo()
-    assert list(tmp_path.iterdir()) == []
+    # Empty folders stay if the second has its file in them before the first has removed them.
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
 
 
 def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
