@@ -28,6 +28,7 @@ def test_all_ways_have_read_the_same_and_found_the_same(made):
     assert all(len(turns) == 3 for turns in made["turns"].values())  # the first is not counted
 
 
+@pytest.mark.slow
 def test_figures_follow_from_the_turns(made):
     ours, theirs = ([turn["seconds"] for turn in made["turns"][way][1:]] for way in ("megaenc", "encode_batch"))
     ratios = [there / here for here, there in zip(ours, theirs, strict=True)]

@@ -52,6 +52,7 @@ def test_every_phase_is_done_in_miniature(whole):
     assert "these figures say nothing about speed" in whole.table
 
 
+@pytest.mark.slow
 def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(whole):
     rows = whole.found["correctness"]["rows"]
     cases = {(row["head_dim"], row["attention"], row["numbers"]) for row in rows}
@@ -63,6 +64,7 @@ def test_both_masks_and_both_heads_are_right_in_both_kinds_of_number(whole):
         assert (row["gradient_error"] < 1e-6) == (row["numbers"] == "float32")
 
 
+@pytest.mark.slow
 def test_the_short_run_is_the_hosts(whole):
     parity = whole.found["parity"]
     assert [len(parity[f"{where} {kind}"]) for where in ("host", "device") for kind in ("float32", "bfloat16")] == [6] * 4
@@ -73,6 +75,7 @@ def test_the_short_run_is_the_hosts(whole):
     ]
 
 
+@pytest.mark.slow
 def test_speed_is_of_what_was_read(whole):
     models = whole.found["speed"]
     assert set(models) == {"miniature", "miniature defaults", "miniature attention_backend=sdpa"}
@@ -89,6 +92,7 @@ def test_speed_is_of_what_was_read(whole):
         assert share[0] < row["predicted_share"] < share[1]
 
 
+@pytest.mark.slow
 def test_the_step_is_all_accounted_for(whole):
     for each in whole.found["breakdown"]["miniature"].values():
         assert sum(each["shares"].values()) == pytest.approx(1)
@@ -99,6 +103,7 @@ def test_the_step_is_all_accounted_for(whole):
     assert whole.found["synchronisations"]["miniature"] == {"left out": "there is no accelerator"}
 
 
+@pytest.mark.slow
 def test_the_peer_does_the_same_work(whole):
     peer = whole.found["peer"]
     assert peer["same_loss"] and len(peer["rows"]) == 3
@@ -173,6 +178,7 @@ def test_what_its_user_says_of_memory_is_left_alone(monkeypatch):
     assert command.unset(command.DEVICE) == {}
 
 
+@pytest.mark.slow
 def test_which_kernels_are_fused_is_in_the_table(whole):
     found = json.loads(json.dumps(whole.found))
     for row in found["speed"]["miniature"].values():
@@ -180,6 +186,7 @@ def test_which_kernels_are_fused_is_in_the_table(whole):
     assert "; fused: norm, rotary, by torch: loss" in table(found)
 
 
+@pytest.mark.slow
 def test_a_missed_target_says_what_to_try(whole):
     found = json.loads(json.dumps(whole.found))
     found["targets"]["mfu"] = {"miniature": 1e9}
@@ -188,6 +195,7 @@ def test_a_missed_target_says_what_to_try(whole):
     assert "| hit |" in table(found) and "Next thing" not in table(found)
 
 
+@pytest.mark.slow
 def test_a_table_can_be_made_of_whatever_there_is(whole):
     keys = [name for name in whole.found if name not in ("settings", "phases", "kernels", "targets")]
     for missing in keys:

@@ -49,6 +49,7 @@ def largest(folders, one, other):
     return float(np.abs(here[:steps] / there[:steps] - 1).max())
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
 def test_the_loss_falls_as_it_does_in_float32(fp8_format, folders):
@@ -58,11 +59,13 @@ def test_the_loss_falls_as_it_does_in_float32(fp8_format, folders):
     assert found[9] == pytest.approx(reference[9], rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_what_is_computed_again_is_the_same(folders):
     assert losses(folders["recomputed"]).tolist() == losses(folders["hybrid"])[:3].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("layout", ["TP2", "PP2, distributed optimizer", "micro-batches of 1"])
 def test_layouts_begin_alike_and_stay_as_near_as_float32_does(layout, folders):
@@ -76,6 +79,7 @@ def test_layouts_begin_alike_and_stay_as_near_as_float32_does(layout, folders):
     assert largest(folders, layout, "hybrid") <= 2 * largest(folders, "float32", "hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_sequence_that_is_shared_is_scaled_as_one(folders):
     """Its parts go to the ranks in float8 under one scale: so the products are those of ranks that all have it.
@@ -87,6 +91,7 @@ def test_a_sequence_that_is_shared_is_scaled_as_one(folders):
     assert largest(folders, "TP2, SP", "TP2") < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_run_goes_on_in_its_own_format_alone(folders, small_corpus, refusal):
     line = refusal(main, [*small_corpus.flags, *RUN, "--save", folders["hybrid"]])

@@ -44,6 +44,7 @@ def test_traces_hold_the_chosen_steps_of_the_chosen_ranks(profiled_run):
         assert "aten::mm" in table and "Self CPU time total" in table
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_behind_the_chosen_steps_it_says_so_and_goes_on(profiled_run):
     folder, _, said = profiled_run

@@ -8,7 +8,7 @@ from runs import Job
 
 from megaenc.training.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 LAYOUTS = {
