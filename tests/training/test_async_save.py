@@ -192,3 +192,20 @@ def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, m
     assert len(begun) == 2
     assert checkpoints.check(1)["step"] == 1
     assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypatch):
+    """Written before the checkpoint has its name, it would name nothing after a kill between the two."""
+    from megaenc.training import saving
+
+    write, named = saving.write_whole, []
+
+    def watched(path: Path, content: str) -> None:
+        if path.name == saving.TRACKER:
+            named.append((content, (tmp_path / f"iter_{int(content):07d}" / "state.json").exists()))
+        write(path, content)
+
+    monkeypatch.setattr(saving, "write_whole", watched)
+    engine.update(1)
+    OwnCheckpoints(tmp_path).save(engine, 1, {})
+    assert named == [("1\n", True)]
