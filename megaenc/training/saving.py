@@ -20,14 +20,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import remove, sync, write_whole
 from megaenc.ranks import rank
-from megaenc.training.checkpoint import Checkpoints
-from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadable
-from megaenc.training.checksums import DIGEST, json_digest
+from megaenc.training.checkpoint import Checkpoints, sharded_state
+from megaenc.training.checkpoint_folder import DIGEST, STATE, TRACKER, Damaged, Unreadable, json_digest
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
-from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
 from megaenc.training.writing import Digests, ShardedWrite, cannot_be_written, sync_all
 

@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import sync
-from megaenc.training.checksums import digest, digests
+from megaenc.training.checkpoint_folder import digest, digests
 
 Digests = dict[str, dict[str, Any]]
 Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in the metadata, (items and bytes, items and tensors)
