@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.backend.device import rounds_to_tf32
+from megaenc.errors import one_line
 from megaenc.model.attention_backends import attend_by, lacking
 from megaenc.model.kernels.check import Verdict
 from megaenc.model.packing import Packing
@@ -90,8 +91,7 @@ def check_backend(
                     if error >= worst.error:
                         worst = Verdict(name, True, error, allowed, "")
             except Exception as error:  # whatever a kernel may raise
-                said = " ".join(str(error).split())[:200]
-                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {said}")
+                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {one_line(error)}")
     return worst
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.backend import Backend, Kernels
-from megaenc.errors import InputError
+from megaenc.errors import InputError, one_line
 from megaenc.model import transformer_engine
 from megaenc.model.float8 import ROWS, Float8, float8, rounding
 
@@ -46,10 +46,9 @@ def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int
             found = _products(kind, x, weight, gradient)
             errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
         except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
-            said = " ".join(str(error).split())[:200]
             raise InputError(
-                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: {said}; "
-                "leave the flag out"
+                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
+                f"{one_line(error)}; leave the flag out"
             ) from None
         for name, error, most in zip(names, errors, (forward, backward, backward), strict=True):
             if not error <= most:

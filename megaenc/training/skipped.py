@@ -13,6 +13,8 @@ from megaenc.errors import InputError
 NONE = ("none",)
 """What `--skip-packs` says for an empty list; without the flag a run goes on with the list that it has."""
 
+_SHOWN = 8  # ranges that a line names
+
 
 @dataclass(frozen=True)
 class SkippedPacks:
@@ -32,6 +34,11 @@ class SkippedPacks:
         return cls(tuple(merged))
 
     @classmethod
+    def of_numbers(cls, numbers: Iterable[int]) -> Self:
+        """Of single numbers, in any order."""
+        return cls.of((number, number) for number in numbers)
+
+    @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
         """Of `1200-1215` and `1300`, or `none`, as `--skip-packs` has them. Raises InputError."""
         ranges = []
@@ -48,6 +55,10 @@ class SkippedPacks:
     def texts(self) -> tuple[str, ...]:
         """What `read` reads."""
         return tuple(f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges)
+
+    def shown(self, between: str = " ") -> str:
+        """The first _SHOWN of the `texts`."""
+        return between.join(self.texts if len(self.texts) <= _SHOWN else (*self.texts[:_SHOWN], "..."))
 
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.of(self.ranges + other.ranges)
@@ -78,10 +89,7 @@ class SkippedPacks:
 
     def describe(self) -> str:
         """For the console: nothing where none is left out."""
-        if not self.ranges:
-            return ""
-        more = " ..." if len(self.ranges) > 8 else ""
-        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {' '.join(self.texts[:8])}{more}"
+        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {self.shown()}" if self.ranges else ""
 
     @property
     def size(self) -> int:
