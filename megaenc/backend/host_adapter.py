@@ -1,8 +1,8 @@
 """Adapter one: megatron-core on a machine without an accelerator.
 
 The wheel allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's names.
-Here each megatron.core module gets a stand-in for its global name `torch` that answers those with the host; torch itself stays as
-it is for everybody else. Two tensor methods cannot be given to some modules alone, so they look at their caller.
+Each megatron.core module gets a stand-in for its global name `torch` that answers with the host; two tensor methods, which are
+everybody's, look at their caller.
 """
 
 import contextlib

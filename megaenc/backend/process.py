@@ -19,10 +19,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Join the process groups of this run and lay out the model-parallel ones, under torchrun or alone; return the backend.
+    """Join the process groups of this run, under torchrun or alone; return the backend. InputError if they do not fit `layout`.
 
     `chunks`: parts of the model on each pipeline stage (`Layout.chunks`). `timeout`: how long a collective waits for processes.
-    InputError if the processes do not fit the layout.
     """
     layout.check(world_size())
     backend = detect()
@@ -61,20 +60,17 @@ def stop() -> None:
 
 
 def share_cores() -> None:
-    """Give each process of this node its share of the cores as threads.
-
-    OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
-    """
-    if local_world_size() == 1 and "OMP_NUM_THREADS" in os.environ:
-        return
-    torch.set_num_threads(max(1, usable_cores() // local_world_size()))
+    """Give each process of this node its share of the cores as threads."""
+    # OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
+    if local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // local_world_size()))
 
 
 def keep_freed_memory() -> bool:
     """Have malloc keep what is freed, for the rest of this process; return whether it does.
 
-    It would return tensors above 32 MB to the kernel, which clears the pages of each new one: with bfloat16 instructions up to a
-    fifth of a training step (docs/performance.md). A malloc with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
+    The kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md). A malloc
+    with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
@@ -88,8 +84,8 @@ _POLL_SECONDS = 0.05
 def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return a store with nothing but the keys of this attempt, the rank, and the number of processes.
 
-    torchrun lends its workers one store for as long as it lives, with addresses of processes from before a restart: so the
-    attempt puts a name of its own in front of every key. RuntimeError if not all processes are there after `timeout`.
+    torchrun's store lives through restarts: so each attempt puts a name of its own in front of every key. RuntimeError if not all
+    processes are there after `timeout`.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -98,11 +94,10 @@ def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 
 def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name for this attempt, chosen by rank 0.
+    """Return a name for this attempt, chosen by rank 0: torchrun's count of restarts may differ from node to node.
 
-    Torchrun's own count of restarts will not do: it may differ from node to node. Each process shows a name that nobody had
-    before, and rank 0 answers by that name, so that no process can read an answer meant for one before it. A name that a process
-    of an earlier attempt has left is answered too, until the new one replaces it.
+    Each process shows a new name, by which rank 0 answers, so that none can read an answer meant for one before it. A name that a
+    process of an earlier attempt has left is answered too, until the new one replaces it.
     """
     mine = uuid.uuid4().hex
     store.set(f"megaenc/process {rank}", mine)

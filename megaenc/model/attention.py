@@ -9,8 +9,7 @@ from megaenc.model.packing import Packing
 class PackedAttention(MegatronModule):
     """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
 
-    query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim], heads and groups being this rank's.
-    `backend`: one found right here (`attention_check`); "auto", where nobody has looked, is the one that is right anywhere.
+    query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim]. "auto" is the backend right anywhere.
     """
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):

@@ -28,8 +28,8 @@ _USUAL = Kernels()
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    megatron-core's own wrapper of torch's norm refuses sequence parallelism; marking the weight is all that this needs: its
-    gradient is then summed over the tensor-parallel ranks, each of which sees a piece of the sequence.
+    megatron-core's wrapper of torch's norm refuses sequence parallelism, which needs but a mark on the weight: its gradient is
+    then summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
