@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.backend import Backend
-from megaenc.backend.kernels import FLOAT8_WIDTH
+from megaenc.backend.layout import FLOAT8_WIDTH
 from megaenc.console import say
 from megaenc.errors import InputError
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from megaenc import flags
-from megaenc.backend.kernels import Kernels
+from megaenc.backend.layout import Kernels
 from megaenc.console import shortened
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import left_behind, remove, whole_files, whole_folder, write_whole

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.kernels import FLOAT8_WIDTH, Kernels
-from megaenc.backend.layout import Layout
+from megaenc.backend.layout import FLOAT8_WIDTH, Kernels, Layout
 from megaenc.data.packs import LONGEST_PACK
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset

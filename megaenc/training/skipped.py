@@ -1,11 +1,8 @@
 """Packs that a run leaves out: which sample is read when some are not, and whether two lists have let a run read the same."""
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Self
 
 from megaenc.errors import InputError
@@ -63,27 +60,21 @@ class SkippedPacks:
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.of(self.ranges + other.ranges)
 
-    @cached_property
-    def _before(self) -> list[int]:
-        """Samples left out before each range, and by all."""
-        return [0, *accumulate(last - first + 1 for first, last in self.ranges)]
-
-    @cached_property
-    def _places(self) -> list[int]:
-        """Where each range would begin if no sample of it or of those before counted."""
-        return [first - before for (first, _), before in zip(self.ranges, self._before, strict=False)]
-
     def sample(self, first: int, position: int) -> int:
-        """The sample at `position` (0, 1, ...) of those from number `first` on that are not left out."""
-        place = first - self.between(0, first).size + position
-        return place + self._before[bisect_right(self._places, place)]
+        """Return the sample at `position` (0, 1, ...) of those from number `first` on that are not left out."""
+        sample = first + position
+        for start, last in self.ranges:
+            if start > sample:
+                break
+            sample += max(0, last + 1 - max(start, first))
+        return sample
 
     def end(self, first: int, count: int) -> int:
-        """The number after the last of the `count` samples that are read from number `first` on."""
+        """Return the number after the last of the `count` samples that are read from number `first` on."""
         return self.sample(first, count - 1) + 1 if count else first
 
     def between(self, start: int, stop: int) -> "SkippedPacks":
-        """Those from number `start` to `stop` - 1."""
+        """Return those from number `start` to `stop` - 1."""
         cut = ((max(first, start), min(last, stop - 1)) for first, last in self.ranges)
         return SkippedPacks(tuple((first, last) for first, last in cut if first <= last))
 
@@ -94,10 +85,10 @@ class SkippedPacks:
     @property
     def size(self) -> int:
         """How many they are."""
-        return self._before[-1]
+        return sum(last + 1 - first for first, last in self.ranges)
 
     def agrees(self, other: "SkippedPacks", first: int, count: int) -> bool:
-        """Whether with either list the first `count` samples from number `first` on are the same."""
+        """Return whether with either list the first `count` samples from number `first` on are the same."""
         end = self.end(first, count)
         return self.between(first, end) == other.between(first, end)
 
