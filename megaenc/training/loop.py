@@ -115,10 +115,10 @@ def _due(step: int, interval: int | None) -> bool:
 
 
 class _Run:
-    """A run between two updates: the model, and all that is counted, watched and kept beside it.
+    """A run between two updates: the model, and all that is counted, watched and kept beside it; all ranks call it together.
 
-    All ranks call each method together. `folder` is there on rank 0 of a run with `--save` alone, `checkpoints` on all its ranks.
-    `done`: the step that it continues after; `result`: what the last update has come to.
+    `folder` is there on rank 0 of a run with `--save` alone, `checkpoints` on all its ranks. `done`: the step that it continues
+    after; `result`: what the last update has come to.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Validation:
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
-        """`held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
+        """Return `held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
 
         The last is the accuracy of always guessing the token that is most frequent among the labels.
         """
@@ -258,11 +258,10 @@ WINDOW, SHORTEST = 128, 32
 
 
 def deviations(loss: float, recent: Sequence[float]) -> float:
-    """How many robust standard deviations `loss` lies above the median of `recent`.
+    """Return how many robust standard deviations `loss` lies above the median of `recent`, which a spike among them hardly moves.
 
-    The deviation is 1.4826 times the median distance from the median, which for normal noise is the standard deviation. Unlike
-    mean and standard deviation these two do not move when a spike is among the losses, so the next one is found as well. It is
-    at least a thousandth of the median: losses that are all the same leave room for rounding.
+    The deviation is 1.4826 times the median distance from the median, for normal noise the standard deviation, and at least a
+    thousandth of the median: losses that are all the same leave room for rounding.
     """
     middle = median(recent)
     spread = 1.4826 * median(abs(other - middle) for other in recent)

@@ -95,17 +95,8 @@ class Plan:
         compared by what has been read (`leaving_out.read_alike`).
         """
         settings = self.settings
-        free = {
-            "train_tokens",
-            "config",
-            "model",
-            "data_path",
-            "skip_packs",
-            "tokenizer",
-            "micro_batch_size",
-            "objective_schedule",
-        }
-        free |= {"lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
+        free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
+        free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
         for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
         free -= {"eval_iters", "fp8_format"}  # the latter rounds as coarsely as nothing else here

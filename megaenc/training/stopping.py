@@ -13,7 +13,7 @@ _TIME = 1000  # beyond every signal's number
 
 
 class Stop:
-    """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run, as `minutes` do; a second SIGINT ends it at once.
+    """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run, as `minutes` do; a second SIGINT at once.
 
     Once asked, other signals are ignored, also after the context. `by_signals=False` leaves signals alone. For the main thread.
     """
