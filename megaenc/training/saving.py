@@ -59,11 +59,10 @@ class ShardedWrite:
             ]
 
     def write(self) -> Digests:
-        """Write this rank's shards, each by a thread that then reads it again, from memory still, for its checksum.
+        """Write this rank's shards to the disk, each by a thread of its own; return `digest` of each file.
 
         megatron-core would fork a process for each: beside threads of gloo or a GPU that may hang, and one that is killed is
-        waited for without end. A thread ends with its process, however that ends. When it returns, all of it is on the disk; it
-        returns `digest` of each file. InputError where one cannot be written.
+        waited for without end. InputError where one cannot be written.
         """
         if not self._buckets:
             return {}
@@ -95,17 +94,8 @@ class ShardedWrite:
                 finalize()
 
 
-def sync_all(folder: Path, shards: Digests) -> Digests:
-    """Put the files of `folder` besides the `shards`, and all names, on the disk; returns `digest` of all. InputError if not."""
-    with _one_line(folder, InputError):
-        files = [file for file in sorted(folder.iterdir()) if file.name not in shards]
-        for path in (*files, folder):
-            sync(path)
-        return dict(sorted((shards | digests(files)).items()))
-
-
 def cannot_be_written(folder: Path, error: Exception) -> str:
-    """The line for an `error` of the disk."""
+    """Return the line for an `error` of the disk."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch's writer stumbles over what the failed write left
         cause = cause.__cause__ or cause.__context__
@@ -115,7 +105,7 @@ def cannot_be_written(folder: Path, error: Exception) -> str:
 
 @contextlib.contextmanager
 def _one_line(folder: Path, kind: type[InputError]) -> Iterator[None]:
-    """An error of the disk becomes one of `kind`."""
+    """Turn an error of the disk into one of `kind`."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -159,9 +149,9 @@ class OwnCheckpoints(Checkpoints):
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
 
-        It is written under a name of this attempt and renamed once it is on the disk; then the tracker is, and superfluous ones
-        go. Without `block` a thread does most of that from a copy: call `finish_save` until it is done. A save under way is
-        finished first. InputError if it fails: then nothing of the attempt is left, and the others are as they were.
+        Once on the disk it gets its name, the tracker follows, and superfluous ones go. Without `block` a thread does most of
+        that from a copy: call `finish_save` until it is done. A save under way is finished first. InputError if it fails: then
+        nothing of the attempt is left, and the others are as they were.
         """
         self.finish_save()
         self._parts = self._save(engine, step, progress, copy=not block)
@@ -256,8 +246,12 @@ class OwnCheckpoints(Checkpoints):
     def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests, plan: Plan | None = None) -> None:
         target = self.path(state["step"])
         check_saved(attempt)
-        state["files"] = sync_all(attempt, shards)
-        try:
+        with _one_line(attempt, InputError):
+            files = [file for file in sorted(attempt.iterdir()) if file.name not in shards]
+            for path in (*files, attempt):
+                sync(path)
+            state["files"] = dict(sorted((shards | digests(files)).items()))
+        with _one_line(self.folder, InputError):
             write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
             sync(attempt)
             self.last_look()
@@ -266,8 +260,6 @@ class OwnCheckpoints(Checkpoints):
             os.rename(attempt, target)
             sync(self.folder)
             write_whole(self.folder / TRACKER, f"{state['step']}\n")
-        except OSError as error:
-            raise InputError(cannot_be_written(self.folder, error)) from None
         self.retain(state["step"], plan)
 
     def _remove(self, path: Path) -> None:
@@ -315,7 +307,5 @@ def superfluous(
     """
     if keep_last is None and keep_every is None:
         return []
-    steps = sorted(older)
-    others = (keep_last or 1) - 1
-    old = (step for step in steps[: max(0, len(steps) - others)] if step not in keep_steps)
-    return [step for step in old if not keep_every or step % keep_every]
+    old = sorted(older, reverse=True)[(keep_last or 1) - 1 :]
+    return [step for step in reversed(old) if step not in keep_steps and (not keep_every or step % keep_every)]
