@@ -21,8 +21,7 @@ from torch import Tensor
 from megaenc.backend import Kernels, Layout, detect
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
-from megaenc.model.kernels.check import Widths
-from megaenc.model.kernels.choice import NONE, Fused, fused_kernels
+from megaenc.model.kernels.check import NONE, Fused, Widths, fused_kernels
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
 from megaenc.model.packing import Packing

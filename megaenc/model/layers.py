@@ -20,7 +20,7 @@ from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
 from megaenc.model.elementwise import rms_norm as rms_norm_on_host
 from megaenc.model.float8 import float8
-from megaenc.model.kernels.choice import NONE, Fused
+from megaenc.model.kernels.check import NONE, Fused
 from megaenc.model.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
 from megaenc.model.packing import Packing
 

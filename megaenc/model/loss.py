@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.model.elementwise import parts
-from megaenc.model.kernels.choice import NONE, Fused
+from megaenc.model.kernels.check import NONE, Fused
 
 LOGITS_AT_ONCE = 2**26
 """Logits that exist at a time, as float32 a quarter of a GiB: enough rows for the matrix products to be as fast as undivided."""
