@@ -1,4 +1,4 @@
-"""Each kernel against its formula in float64, on the device that is to run it; a model is computed by those right on all ranks."""
+"""Each kernel against its formula in float64, on the device that is to run it; those right on all ranks are used."""
 
 import functools
 import os
