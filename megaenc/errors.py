@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from megaenc.console import printable
+from megaenc.console import printable, shortened
 from megaenc.launcher import for_good, started_by_torchrun
 from megaenc.ranks import local_rank, rank
 
@@ -28,6 +28,11 @@ class InputError(Exception):
 
 class LocalInputError(InputError):
     """An InputError that one rank may find alone, say in a part of the data that only it reads: that rank prints it."""
+
+
+def one_line(error: BaseException, most: int = 200) -> str:
+    """Return the text of `error`, or its type's name where it has none, in one line of at most `most` characters."""
+    return shortened(" ".join(str(error).split()) or type(error).__name__, most)
 
 
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:

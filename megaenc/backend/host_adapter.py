@@ -1,8 +1,8 @@
 """Adapter one: megatron-core on a machine without an accelerator.
 
 The wheel allocates on `torch.cuda.current_device()` or `device="cuda"`, calls `.cuda()` and compares `.type()` with CUDA's names.
-Here each megatron.core module gets a stand-in for its global name `torch` that answers those with the host; torch itself stays as
-it is for everybody else. Two tensor methods cannot be given to some modules alone, so they look at their caller.
+Each megatron.core module gets a stand-in for its global name `torch` that answers with the host; two tensor methods, which are
+everybody's, look at their caller.
 """
 
 import contextlib
@@ -15,25 +15,14 @@ import torch
 
 HOST = torch.device("cpu")
 
-# Modules that are only imported on use; they must exist before the stand-ins are dealt out.
+# Modules that are only imported on use, and bring the others along; they must exist before the stand-ins are dealt out.
 _LAZY_MODULES = (
-    "dist_checkpointing.strategies.async_utils",
     "dist_checkpointing.strategies.filesystem_async",
     "dist_checkpointing.strategies.fully_parallel",
     "dist_checkpointing.strategies.state_dict_saver",
     "dist_checkpointing.strategies.torch",
-    "distributed",
-    "models.common.embeddings.language_model_embedding",
-    "models.common.embeddings.rotary_pos_embedding",
     "models.common.language_module.language_module",
-    "num_microbatches_calculator",
-    "optimizer",
-    "optimizer.distrib_optimizer",
-    "pipeline_parallel",
-    "tensor_parallel",
-    "timers",
     "transformer.transformer_block",
-    "transformer.transformer_layer",
 )
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 

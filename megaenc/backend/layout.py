@@ -5,6 +5,29 @@ from typing import Literal
 
 from megaenc.errors import InputError
 
+FLOAT8_WIDTH = 16
+"""Of what the widths of matrices must be multiples for float8 products."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """By which kernels the layers are computed; every process of a run computes by the same."""
+
+    attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
+    """attention inside documents. flash: flash-attn, where it is installed; varlen: torch's kernel over all documents of a row;
+    cudnn: cuDNN's, on documents padded to few lengths (these three on an accelerator, in bfloat16); sdpa: torch's scaled dot
+    product, document by document, anywhere; auto: the first of them that a check at start finds right on every rank"""
+    fused_kernels: bool = True
+    """on an accelerator with triton: norms, rotary positions, SwiGLU and the loss each by a kernel of its own, if a check at the
+    start finds it right; which are not is said, and torch's operations stand in. Without an accelerator these compute all"""
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """linear layers and norms. local: megatron-core's own and this package's; transformer_engine: Transformer Engine's, where it
+    is installed"""
+    fp8_format: Literal["hybrid", "e4m3"] | None = None
+    """matrix products of the layers, not of embedding and head, in 8-bit floating point, where the machine has them (H100, L40S,
+    MI300X or later; slowly on the host). hybrid: gradients with 5 bits of exponent and 2 of mantissa, all else with 4 and 3;
+    e4m3: all with 4 and 3"""
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -1,9 +1,8 @@
 """Adapter two: megatron-core's optimizers where neither apex nor Transformer Engine is installed, on every device.
 
-megatron-core then falls back to torch's AdamW, which counts a step for each parameter. Its checkpoints of the distributed
-optimizer expect what apex's FusedAdam has: one `step` a parameter group. `GroupStepAdamW` has that and calls torch's own fused
-kernel. megatron-core's own stand-ins for apex's norm and scaling go from gradient to gradient, the norm waiting for the device at
-each: those here take all of them at once.
+megatron-core then falls back to torch's AdamW, which counts a step for each parameter, where its checkpoints expect one a group,
+as apex's FusedAdam has it. Its own stand-ins for apex's norm and scaling go from gradient to gradient, the norm waiting for the
+device at each: those here take all of them at once.
 """
 
 import torch

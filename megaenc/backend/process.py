@@ -2,6 +2,8 @@
 
 import ctypes
 import os
+import time
+import uuid
 from datetime import timedelta
 
 import torch
@@ -10,7 +12,6 @@ import torch.distributed as dist
 from megaenc.backend.device import Backend, detect
 from megaenc.backend.layout import Layout
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.backend.rendezvous import meet
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
@@ -18,10 +19,9 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
 def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
-    """Join the process groups of this run and lay out the model-parallel ones, under torchrun or alone; return the backend.
+    """Join the process groups of this run, under torchrun or alone; return the backend. InputError if they do not fit `layout`.
 
     `chunks`: parts of the model on each pipeline stage (`Layout.chunks`). `timeout`: how long a collective waits for processes.
-    InputError if the processes do not fit the layout.
     """
     layout.check(world_size())
     backend = detect()
@@ -60,22 +60,65 @@ def stop() -> None:
 
 
 def share_cores() -> None:
-    """Give each process of this node its share of the cores as threads.
-
-    OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
-    """
-    if local_world_size() == 1 and "OMP_NUM_THREADS" in os.environ:
-        return
-    torch.set_num_threads(max(1, usable_cores() // local_world_size()))
+    """Give each process of this node its share of the cores as threads."""
+    # OMP_NUM_THREADS counts for one process alone: for several, torchrun sets it to 1 by itself.
+    if local_world_size() > 1 or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, usable_cores() // local_world_size()))
 
 
 def keep_freed_memory() -> bool:
     """Have malloc keep what is freed, for the rest of this process; return whether it does.
 
-    It would return tensors above 32 MB to the kernel, which clears the pages of each new one: with bfloat16 instructions up to a
-    fifth of a training step (docs/performance.md). A malloc with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
+    The kernel clears the pages of each new tensor above 32 MB: up to a fifth of a training step (docs/performance.md). A malloc
+    with settings of its own (MALLOC_*, GLIBC_TUNABLES) is left alone.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return bool(mallopt and mallopt(_MMAP_MAX, 0) and mallopt(_TRIM_THRESHOLD, -1))
+
+
+_POLL_SECONDS = 0.05
+
+
+def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return a store with nothing but the keys of this attempt, the rank, and the number of processes.
+
+    torchrun's store lives through restarts: so each attempt puts a name of its own in front of every key. RuntimeError if not all
+    processes are there after `timeout`.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(f"megaenc/{_agree(store, rank, size, timeout)}", store)
+    return store, rank, size
+
+
+def _agree(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """Return a name for this attempt, chosen by rank 0: torchrun's count of restarts may differ from node to node.
+
+    Each process shows a new name, by which rank 0 answers, so that none can read an answer meant for one before it. A name that a
+    process of an earlier attempt has left is answered too, until the new one replaces it.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"megaenc/process {rank}", mine)
+    if rank:
+        attempt = _name(store.get(f"{mine}/attempt"))  # waits for it
+        store.add(f"{attempt}/present", 1)
+        return attempt
+    answered: set[str] = set()
+    deadline = time.monotonic() + timeout.total_seconds()
+    while store.add(f"{mine}/present", 0) < size - 1:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not all of {size} processes were there after {timeout.total_seconds():.0f} s")
+        for other in range(1, size):
+            key = f"megaenc/process {other}"
+            if store.check([key]) and (name := _name(store.get(key))) not in answered:
+                store.set(f"{name}/attempt", mine)
+                answered.add(name)
+        time.sleep(_POLL_SECONDS)
+    return mine
+
+
+def _name(value: bytes) -> str:
+    """Return a name out of the store; anybody who reaches its port can have put anything there."""
+    return value[:100].decode(errors="replace")

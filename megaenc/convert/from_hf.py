@@ -26,7 +26,7 @@ from megaenc.errors import InputError
 from megaenc.files import whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.output_paths import make_parent, refuse_existing
-from megaenc.training.checksums import digests
+from megaenc.training.checkpoint_folder import digests
 from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.start import Stage, Start
 

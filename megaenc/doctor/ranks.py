@@ -47,7 +47,7 @@ def join(seconds: float) -> None:
     """Join the group of all processes, or make one of this process alone. RuntimeError where not all are there in time."""
     import torch.distributed as dist
 
-    from megaenc.backend.rendezvous import meet
+    from megaenc.backend.process import meet
 
     timeout = timedelta(seconds=seconds)
     if "RANK" in os.environ:

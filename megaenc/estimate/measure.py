@@ -170,8 +170,7 @@ def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> 
 
 def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPacks, seconds: float) -> dict[str, float]:
     """Operations a second, as training counts them, of attention over a row of packs, forward and backward."""
-    from megaenc.model.attention import PackedAttention
-    from megaenc.model.layers import transformer_config
+    from megaenc.model.layers import PackedAttention, transformer_config
     from megaenc.training.attention_choice import choose_attention
     from megaenc.training.batches import micro_batch
 

@@ -1,7 +1,6 @@
-"""Whether an attention backend computes what it should on this very machine: values, gradients, nothing across an edge.
+"""Whether an attention backend computes on this very machine, for values and gradients, what the formula does in float32.
 
-Kernels of accelerators have been silently wrong for a mask, a width of heads or a device. So each is run on a small made row of
-documents, as a run would run it, and compared with the formula, written out in float32 on the host.
+Kernels of accelerators have been silently wrong for a mask, a width of heads or a device.
 """
 
 import dataclasses
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.backend.device import rounds_to_tf32
+from megaenc.errors import one_line
 from megaenc.model.attention_backends import attend_by, lacking
 from megaenc.model.kernels.check import Verdict
 from megaenc.model.packing import Packing
@@ -27,9 +27,6 @@ _WHAT = ("values", "gradients of queries", "gradients of keys", "gradients of va
 _LOUDER = 8
 _SHARPER = 2.0  # queries, so that a wrong scale or mask shows: even weights would average it away
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of _WHAT, float32 on the host: [S, heads, dim] each."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -40,7 +37,6 @@ class Row:
 
     @property
     def edges(self) -> list[int]:
-        """Between the documents."""
         return [0, *accumulate(self.lengths)]
 
     @property
@@ -68,8 +64,7 @@ def check_backend(
 ) -> Verdict:
     """Try the backend `name` (of attention_backends.ORDER) on `device` under each of `masks`; whatever it raises is a verdict.
 
-    `heads`: of queries, `groups`: of keys and values, those of this process; `packs` of `seq_length` tokens: of a micro-batch.
-    `error` and `allowed` of the verdict: see `relative_error` and `tolerance`.
+    `heads` of queries and `groups` of keys and values are this process's; `packs` of `seq_length` tokens make a micro-batch.
     """
     worst = Verdict(name, True, 0.0, tolerance(dtype, head_dim, device), "")
     if missing := lacking(name, device, dtype):
@@ -90,16 +85,12 @@ def check_backend(
                     if error >= worst.error:
                         worst = Verdict(name, True, error, allowed, "")
             except Exception as error:  # whatever a kernel may raise
-                said = " ".join(str(error).split())[:200]
-                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {said}")
+                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {one_line(error)}")
     return worst
 
 
 def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Iterator[tuple[Row, int, int]]:
-    """Yield row, heads of queries, and of keys and values for each trial.
-
-    On an accelerator one has a document as long as the run's may be, and one group: the formula takes its time on the host.
-    """
+    """Yield row, heads of queries, and of keys and values for each trial; on an accelerator one as long as the run's may be."""
     if device.type == "cpu":
         yield _HOST, heads, groups
         return
@@ -110,7 +101,7 @@ def _rows(device: torch.device, heads: int, groups: int, seq_length: int) -> Ite
 
 
 def _too_much_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: list[Attention]) -> str:
-    """What speaks against padded documents under `masks`; empty where nothing."""
+    """Return what speaks against padded documents under `masks`; empty where nothing."""
     needed, masks = mask_bytes(packs, seq_length, dtype), [mask for mask in masks if mask != Attention.CAUSAL]
     if not masks or needed <= MOST_MASK_BYTES:
         return ""
@@ -121,11 +112,10 @@ def _too_much_memory(packs: int, seq_length: int, dtype: torch.dtype, masks: lis
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """The largest `relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
+    """Return the largest `relative_error` of a right backend in `dtype`, which sums up to `terms` numbers in float32.
 
-    16 times the unit of rounding: weights, their gradients and results are rounded to `dtype`, and gradients of scores are small
-    differences of what was. With the numbers of this check a right kernel comes to 10 units where heads are 8 wide and to 5 where
-    they are 64 or 96; a scale that is 15 % off to 70 units of bfloat16.
+    16 times the unit of rounding: a right kernel comes to 10 units here where heads are 8 wide and to 5 where they are 64 or 96;
+    a scale that is 15 % off to 70 units of bfloat16.
     """
     unit = torch.finfo(dtype).eps / 2
     if dtype == torch.float32 and rounds_to_tf32(device):
@@ -134,10 +124,9 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of all tokens and heads the largest |found - expected| / max(|expected|, typical), lengths of vectors of a head's width.
+    """Return the largest |found - expected| / max(|expected|, typical) of any token's head, NaN where any number is none.
 
-    `typical` is the root mean square of |expected|: where a vector should be zero, nothing would be right otherwise. NaN where
-    any number is none.
+    `typical` is the root mean square of |expected|: where a vector should be zero, nothing would be right otherwise.
     """
     size = torch.linalg.vector_norm(expected, dim=-1)
     error = torch.linalg.vector_norm(found - expected, dim=-1) / size.clamp(min=size.square().mean().sqrt())
@@ -145,7 +134,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
-    """(what is compared, its relative error), one after the other."""
+    """Yield what is compared and its relative error."""
     packing = Packing.of(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
     expected = reference(*(x.float() for x in inputs), packing.spans())
     found = _computed(name, inputs, packing, device)
@@ -157,7 +146,7 @@ def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: 
         yield f"{what}, when other documents change,", relative_error(here[quiet], there[quiet])
 
 
-def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.device) -> Results:
+def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.device) -> tuple[Tensor, ...]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
         return attend_by(name, q, k, part, packing)
@@ -165,7 +154,8 @@ def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.d
     return _with_gradients(attend, *(x.to(device) for x in inputs))
 
 
-def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> Results:
+def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, upstream: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of _WHAT, float32[S, heads, dim] on the host each."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
         out = attend(*leaves)
@@ -174,7 +164,7 @@ def _with_gradients(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tens
 
 
 def _made(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
-    """q [S, heads, dim], k and v [S, groups, dim], and the gradient from above, like q; float32."""
+    """Return q [S, heads, dim], k and v [S, groups, dim], and the gradient from above, like q; float32."""
     made = []
     for name, count, size in (("q", heads, _SHARPER), ("k", groups, 1.0), ("v", groups, 1.0), ("upstream", heads, 1.0)):
         rows = normal_rows(0, f"attention check: {name}", range(tokens), count * head_dim) * np.float32(size)
@@ -182,7 +172,7 @@ def _made(tokens: int, heads: int, groups: int, head_dim: int) -> list[Tensor]:
     return made
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> Results:
+def reference(q: Tensor, k: Tensor, v: Tensor, upstream: Tensor, spans: list[tuple[int, int, int]]) -> tuple[Tensor, ...]:
     """Return attention by its formula, a document after the other, and its gradients. `spans`: see Packing.spans."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

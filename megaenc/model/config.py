@@ -1,8 +1,9 @@
 """The shape of a model, its presets and what follows from them by arithmetic alone."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megaenc.errors import InputError
 
@@ -56,43 +57,44 @@ class ModelConfig:
 
     def parameters(self, vocab_size: int, *, lm_head: bool = True) -> int:
         """Number of parameters, vocabulary padding not counted, with or without an output matrix of its own."""
-        hidden, qkv_size = self.hidden_size, self.query_size + 2 * self.num_query_groups * self.head_dim
-        small = 2 * hidden + self.add_qkv_bias * qkv_size + self.qk_layernorm * 2 * self.head_dim
+        hidden = self.hidden_size
+        small = 2 * hidden + self.add_qkv_bias * self._qkv_size + self.qk_layernorm * 2 * self.head_dim
         matrices = 2 if lm_head and self.untie_embeddings_and_output_weights else 1
         return self.num_layers * (self._layer_matrices + small) + hidden + matrices * vocab_size * hidden
 
     @property
+    def _qkv_size(self) -> int:
+        return self.query_size + 2 * self.num_query_groups * self.head_dim
+
+    @property
     def _layer_matrices(self) -> int:
         """Weights of the matrix products of one layer."""
-        qkv_size = self.query_size + 2 * self.num_query_groups * self.head_dim
-        return self.hidden_size * (qkv_size + self.query_size + 3 * self.ffn_hidden_size)
+        return self.hidden_size * (self._qkv_size + self.query_size + 3 * self.ffn_hidden_size)
 
     def linear_widths(self, tensor_parallel: int) -> dict[str, tuple[int, int]]:
-        """Rows and columns, output and input, that each of `tensor_parallel` ranks has of a layer's matrices, by their names."""
-        qkv_size = self.query_size + 2 * self.num_query_groups * self.head_dim
+        """Return by name the rows and columns, output and input, that each of `tensor_parallel` ranks has of a layer."""
         return {
-            "linear_qkv": (qkv_size // tensor_parallel, self.hidden_size),
+            "linear_qkv": (self._qkv_size // tensor_parallel, self.hidden_size),
             "linear_proj": (self.hidden_size, self.query_size // tensor_parallel),
             "linear_fc1": (2 * self.ffn_hidden_size // tensor_parallel, self.hidden_size),
             "linear_fc2": (self.hidden_size, self.ffn_hidden_size // tensor_parallel),
         }
 
     def body_flops_per_token(self) -> int:
-        """Floating-point operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
+        """Return the operations of the layers' matrix products for one token, forward and backward (6 a weight)."""
         return 6 * self.num_layers * self._layer_matrices
 
     def attention_flops(self, length: int, *, prefix: int) -> int:
         """Return the operations of one document's attention in all layers, forward and backward: 6 (s^2 + p^2) q a layer.
 
-        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional). Kernels leave
-        out the scores that a causal mask hides.
+        q: the width of all heads; p, the `prefix`: tokens that see each other (0 if causal, s if bidirectional).
         """
         return 6 * self.num_layers * self.query_size * (length * length + prefix * prefix)
 
     def training_flops(self, vocab_size: int, predicted: int, spans: Iterable[tuple[int, int, int]]) -> int:
-        """Return the operations of a row's matrix products as executed, forward and backward, for `predicted` positions.
+        """Return the operations of a row's matrix products, forward and backward, for `predicted` positions.
 
-        `spans`: see `Packing.spans`. What recomputation repeats and what padding of the vocabulary adds is not counted.
+        `spans`: see `Packing.spans`. What recomputation repeats and padding of the vocabulary adds is not counted.
         """
         head = 6 * self.hidden_size * vocab_size * predicted
         documents = sum(
@@ -105,27 +107,28 @@ class ModelConfig:
         """InputError, naming the flag, if the shape is impossible or `tensor_parallel` ranks cannot share its layers."""
         names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels")
         for name in names:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected 1 or more")
+            self._right(name, lambda value: value is None or value >= 1, "1 or more")
         if self.kv_channels is None:
             self._divides("hidden_size", self.num_attention_heads, "--num-attention-heads")
         if self.head_dim % 2:
             found = "--hidden-size / --num-attention-heads is" if self.kv_channels is None else "--kv-channels: found"
             raise InputError(f"{found} {self.head_dim}, expected an even head width for rotary positions")
         for name in ("rotary_base", "norm_epsilon"):
-            if not 0 < (number := getattr(self, name)) < math.inf:
-                raise InputError(f"--{name.replace('_', '-')}: found {number}, expected a number above 0")
-        if self.rope_scaling_factor < 1:
-            raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected 1 or more")
-        if self.rope_scaling_factor != ModelConfig.rope_scaling_factor and not self.use_rope_scaling:
-            raise InputError(f"--rope-scaling-factor: found {self.rope_scaling_factor}, expected --use-rope-scaling beside it")
+            self._right(name, lambda value: 0 < value < math.inf, "a number above 0")
+        self._right("rope_scaling_factor", lambda value: value >= 1, "1 or more")
+        if not self.use_rope_scaling:
+            self._right("rope_scaling_factor", ModelConfig.rope_scaling_factor.__eq__, "--use-rope-scaling beside it")
         self._divides("num_attention_heads", self.num_query_groups, "--num-query-groups")
         for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
             self._divides(name, tensor_parallel, "--tensor-model-parallel-size")
 
     def _divides(self, name: str, divisor: int, what: str) -> None:
-        if getattr(self, name) % divisor:
-            raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected a multiple of {what} {divisor}")
+        self._right(name, lambda value: value % divisor == 0, f"a multiple of {what} {divisor}")
+
+    def _right(self, name: str, right: Callable[[Any], bool], expected: str) -> None:
+        """Raise InputError naming the flag, unless its value is `right`."""
+        if not right(value := getattr(self, name)):
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
 
 
 # The study's three sizes (arXiv 2507.00994), then two for machines without an accelerator.
@@ -139,11 +142,10 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelConfig:
-    """The preset called `name`, in any case; InputError lists the known ones."""
-    found = PRESETS.get(name.lower())
-    if found is None:
+    """Return the preset called `name`, in any case; InputError lists the known ones."""
+    if name.lower() not in PRESETS:
         raise InputError(f"--model: unknown preset {name!r}, expected one of {', '.join(PRESETS)}")
-    return found
+    return PRESETS[name.lower()]
 
 
 def padded_vocab_size(vocab_size: int, multiple: int, tensor_parallel: int) -> int:

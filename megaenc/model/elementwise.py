@@ -1,8 +1,4 @@
-"""What layers do number by number, each with a gradient that reads and writes memory as often as it must and no more.
-
-Between matrix products the time goes with memory: autograd would keep and copy what a formula by hand need not. On an accelerator
-a kernel of its own (megaenc.model.kernels) takes the place of each, if it is `fused`.
-"""
+"""What layers do number by number, with gradients that touch memory as rarely as they can; `fused`, by a kernel of its own."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,7 +109,7 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up, the halves of the last dimension (Shazeer 2020, arXiv 2002.05202). Backward computes silu(gate) again."""
+    """silu(gate) * up, the halves of the last dimension (Shazeer 2020, arXiv 2002.05202)."""
 
     def __init__(self, config: TransformerConfig | None, fused: bool = False):
         super().__init__(config)
@@ -128,7 +124,7 @@ class SwiGLU(MegatronModule):
         return _SwiGLU.apply(x)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(torch.autograd.Function):  # backward computes silu(gate) again
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)

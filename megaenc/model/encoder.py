@@ -21,8 +21,7 @@ from torch import Tensor
 from megaenc.backend import Kernels, Layout, detect
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.elementwise import Rotation
-from megaenc.model.kernels.check import Widths
-from megaenc.model.kernels.choice import NONE, Fused, fused_kernels
+from megaenc.model.kernels.check import NONE, Fused, Widths, fused_kernels
 from megaenc.model.layers import block_spec, transformer_config
 from megaenc.model.loss import summed_loss
 from megaenc.model.packing import Packing
@@ -103,8 +102,8 @@ class Encoder(LanguageModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all, labels [N] or None.
 
-        On the last pipeline stage: the sums (loss, correct) of `summed_loss`, or without labels logits_NV (float32 or bfloat16,
-        padding columns -inf). On the others [S, 1, H].
+        Return the sums (loss, correct) of `summed_loss`, without labels logits_NV (padding columns -inf), before the last
+        pipeline stage [S, 1, H].
         """
         hidden = self.embedding(tokens, None) if self.pre_process else None
         # Once for all layers; the core attention turns queries and keys itself.
@@ -125,9 +124,9 @@ class Encoder(LanguageModule):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss: in one module, as weights
-    that are fetched on use are fetched by calls of modules.
-    """
+    """hidden_NH to logits_NV over this rank's share of the vocabulary, or with labels_N to the loss."""
+
+    # One module for both: weights that are fetched on use are fetched by calls of modules.
 
     def __init__(self, hidden_size: int, padded: int, vocab_size: int, fused: Fused = NONE, **others):
         super().__init__(hidden_size, padded, **others)
@@ -169,7 +168,7 @@ def build_chunks(
 
 
 def build_encoder(*arguments: Any, **others: Any) -> Encoder:
-    """Return what `build_chunks` builds where each rank has one part."""
+    """Build the part of a rank that has one; see `build_chunks`."""
     [encoder] = build_chunks(*arguments, **others)
     return encoder
 

@@ -1,7 +1,7 @@
 """float8: matrices of 8-bit floating-point numbers that share one scale, and products of them by torch's own kernel.
 
-The scale is a power of two, found anew for each matrix: the largest that keeps its largest number in range. So scaling itself
-rounds nothing, and where a matrix is shared among ranks, its parts are rounded to the same numbers whatever scales they have.
+The scale is the largest power of two that keeps the matrix's largest number in range: so scaling rounds nothing, and parts of a
+shared matrix are rounded to the same numbers whatever scales they have.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megaenc.backend import Backend
-from megaenc.backend.kernels import FLOAT8_WIDTH
+from megaenc.backend.layout import FLOAT8_WIDTH
 from megaenc.console import say
 from megaenc.errors import InputError
 
@@ -23,7 +23,7 @@ _SMALLEST, _INFINITE, _NAN = 27 << 23, 255 << 23, 0x7FC00000  # the bits of 2^-1
 
 @dataclass(frozen=True)
 class Float8:
-    """By which types and kernels: `forward` of what layers read and of their weights, `gradient` of what comes back to them."""
+    """By which types: `forward` of what layers read and of their weights, `gradient` of what comes back to them."""
 
     forward: torch.dtype
     gradient: torch.dtype
@@ -74,7 +74,7 @@ def top_bits(dtype: torch.dtype) -> int:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The relative error that rounding to `dtype` makes at most in the root mean square: half a last place, evenly spread."""
+    """Return the root mean square of the relative error of rounding to `dtype`, at most: half a last place, evenly spread."""
     after_one = (torch.ones((), dtype=dtype).view(torch.uint8) + 1).view(dtype)  # torch.finfo has it wrong for float8_e5m2fnuz
     return (float(after_one) - 1) / 2 / math.sqrt(3)
 
@@ -111,7 +111,7 @@ def _types(fp8_format: str, backend: Backend) -> tuple[torch.dtype, torch.dtype]
 
 
 def _unlike(own: Float8, plain: Float8, device: torch.device) -> str:
-    """What `own` does otherwise than `plain`; nothing where all is equal, bit by bit."""
+    """Return what `own` does otherwise than `plain`; nothing where all is equal, bit by bit."""
     try:
         generator = torch.Generator(device).manual_seed(0)
         for dtype in (torch.bfloat16, torch.float32):

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megaenc.backend.kernels import FLOAT8_WIDTH
+from megaenc.backend.layout import FLOAT8_WIDTH
 
 _BLOCK = 4096
 _PROGRAMS = 1024  # of `highest`: each goes through many blocks, so that few write to the one result

@@ -7,6 +7,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -14,13 +15,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megaenc.backend import Kernels, Layout, detect
 from megaenc.model import transformer_engine
-from megaenc.model.attention import PackedAttention
+from megaenc.model.attention_backends import attend_by
 from megaenc.model.config import ModelConfig
 from megaenc.model.elementwise import SwiGLU
 from megaenc.model.elementwise import rms_norm as rms_norm_on_host
 from megaenc.model.float8 import float8
-from megaenc.model.kernels.choice import NONE, Fused
+from megaenc.model.kernels.check import NONE, Fused
 from megaenc.model.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
+from megaenc.model.packing import Packing
 
 _USUAL = Kernels()
 
@@ -28,8 +30,8 @@ _USUAL = Kernels()
 class RMSNorm(torch.nn.Module):
     """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
 
-    megatron-core's own wrapper of torch's norm refuses sequence parallelism; marking the weight is all that this needs: its
-    gradient is then summed over the tensor-parallel ranks, each of which sees a piece of the sequence.
+    megatron-core's wrapper of torch's norm refuses sequence parallelism, which needs but a mark on the weight: its gradient is
+    then summed over the tensor-parallel ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
@@ -158,3 +160,30 @@ def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels, f
         ),
     )
     return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
+
+
+class PackedAttention(MegatronModule):
+    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
+
+    query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim]. "auto" is the backend right anywhere.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
+        super().__init__(config=config)
+        self.backend = "sdpa" if backend == "auto" else backend
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+    ):
+        if packed_seq_params.rotation is not None:
+            query, key = (packed_seq_params.rotation(x) for x in (query, key))
+        out = attend_by(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
+        return out.reshape(query.size(0), 1, -1)

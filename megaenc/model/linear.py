@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.backend import Backend, Kernels
-from megaenc.errors import InputError
+from megaenc.errors import InputError, one_line
 from megaenc.model import transformer_engine
 from megaenc.model.float8 import ROWS, Float8, float8, rounding
 
 
 def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """InputError where this machine has not what `kernels` ask for, or computes something else by it."""
+    """Raise InputError where this machine has not what `kernels` ask for, or computes something else by it."""
     if kernels.transformer_impl == "transformer_engine":
         transformer_engine.check_installed(kernels.fp8_format)
     elif kernels.fp8_format:
@@ -27,10 +27,10 @@ def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int
 
 
 def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
-    """InputError unless layers of `widths` (output, input) compute here what float32 does, but for the rounding of their types.
+    """Raise InputError unless layers of `widths` (output, input) compute here what float32 does, but for rounding.
 
-    The tolerance of each of the three products, as a norm relative to the result's: the roots of the mean squares of both
-    matrices' rounding errors, added as independent ones are, and 2^-7 for results in bfloat16 and sums that are added up fast.
+    The tolerance, a norm relative to the result's: `rounding` of both matrices as of independent errors, and 2^-7 for results in
+    bfloat16 and sums that are added up fast.
     """
     names = "output", "gradient of the input", "gradient of the weight"
     kind, generator = float8(fp8_format, backend), torch.Generator().manual_seed(0)
@@ -46,10 +46,9 @@ def check_products(fp8_format: str, backend: Backend, widths: Iterable[tuple[int
             found = _products(kind, x, weight, gradient)
             errors = [float((mine.float() - theirs).norm() / theirs.norm()) for mine, theirs in zip(found, expected, strict=True)]
         except RuntimeError as error:  # of a library that has no kernel for these sizes, or none for this device
-            said = " ".join(str(error).split())[:200]
             raise InputError(
-                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: {said}; "
-                "leave the flag out"
+                f"--fp8-format {fp8_format}: the products of a {out} x {width} layer fail on {backend.description}: "
+                f"{one_line(error)}; leave the flag out"
             ) from None
         for name, error, most in zip(names, errors, (forward, backward, backward), strict=True):
             if not error <= most:

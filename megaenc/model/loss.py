@@ -8,17 +8,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megaenc.model.elementwise import parts
-from megaenc.model.kernels.choice import NONE, Fused
+from megaenc.model.kernels.check import NONE, Fused
 
 LOGITS_AT_ONCE = 2**26
 """Logits that exist at a time, as float32 a quarter of a GiB: enough rows for the matrix products to be as fast as undivided."""
 FUSED_BYTES_AT_ONCE = 2**30
 """Bytes of the logits that exist at a time with the kernels of accelerators.
 
-Each part of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, beside products of 6 n V H operations.
-At 240 operations to a byte of memory (650 TFLOP/s and 2.7 TB/s, assumed of an H100) that is 320 / n of their time: with the 2^26
-logits of the host, n = 523 of a vocabulary of 128,256, three fifths; with a GiB of bfloat16, n = 4,186, a thirteenth. More would
-save less than it takes of memory.
+Each part of n predictions reads and writes the weight's float32 gradient, 8 V H bytes, beside products of 6 n V H operations: at
+240 operations to a byte (650 TFLOP/s and 2.7 TB/s, assumed of an H100) 320 / n of their time. With 2^26 logits, n = 523 of a
+vocabulary of 128,256, that is three fifths; with a GiB of bfloat16, n = 4,186, a thirteenth.
 """
 _MULTIPLE = 128
 """Rows of a part: whole tiles of the matrix products."""
@@ -35,14 +34,12 @@ def summed_loss(
     fused: Fused = NONE,
     at_once: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and correct guesses of softmax(hidden weight^T), each summed over the N predictions: (float32, int64).
+    """Return cross-entropy and correct guesses of softmax(hidden weight^T), summed over the N predictions: (float32, int64).
 
     `weight_VH` is this rank's share of the vocabulary, rows from `columns` on being padding; `labels_N` are ids of the whole
-    one; N may be 0. Of equally likely tokens the lowest id is the guess. `at_once`: how many logits may exist at a time, or where
-    `fused.loss` lets kernels compute, their bytes.
-
-    The gradients are exact and made on the way, since a sum needs nothing of what comes after it; backward scales them and adds
-    those of `hidden_NH` up over `group`. So one softmax serves both ways, and nothing of it is kept.
+    one; N may be 0. Of equally likely tokens the lowest id is the guess. `at_once`: how many logits may exist at a time, with
+    `fused.loss` their bytes. The gradients are exact and made on the way; backward scales them and adds those of `hidden_NH` up
+    over `group`. So one softmax serves both ways, and nothing of it is kept.
     """
     row, most = weight_VH.size(0), at_once or LOGITS_AT_ONCE
     if fused.loss:

@@ -39,8 +39,8 @@ class PrefixRows:
 class Packing(PackedSeqParams):
     """Documents of one row and the attention they are read under; travels to core attention as `packed_seq_params`.
 
-    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. It reaches the core attention
-    through every recompute mode, which an object passed as `attention_mask` would not.
+    `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. Unlike an object passed as
+    `attention_mask` it reaches the core attention through every recompute mode.
     """
 
     attention: Attention = Attention.BIDIRECTIONAL

@@ -1,10 +1,8 @@
 """Attention by cuDNN through torch's scaled dot product, which takes batches of one shape: documents are padded to few shapes.
 
-cuDNN makes a plan for each shape that it sees, which takes tens to hundreds of milliseconds. So documents are sorted into
-lengths of 128, 256, 512, ..., and each sort is one batch whose number of documents is rounded up to a power of two: less than
-four times the tokens, mostly less than two, and some tens of shapes in all.
-
-Unless the mask is causal, a batch has a mask of [documents, length, length] numbers, which is kept for all layers.
+cuDNN's plan for each shape takes tens to hundreds of milliseconds. So documents of lengths up to 128, 256, 512, ... are a batch
+each, whose size is rounded up to a power of two: some tens of shapes, and mostly less than twice the tokens. Unless the mask is
+causal, a batch has a mask of [documents, length, length] numbers, which is kept for all layers.
 """
 
 from dataclasses import dataclass
@@ -67,7 +65,7 @@ class Padded:
 
 
 def mask_bytes(packs: int, seq_length: int, dtype: torch.dtype) -> int:
-    """Of the masks of a micro-batch whose documents fill their packs, which is about the most that there can be."""
+    """Return about the most that the masks of a micro-batch can take: where documents fill their packs."""
     length = max(_SHORTEST, power_of_2(seq_length))
     return power_of_2(packs) * length**2 * dtype.itemsize
 

@@ -1,7 +1,6 @@
 """Transformer Engine's layers as megatron-core wraps them, under the names, and with the checkpoints, of megatron-core's own.
 
-What its layers keep besides weights is of delayed scaling alone, which is not used here: so none of it goes into checkpoints, and
-runs may go from one kind of layer to the other.
+State besides weights is of delayed scaling, which is not used: left out of checkpoints, runs may change the kind of layer.
 """
 
 import functools
@@ -16,7 +15,7 @@ _FP8_SINCE = "2.2.0"  # scales found anew for each matrix
 
 
 def check_installed(fp8_format: str | None) -> None:
-    """InputError where `--transformer-impl transformer_engine`, with this `--fp8-format`, cannot be had."""
+    """Raise InputError where `--transformer-impl transformer_engine`, with this `--fp8-format`, cannot be had."""
     from megatron.core.extensions import transformer_engine as extension
     from megatron.core.utils import get_te_version, is_te_min_version
 
@@ -37,14 +36,14 @@ def check_installed(fp8_format: str | None) -> None:
 
 
 def _provider() -> Any:
-    """megatron-core's own choice of classes; its imports are many, and wanted here alone."""
+    """Return megatron-core's own choice of classes; its imports are many, and wanted here alone."""
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
 
 
 def linears() -> tuple[type, type]:
-    """What has shares of the output's columns, and what of the input's."""
+    """Return the layer that has shares of the output's columns, and the one of the input's."""
     provider = _provider()
     return _without_state(provider.column_parallel_linear()), _without_state(provider.row_parallel_linear())
 

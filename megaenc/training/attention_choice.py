@@ -17,20 +17,12 @@ from megaenc.training.together import on_all
 
 
 def attention_of(plan: Plan, backend: Backend) -> str:
-    """The backend for the masks that `plan` trains and validates under; see `choose_attention`."""
+    """Choose the backend for the masks that `plan` trains and validates under; see `choose_attention`."""
     objectives = validated_objectives(plan.schedule, plan.vocabulary) if plan.validation else plan.schedule.objectives()
     masks = {objective.attention for objective in objectives.values()}
-    settings = plan.settings
-    return choose_attention(
-        settings.kernels.attention_backend,
-        settings.shape,
-        settings.layout,
-        plan.dtype,
-        masks,
-        backend,
-        seq_length=settings.data.seq_length,
-        packs=settings.micro_batch_size,
-    )
+    settings, asked = plan.settings, plan.settings.kernels.attention_backend
+    of_batch = {"seq_length": settings.data.seq_length, "packs": settings.micro_batch_size}
+    return choose_attention(asked, settings.shape, settings.layout, plan.dtype, masks, backend, **of_batch)
 
 
 def choose_attention(
@@ -40,42 +32,29 @@ def choose_attention(
     dtype: torch.dtype,
     masks: Collection[Attention],
     backend: Backend,
-    *,
-    seq_length: int = 0,
-    packs: int = 1,
+    **of_batch: int,
 ) -> str:
-    """The backend `asked` for, under "auto" the first of ORDER, that is right on all ranks, which call this together.
+    """Return the backend `asked` for, under "auto" the first of ORDER, that is right on all ranks, which call this together.
 
-    `packs` of `seq_length` tokens: of a micro-batch; without them long documents are not tried. One that is wrong or fails is
-    named on the console. InputError where none is right.
+    `of_batch`: `seq_length` and `packs` of a micro-batch; without them long documents are not tried. One that is wrong or fails
+    is named on the console. InputError where none is right.
     """
-    refused: dict[str, str] = {}
+    tensor, refused = layout.tensor_model_parallel_size, []
+    sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
+    sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **of_batch}
     for name in ORDER if asked == "auto" else (asked,):
-        verdicts = on_all(
-            lambda name=name: check_backend(
-                name,
-                heads=shape.num_attention_heads // layout.tensor_model_parallel_size,
-                groups=shape.num_query_groups // layout.tensor_model_parallel_size,
-                head_dim=shape.head_dim,
-                dtype=dtype,
-                device=backend.device,
-                masks=[mask for mask in Attention if mask in masks],
-                seq_length=seq_length,
-                packs=packs,
+        verdicts = on_all(lambda name=name: check_backend(name, **sizes))
+        if all(verdict.right for verdict in verdicts):
+            for line in refused:
+                say(f"attention by {line}")
+            return name
+        if asked != "auto":
+            raise InputError(
+                f"--attention-backend {asked}: {_complaint(verdicts)}; expected one that computes right here, or auto"
             )
-        )
-        right = all(verdict.right for verdict in verdicts)
-        if right or asked != "auto":
-            break
         if any(verdict.available for verdict in verdicts):
-            refused[name] = f"{name} is not used: {_complaint(verdicts)}"
-    if right:
-        for line in refused.values():
-            say(f"attention by {line}")
-        return name
-    if asked == "auto":
-        raise InputError(f"--attention-backend auto: no attention computes right here: {'; '.join(refused.values())}")
-    raise InputError(f"--attention-backend {asked}: {_complaint(verdicts)}; expected one that computes right here, or auto")
+            refused.append(f"{name} is not used: {_complaint(verdicts)}")
+    raise InputError(f"--attention-backend auto: no attention computes right here: {'; '.join(refused)}")
 
 
 def _complaint(verdicts: Sequence[Verdict]) -> str:

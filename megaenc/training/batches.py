@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from megaenc.data.packs import Packs, places
 from megaenc.model.packing import Packing, to_device
 from megaenc.objectives import Objective
 from megaenc.randomness import SampleRandomness
-
-Key = TypeVar("Key")
-Made = TypeVar("Made")
 
 DEPTH = 2  # micro-batches ahead: the next, and one more for when that takes longer than usual
 
@@ -53,9 +50,8 @@ def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed
     return MicroBatch(row[None], at, packing, predicted, wanted)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a micro-batch is made of: see `micro_batch`."""
+class Wanted(NamedTuple):
+    """What `micro_batch` makes a micro-batch of."""
 
     packs: Packs
     samples: tuple[int, ...]
@@ -63,56 +59,47 @@ class Wanted:
     seed: int
 
     def made(self, device: torch.device) -> MicroBatch:
-        """The micro-batch."""
-        return micro_batch(self.packs, self.samples, self.objective, self.seed, device)
+        """Make it."""
+        return micro_batch(*self, device)
 
 
 @dataclass(frozen=True)
 class Share:
-    """Which samples of a global batch this data-parallel rank reads."""
+    """The samples of a global batch that one data-parallel rank reads."""
 
     global_batch_size: int
     micro_batch_size: int
     rank: int
     size: int
 
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches that a rank runs for one global batch."""
-        return self.global_batch_size // (self.micro_batch_size * self.size)
-
     def samples(self, start: int) -> Iterator[range]:
-        """The samples of each micro-batch of the global batch that begins with sample `start`."""
-        start += self.rank * self.micro_batch_size
-        for number in range(self.micro_batches):
-            first = start + number * self.micro_batch_size * self.size
-            yield range(first, first + self.micro_batch_size)
+        """Yield the samples of each micro-batch of the global batch that begins with sample `start`."""
+        micro = self.micro_batch_size
+        for first in range(start + self.rank * micro, start + self.global_batch_size, micro * self.size):
+            yield range(first, first + micro)
 
 
-class Ahead(Generic[Key, Made]):
+class Ahead:
     """Calls `make` in one thread: while one result is used, up to DEPTH of the next are made.
 
-    What is asked for is what is given, whatever was begun: a wrong guess costs the time of making it. The thread waits for
-    nobody, so that it ends with the interpreter, or when nobody has this object any more.
+    A wrong guess of what is asked for next costs the time of making it, no more. The thread ends with the interpreter, or when
+    nobody has this object any more.
     """
 
-    def __init__(self, make: Callable[[Key], Made], set_up: Callable[[], object] | None = None) -> None:
+    def __init__(self, make: Callable[[Any], Any], set_up: Callable[[], object] | None = None) -> None:
         """`set_up` is called in the thread before anything else."""
         self._make = make
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="micro-batches", initializer=set_up)
-        self._begun: deque[tuple[Key, Future]] = deque()
+        self._begun: deque[tuple[Any, Future]] = deque()
 
-    def over(self, keys: Sequence[Key], following: Sequence[Key] = ()) -> Iterator[Made]:
+    def over(self, keys: Sequence[Any], following: Sequence[Any] = ()) -> Iterator[Any]:
         """Yield `make(key)` of each of `keys`, to be taken to the end; `following` is what the next call will ask for."""
         if [key for key, _ in self._begun] != list(keys[: len(self._begun)]):
-            self._forget()
+            while self._begun:
+                self._begun.popleft()[1].cancel()
         left = deque([*keys, *following][len(self._begun) :])
         for _ in keys:
             while left and len(self._begun) < 1 + DEPTH:  # the one that is asked for now, and those ahead of it
                 self._begun.append((left[0], self._pool.submit(self._make, left.popleft())))
             _, made = self._begun.popleft()
             yield made.result()
-
-    def _forget(self) -> None:
-        while self._begun:
-            self._begun.popleft()[1].cancel()

@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.ranks import rank
-from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
-from megaenc.training.checksums import content_damage
+from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged, content_damage
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import SHARD, rewrite_pickles
 from megaenc.training.plan import Plan
 from megaenc.training.run_folder import difference
-from megaenc.training.sharded_state import fill, fill_model, model_state, sharded_state
 from megaenc.training.together import on_all, on_rank_0
 
 
@@ -32,9 +31,9 @@ class Checkpoints(CheckpointFolder):
     """The step that `check` came to last, and what loading it unpickles, written anew."""
 
     def check(self, step: int, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON of the checkpoint of `step` once every byte is known to be as saved; all ranks call this together.
+        """Return the JSON of the checkpoint of `step` once every byte is known to be as saved (Damaged); all ranks together.
 
-        Damaged names a file that is not; InputError for a run of another `identity`, or a pickle of more than plain values.
+        InputError for a run of another `identity`, or a pickle of more than plain values.
         """
         state = on_rank_0(lambda: self.state(step))
         path, names = self.path(step), sorted(state["files"])
@@ -51,8 +50,8 @@ class Checkpoints(CheckpointFolder):
     def readable(self, step: int) -> Iterator[str]:
         """Yield a folder of this process from which the checkpoint of `step` can be loaded; all ranks call this together.
 
-        It holds links to the shards, of which only tensors are read, and what `check` has let through, written anew: nothing
-        that is unpickled freely comes from the checkpoint itself, which may have changed since. InputError if there is no room.
+        It holds links to the shards, of which only tensors are read, and what `check` has let through, written anew: the
+        checkpoint itself may have changed since. InputError if there is no room.
         """
         if self._checked is None or self._checked[0] != step:
             self.check(step)
@@ -131,3 +130,57 @@ def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, ide
             for name, place in places.items():
                 if place.data_ptr() != loaded[name].data_ptr():
                     place.copy_(loaded[name])
+
+
+# The one form of a distributed optimizer's state that every other layout can load.
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def sharded_state(engine: Engine, is_loading: bool) -> dict[str, Any]:
+    """What `dist_checkpointing` saves of `engine`, or (`is_loading`) what it is to load into it. All ranks call this together."""
+    if not is_loading:
+        engine.gather_parameters()
+        for optimizer in engine.optimizer.chained_optimizers:  # zeros for each weight that no update has reached yet
+            optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    model = model_state(engine)
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=_METADATA)
+    if "param_groups" in optimizer:  # float32 without the distributed optimizer: one level less than the others
+        optimizer = {"optimizer": optimizer}
+    for tensors in optimizer.get("param_state", {}).values():
+        master = tensors.pop("param")
+        if engine.plan.settings.bf16:
+            replace_prefix_for_sharding(master, "optimizer.state.param.", "optimizer.state.fp32_param.")
+            tensors["fp32_param"] = master
+    return {"model": model, "optimizer": optimizer}
+
+
+def fill(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `sharded_state` into `engine`."""
+    fill_model(engine, loaded["model"])
+    optimizer = loaded["optimizer"]
+    if engine.layout.use_distributed_optimizer:
+        optimizer["param_state_sharding_type"] = _METADATA["distrib_optim_sharding_type"]
+        if not engine.plan.settings.bf16:  # what was put into the model is what the optimizer updates
+            [of_rank] = engine.optimizer.chained_optimizers
+            in_buffers = (parameter for buffer in of_rank.buffers for parameter in buffer.param_index_map)
+            for number, parameter in enumerate(in_buffers):  # as the distributed optimizer numbers them
+                optimizer["param_state"][number]["param"] = parameter.detach()
+    elif not engine.plan.settings.bf16:
+        optimizer = optimizer["optimizer"]
+    engine.optimizer.load_state_dict(optimizer)
+
+
+def model_state(engine: Engine) -> dict[str, Any]:
+    """Return the sharded weights of the parts of the model, by their numbers."""
+    return {str(number): chunk.module.sharded_state_dict(prefix="model.") for number, chunk in enumerate(engine.chunks)}
+
+
+def fill_model(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Put what was loaded for `model_state` into the model of `engine`."""
+    for number, chunk in enumerate(engine.chunks):
+        fill_module(chunk.module, loaded[str(number)])
+
+
+def fill_module(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Put weights under their checkpoint names into `module` (Float16Module passes state dicts on by itself)."""
+    module.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})

@@ -1,17 +1,18 @@
 """What is in the folder `checkpoints` of a run, as can be told by a look at its files: for planning, before torch is set up."""
 
+import hashlib
+import json
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
-from megaenc.training.checksums import DIGEST, json_digest, size_damage
-from megaenc.training.start import PROGRESS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
-_WITHOUT_DIGEST = {"step", *PROGRESS, "losses", "skip_packs", "identity", "files"}
-"""The fields of `state.json` before it had a digest of its own: any other is that field, its name damaged."""
 
 
 class Damaged(InputError):
@@ -29,7 +30,7 @@ class CheckpointFolder:
         self.folder = folder
 
     def latest(self) -> int | None:
-        """The step that the tracker names, None where there is no tracker. InputError if that is no number or cannot be read."""
+        """Return the step that the tracker names, if there is one. InputError if that is no number or cannot be read."""
         tracker = self.folder / TRACKER
         try:
             text = read_regular(tracker, limit=100).decode("utf-8", errors="replace").strip()
@@ -42,39 +43,36 @@ class CheckpointFolder:
         return int(text)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of `step` is."""
+        """Return where the checkpoint of `step` is."""
         return self.folder / f"iter_{step:07d}"
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that are there, whole or not, in order."""
+        """Return the steps of all checkpoints that are there, whole or not, in order."""
         return sorted(int(path.name[5:]) for path in self.folder.glob("iter_*") if path.name[5:].isdecimal())
 
     def state(self, step: int) -> dict[str, Any]:
-        """The JSON saved with the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
+        """Return the JSON of the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
         path = self.path(step)
         if not path.is_dir():
             raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = parse_json(read_regular(path / STATE))
-            expected = state.pop(DIGEST, None)
-            if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
+            if state.pop(DIGEST, None) != json_digest(state):
                 raise Damaged(f"{path / STATE}: its content changed; the checkpoint is damaged")
-            complete = isinstance(state["identity"], dict) and state["step"] == step and bool(state["files"])
-            complete = complete and all(isinstance(entry["sha256"], str) for entry in state["files"].values())
-            complete = complete and all(type(state[name]) in (int, float) for name in PROGRESS if name in state)
-            complete = complete and all(isinstance(text, str) for text in state.get("skip_packs", ()))
+            if state["step"] != step:
+                raise ValueError(f"step {state['step']}")
             damage = size_damage(path, state["files"])
         except OSError as error:
             kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
             raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
-        if damage or not complete:
-            raise Damaged(f"{damage or f'{path / STATE}: not what a save of step {step} wrote'}; the checkpoint is incomplete")
+        if damage:
+            raise Damaged(f"{damage}; the checkpoint is incomplete")
         return state
 
     def is_whole(self, step: int) -> bool:
-        """Whether every file of the checkpoint of `step` is there in its size."""
+        """Return whether every file of the checkpoint of `step` is there in its size."""
         try:
             self.state(step)
         except Damaged:
@@ -85,3 +83,55 @@ class CheckpointFolder:
         """Return in order the steps up to that of the tracker, there or not (later ones may be left), or all without one."""
         named, steps = self.latest(), self.steps()
         return steps if named is None else sorted({step for step in steps if step < named} | {named})
+
+
+DIGEST = "sha256"
+"""The field of `state.json` with the SHA-256 of the others."""
+
+_THREADS = 4  # hashing leaves Python's lock alone; a core does some 0.5 to 2 GB/s
+
+
+def json_digest(fields: dict[str, Any]) -> str:
+    """Return the SHA-256 of JSON fields, in hexadecimal, whatever their order and the white space between them."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def digest(file: Path) -> dict[str, Any]:
+    """Return `{"bytes": size, "sha256": hexadecimal}` of a file. Raises OSError."""
+    with open(file, "rb") as stream:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def digests(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Return the `digest` of several files at once, by name. Raises OSError."""
+    files = list(files)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return dict(zip([file.name for file in files], pool.map(digest, files), strict=True))
+
+
+def size_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+    """Return what is missing or of another size, by a look at the folder alone; None if nothing is."""
+    for name, entry in expected.items():
+        file = folder / name
+        try:
+            status = file.stat() if name == file.name else None
+        except FileNotFoundError:
+            return f"{file}: missing"
+        if status is None or not stat.S_ISREG(status.st_mode):
+            return f"{file}: no regular file of the checkpoint"
+        if status.st_size != entry["bytes"]:
+            return f"{file}: found {status.st_size} bytes, expected {entry['bytes']}"
+    return None
+
+
+def content_damage(folder: Path, expected: dict[str, dict[str, Any]]) -> str | None:
+    """Return the first file whose content is another than `expected`; None if all are as they were written."""
+    try:
+        found = digests(folder / name for name in expected)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    for name, entry in expected.items():
+        if found[name]["sha256"] != entry["sha256"]:
+            here, there = found[name]["sha256"][:12], str(entry["sha256"])[:12]
+            return f"{folder / name}: its content changed (SHA-256 {here}..., expected {there}...)"
+    return None

@@ -11,13 +11,11 @@ from megaenc.training.engine import BatchResult, Engine
 from megaenc.training.skipped import SkippedPacks
 from megaenc.training.together import on_all
 
-_SHOWN = 8  # ranges of packs or ranks that a line names
-
 
 def diagnose(engine: Engine, step: int) -> tuple[str, str]:
     """Run the packs of update `step` once more, each alone, on all ranks together; weights and optimizer stay the same.
 
-    Return what the fault comes from, as the end of a sentence, and what to do next; the same on every rank.
+    Return on every rank what the fault comes from, as the end of a sentence, and what to do next.
     """
     plan, layout = engine.plan, engine.layout
     objective = plan.schedule.objective(step)
@@ -42,9 +40,9 @@ def diagnose(engine: Engine, step: int) -> tuple[str, str]:
     corpora = {plan.data.corpora[plan.packs.corpus_of_sample(sample)].prefix for sample in packs}
     ranks = {where for where, _, is_finite in seen if not is_finite}
     places = _places(answer for answer in answers if answer[0] in ranks)
-    skipped = plan.skipped | SkippedPacks.of((sample, sample) for sample in packs)
-    cause = f"from pack{'s' * (len(packs) > 1)} {_listed(packs)} of {', '.join(sorted(corpora))} on {places}"
-    return cause, f"give the same command with --skip-packs {' '.join(skipped.texts)}"
+    faulty = SkippedPacks.of_numbers(packs)
+    cause = f"from pack{'s' * (len(packs) > 1)} {faulty.shown()} of {', '.join(sorted(corpora))} on {places}"
+    return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
 
 
 def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int) -> None:
@@ -60,10 +58,4 @@ def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int)
 def _places(answers: Iterable[tuple]) -> str:
     """Return `rank 3 (node-1)`, or several with their hosts, of answers that begin with both."""
     ranks, hosts = zip(*(answer[:2] for answer in answers), strict=True)
-    return f"rank{'s' * (len(ranks) > 1)} {_listed(ranks)} ({', '.join(sorted(set(hosts)))})"
-
-
-def _listed(numbers: Iterable[int]) -> str:
-    """`3` or `3-5 9`, as `--skip-packs` reads it, the end of many left out."""
-    texts = SkippedPacks.of((number, number) for number in numbers).texts
-    return " ".join(texts[:_SHOWN]) + (" ..." if len(texts) > _SHOWN else "")
+    return f"rank{'s' * (len(ranks) > 1)} {SkippedPacks.of_numbers(ranks).shown()} ({', '.join(sorted(set(hosts)))})"

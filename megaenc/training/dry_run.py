@@ -1,4 +1,4 @@
-"""What a run would be, from its plan alone: nothing is trained, written or waited for."""
+"""What the console says of a run: of `--dry-run` from its plan alone, and before the first step, after the last, at a spike."""
 
 import sys
 from bisect import bisect_right
@@ -8,29 +8,26 @@ from itertools import accumulate
 from rich import box
 from rich.table import Table
 
+from megaenc.backend import Backend, Kernels
 from megaenc.console import rich_console
 from megaenc.randomness import SampleRandomness
 from megaenc.ranks import rank, world_size
 from megaenc.training.plan import Plan, validated_objectives
 
-_SHOWN_PHASES = 12
+_SHOWN_PHASES, _INTRODUCED = 12, 6  # phases in the table, and in the line at the start
 _LOOKED_AT = 64  # packs from which the share of predicted tokens is estimated
 _LOOKED_AT_STEPS = 100_000  # of a mixture
 
 
 def describe(plan: Plan) -> None:
-    """Print model, layout, data, phases with their steps and tokens, and learning rate; from rank 0 only."""
+    """Print on rank 0 what `--dry-run` says: model, layout, data, phases with their steps and tokens, learning rate."""
     if rank():
         return
     console = rich_console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     settings = plan.settings
     total = settings.total_iters
-    processes, millions = world_size(), settings.shape.parameters(plan.vocab_size) / 1e6
-    layout = settings.layout.describe(settings.shape.num_layers, processes)
-    console.print(
-        f"{settings.model_name}: {millions:.1f}M parameters in {'bf16' if settings.bf16 else 'fp32'}, "
-        f"{processes} process{'es' if processes > 1 else ''}: {layout}"
-    )
+    processes = f"{world_size()} process{'es' if world_size() > 1 else ''}"
+    console.print(f"{_model(plan)}, {processes}: {settings.layout.describe(settings.shape.num_layers, world_size())}")
     console.print(
         f"{total:,} steps of {settings.batch_text} packs of {settings.data.seq_length} tokens "
         f"({settings.data.packing}): {settings.tokens_after(total):,} tokens"
@@ -111,3 +108,42 @@ def _table(first: str, *others: str) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _model(plan: Plan) -> str:
+    millions = plan.settings.shape.parameters(plan.vocab_size) / 1e6
+    return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
+
+
+def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str, bool], resumed: int) -> str:
+    """Describe the run; `fused`: whether each kernel is used, by name; `resumed`: the step it continues after, or 0."""
+    settings, phases, rows = plan.settings, plan.schedule.phases, plan.reading
+    computed = settings.layout.describe(settings.shape.num_layers, world_size()) + f"; attention by {kernels.attention_backend}"
+    if not backend.is_host:
+        computed += f"; fused kernels: {', '.join(name for name, used in fused.items() if used) or 'none'}"
+    start = f"going on after step {resumed}" if resumed else plan.start.describe()
+    shown = ", ".join(f"{phase.text} to step {phase.last_step}" for phase in phases[:_INTRODUCED])
+    more = f", ... ({len(phases):,} phases)" if len(phases) > _INTRODUCED else ""
+    save = settings.output.save or "nowhere (give --save FOLDER to keep the run)"
+    shares = [f"{100 * row.share:.4g} % of the packs, " if len(rows) > 1 else "" for row in rows]
+    reading = "; ".join(f"{row.prefix}: {share}{row.epochs:.2f} epochs" for row, share in zip(rows, shares, strict=True))
+    return (
+        f"{_model(plan)} on {world_size()} x {backend.description} ({computed}), {start}\n"
+        f"  {shown}{more}; {settings.batch_text} packs of {settings.data.seq_length} tokens a step; saved to {save}\n"
+        f"  {reading}{plan.skipped.describe()}"
+    )
+
+
+def conclusion(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
+    """Say how far the run has come, and why it ends there (`asked`: who wanted it to end)."""
+    where = f", saved in {save}" if save else ""
+    why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""
+    return f"step {step} of {total}: {'no target' if loss is None else f'loss {loss:.4f}'}{where}{why}"
+
+
+def spike_found(plan: Plan, step: int, loss: float, deviations: float) -> str:
+    """Say what a spike of the loss at `step` looks like, and what becomes of it."""
+    allowed, made = plan.settings.health.max_rewinds, len(plan.rewinds)
+    what = f"; rewind {made + 1} of {allowed}" if made < allowed else f"; all of --max-rewinds {allowed} are made"
+    found = f"step {step}: loss {loss:.4f} is a spike, {deviations:.1f} deviations above the recent ones"
+    return found + (what if allowed else "")

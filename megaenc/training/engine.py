@@ -31,7 +31,7 @@ from megaenc.training.together import on_all
 
 @dataclass(frozen=True)
 class BatchResult:
-    """Sums over one or more global batches, the same on every rank. `flops`: forward and backward, of the matrix products."""
+    """Sums over one or more global batches, the same on every rank; `flops` of the matrix products, forward and backward."""
 
     loss_sum: float = 0.0
     predicted: int = 0
@@ -82,20 +82,13 @@ class Engine:
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=attention_of(plan, backend))
         widths = settings.shape.linear_widths(self.layout.tensor_model_parallel_size).values()
         on_all(lambda: check_linears(settings.kernels, backend, widths, plan.dtype))
-        encoders = build_chunks(
-            settings.shape,
-            plan.vocab_size,
-            settings.data.seq_length,
-            settings.layout,
-            plan.dtype,
-            seed=settings.seed if drawn else None,
-            kernels=self.kernels,
-        )
+        sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if drawn else None
+        encoders = build_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
         self.fused = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
         self.watch = Stopwatch()  # of one update
-        # A host's cores all compute in any case: there a thread would but take turns with them.
+        # A host's cores all compute in any case: a thread would but take turns with them.
         self._make = partial(Wanted.made, device=backend.device)
         self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
         level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
@@ -138,7 +131,7 @@ class Engine:
         )
 
     def _each(self, method: str):
-        """A method of the part of the model, or of each of several, as megatron-core's schedules want it."""
+        """Return a method of the part of the model, or of each of several, as megatron-core's schedules want it."""
         methods = [getattr(chunk, method) for chunk in self.chunks]
         return methods if len(methods) > 1 else methods[0]
 
@@ -163,12 +156,11 @@ class Engine:
             return Update(result, *self._step(result.loss_sum))
 
     def _wanted(self, step: int) -> list[Wanted]:
-        """The micro-batches of update number `step`."""
         objective = self.plan.schedule.objective(step)
         return [Wanted(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.rows(step)]
 
     def rows(self, step: int) -> list[Sequence[int]]:
-        """The samples of each micro-batch that this rank reads for update number `step`."""
+        """Return the samples of each micro-batch that this rank reads for update number `step`."""
         share = dataclasses.replace(self.share, global_batch_size=self.plan.settings.batch_sizes.size(step))
         positions = share.samples(self.plan.samples_by(step - 1))
         return [[self.plan.sample(position) for position in row] for row in positions]
@@ -180,7 +172,7 @@ class Engine:
         self.optimizer.zero_grad()
 
     def _step(self, loss_sum: float) -> tuple[float, bool]:
-        """megatron-core's `step` in its parts: the gradient's norm, and whether the weights were updated from it."""
+        """Do megatron-core's `step` in its parts: return the gradient's norm, and whether the weights were updated from it."""
         self.optimizer.prepare_grads()
         [optimizer] = self.optimizer.chained_optimizers
         grad_norm = float(optimizer.clip_grad_norm(optimizer.config.clip_grad))
@@ -209,17 +201,15 @@ class Engine:
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._all_parameters():
-            for name in names:
-                setattr(self.config, name, None)
+            vars(self.config).update(dict.fromkeys(names))
             try:
                 yield
             finally:
-                for name, value in before.items():
-                    setattr(self.config, name, value)
+                vars(self.config).update(before)
                 self.clear_gradient()
 
     def gradient_alone(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
-        """Under `unreduced`: the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
+        """Return, `unreduced`, the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
 
         The ranks of one copy of the model call it together with the same row, those of all copies with as many packs.
         """
@@ -234,7 +224,7 @@ class Engine:
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
     def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
-        """Sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
+        """Return sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
@@ -255,7 +245,7 @@ class Engine:
         return BatchResult(loss_sum, int(predicted), int(correct), flops)
 
     def _sums(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> torch.Tensor:
-        """float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
+        """Return float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
         batches = self._ahead.over(wanted, following) if self._ahead else map(self._make, wanted)
         batches = self.watch.over(DATA, batches)
@@ -279,14 +269,13 @@ class Engine:
         return sums
 
     def _forward_step(self, counts: dict[str, float], iterator: Iterator[MicroBatch], model: torch.nn.Module):
-        """megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""
+        """Be megatron-core's forward step: the stage's output, and what makes a loss of the last one. Adds to `counts` there."""
         batch = next(iterator)
-        packing, labels = batch.packing, batch.labels
-        output = model(batch.tokens, batch.positions, packing=packing, predict_at=batch.predict_at, labels=labels)
+        others = {"packing": batch.packing, "predict_at": batch.predict_at, "labels": batch.labels}
+        output = model(batch.tokens, batch.positions, **others)
 
         def loss_of(sums: tuple[torch.Tensor, torch.Tensor]):
-            loss, correct = sums
-            predicted = batch.labels.numel()
+            (loss, correct), predicted = sums, batch.labels.numel()
             counts["predicted"] += predicted
             shape, rows = self.plan.settings.shape, self.plan.vocab_size
             counts["flops"] += shape.training_flops(rows, predicted, batch.packing.spans())

@@ -14,10 +14,10 @@ from megaenc.training.skipped import SkippedPacks
 
 
 def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
-    """What the run of `plan`, complete but for this, leaves out, and which of it rewinds have added, one text each.
+    """Return what the run of `plan` leaves out, and which of it rewinds have added, one text each.
 
-    That is what the run folder says or, for a new branch, its parent's; `--skip-packs` may differ from it where nothing has been
-    read yet. InputError, naming what to give, where it differs before.
+    That is what the run folder says or, for a new branch, its parent's; InputError, naming what to give, where `--skip-packs`
+    differs from it in what has been read.
     """
     texts, start = plan.settings.data.skip_packs, plan.start
     recorded, rewinds = _recorded(Path(plan.settings.output.save)) if plan.settings.output.save else (None, ())
@@ -47,7 +47,7 @@ def _differs(where: str, whose: str, there: SkippedPacks, here: SkippedPacks) ->
 
 
 def _recorded(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
-    """What the run.json of a run folder says; None where there is none, or one that its reader will complain about."""
+    """Return what the run.json of a run folder says; None where there is none, or one that its reader will complain about."""
     try:
         facts = read_json_object(run / FACTS)
         return SkippedPacks.read(facts.get("skip_packs", ())), tuple(facts.get("rewinds", ()))
@@ -56,7 +56,7 @@ def _recorded(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
 
 
 def _newest(plan: Plan, recorded: SkippedPacks) -> int:
-    """The newest step with a checkpoint that looks whole and fits what the folder says, up to its tracker's; 0 for none."""
+    """Return the newest step with a whole checkpoint that fits what the folder says, up to its tracker's; 0 for none."""
     checkpoints = CheckpointFolder(Path(plan.settings.output.save) / "checkpoints")
     for step in reversed(checkpoints.up_to_tracker()):
         with contextlib.suppress(Damaged):  # named when it is to be loaded

@@ -4,7 +4,10 @@ import contextlib
 import gc
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,14 +20,13 @@ from megaenc.randomness import SampleRandomness
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.checkpoint_folder import Damaged
 from megaenc.training.diagnosis import report_skipped
+from megaenc.training.dry_run import conclusion, introduction, spike_found
 from megaenc.training.engine import BatchResult, Engine
-from megaenc.training.introduction import conclusion, introduction, spike_found
 from megaenc.training.leaving_out import leave_out, read_alike
 from megaenc.training.monitor import Monitor
 from megaenc.training.plan import Plan, validated_objectives
 from megaenc.training.run_folder import RunFolder
 from megaenc.training.saving import OwnCheckpoints
-from megaenc.training.spikes import RecentLosses
 from megaenc.training.start import PROGRESS, Start, digest
 from megaenc.training.stopping import Stop
 from megaenc.training.together import check_alike, on_rank_0, shared_fate
@@ -104,7 +106,7 @@ def _pretrain(
         watchdog.beat("end", step)
     if shorter:
         raise Rewind(shorter)
-    say(conclusion(step, total, run.result, output.save, asked))
+    say(conclusion(step, total, run.result.loss, output.save, asked))
     return last or not asked
 
 
@@ -113,10 +115,10 @@ def _due(step: int, interval: int | None) -> bool:
 
 
 class _Run:
-    """A run between two updates: the model, and all that is counted, watched and kept beside it.
+    """A run between two updates: the model, and all that is counted, watched and kept beside it; all ranks call it together.
 
-    All ranks call each method together. `folder` is there on rank 0 of a run with `--save` alone, `checkpoints` on all its ranks.
-    `done`: the step that it continues after; `result`: what the last update has come to.
+    `folder` is there on rank 0 of a run with `--save` alone, `checkpoints` on all its ranks. `done`: the step that it continues
+    after; `result`: what the last update has come to.
     """
 
     def __init__(
@@ -167,7 +169,7 @@ class _Run:
             self._watchdog.beat("diagnosis", step)
             report_skipped(self._engine, step, result, progress["skipped_updates"])
         if spike:
-            say(spike_found(plan, step, result, deviations))
+            say(spike_found(plan, step, result.loss, deviations))
         return self._without_spike(step) if spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
 
     def _without_spike(self, step: int) -> Plan:
@@ -232,7 +234,7 @@ class Validation:
         self.most_frequent = {text: self._most_frequent(objective) for text, objective in self.objectives.items()}
 
     def __call__(self, engine: Engine) -> dict[str, Any]:
-        """`held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
+        """Return `held_out`, which differs where the text does, and `objectives`: by text loss, accuracy and most_frequent.
 
         The last is the accuracy of always guessing the token that is most frequent among the labels.
         """
@@ -249,3 +251,40 @@ class Validation:
             labels = objective.targets(pack, SampleRandomness(0, pack.sample, pack.epoch)).labels
             counts += np.bincount(labels, minlength=len(counts))
         return int(counts.max()) / int(counts.sum()) if counts.any() else None
+
+
+WINDOW, SHORTEST = 128, 32
+"""Losses that a new one is compared with, at most and at least."""
+
+
+def deviations(loss: float, recent: Sequence[float]) -> float:
+    """Return how many robust standard deviations `loss` lies above the median of `recent`, which a spike among them hardly moves.
+
+    The deviation is 1.4826 times the median distance from the median, for normal noise the standard deviation, and at least a
+    thousandth of the median: losses that are all the same leave room for rounding.
+    """
+    middle = median(recent)
+    spread = 1.4826 * median(abs(other - middle) for other in recent)
+    return (loss - middle) / max(spread, 1e-3 * abs(middle), 1e-30)
+
+
+class RecentLosses:
+    """The last losses of each objective by its text: those of another say nothing, and losses leap where objectives change."""
+
+    def __init__(self, state: dict[str, Any] | None = None):
+        """`state` is what the attribute was when a checkpoint was saved."""
+        self.state: dict[str, Any] = {text: dict(window) for text, window in (state or {}).items()}
+        """JSON-ready: by objective its last `step` and its `losses`, at most WINDOW."""
+
+    def add(self, step: int, objective: str, loss: float | None) -> float | None:
+        """Add the loss of update `step` and return its `deviations` from those before, None if there are too few.
+
+        An objective that comes back after more than SHORTEST steps of others begins anew: the model has changed meanwhile.
+        """
+        if loss is None or not math.isfinite(loss):
+            return None
+        window = self.state.get(objective)
+        recent = window["losses"] if window and step - window["step"] <= SHORTEST else []
+        found = deviations(loss, recent) if len(recent) >= SHORTEST else None
+        self.state[objective] = {"step": step, "losses": [*recent, loss][-WINDOW:]}
+        return found

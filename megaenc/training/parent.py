@@ -50,7 +50,7 @@ class Parent:
     """The run that another starts from, as its folder tells."""
 
     def __init__(self, flag: str, run: str, save: str):
-        """Read the folder `run`, which `flag` names; InputError if it is none of a run or the `save` of the new one."""
+        """Read the folder `run` that `flag` names; InputError if it is none of a run or the `save` of the new one."""
         self.run, self.flag, self.path = run, f"{flag} {run}", Path(run)
         self.checkpoints = _checkpoints(run)
         if save and self.path.resolve() == Path(save).resolve():
@@ -87,7 +87,7 @@ class Parent:
             raise InputError(f"{path}: {error!r}; expected what a save wrote, choose another checkpoint") from None
 
     def check_kept(self, flag: str, step: int | None) -> int:
-        """`step`, if there is a checkpoint of it; InputError names those that there are."""
+        """Return `step`, if there is a checkpoint of it; InputError names those that there are."""
         kept = self.checkpoints.steps()
         if step not in kept:
             found = f"{flag}: missing" if step is None else f"{flag} {step}: {self.run} keeps no checkpoint of this step"
@@ -95,7 +95,7 @@ class Parent:
         return step
 
     def check_same(self, plan: Plan, names: Iterable[str], why: str) -> None:
-        """InputError names the first of the fields `names` of the identity that differs, and says `why` it must not."""
+        """Raise InputError with the first field of `names` in which the identity differs, and `why` it must not."""
         there, here = ({name: values.get(name) for name in names} for values in (self.identity, plan.identity))
         if other := difference(there, here):
             raise InputError(f"{self.flag}: {other}; {why}")
@@ -106,14 +106,14 @@ def _checkpoints(run: str) -> CheckpointFolder:
 
 
 def _recorded(settings: PretrainSettings) -> Start | None:
-    """What the folder `--save` says, if it is that of a run and the flags name the same start."""
-    given, save = settings.start, Path(settings.output.save)
+    """Return what the folder `--save` says, if it is that of a run and the flags name the same start."""
+    given, facts = settings.start, Path(settings.output.save) / FACTS
     run, at = (given.branch_from, given.branch_at) if given.branch_from else (given.init_from, given.init_at)
     if not run or not settings.output.save:
         return None
     try:
-        start = Start.read(read_json_object(save / FACTS))
-        start.check(f"{save / FACTS}: start")
+        start = Start.read(read_json_object(facts))
+        start.check(f"{facts}: start")
     except (InputError, TypeError):
         return None  # the run folder says what is wrong with it
     same = start.run == run and (start.kind == "branch") == bool(given.branch_from) and at in (None, start.at)

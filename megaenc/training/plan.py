@@ -91,16 +91,15 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What makes this the same run as another: everything that the weights after step N depend on, but for rounding.
 
-        Layout, kernels, intervals and the micro-batch may differ, and so may paths, where what they lead to is the same. Packs
-        that are left out are compared by what has been read (`leaving_out.read_alike`).
+        Layout, kernels, intervals and the micro-batch may differ, and paths that lead to the same. Packs that are left out are
+        compared by what has been read (`leaving_out.read_alike`).
         """
-        free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer"}
-        free |= {"micro_batch_size", "objective_schedule"}
-        free |= set(flags.flatten(self.settings.layout)) | set(flags.flatten(self.settings.output)) - {"eval_iters"}
-        free |= set(flags.flatten(self.settings.kernels)) - {"fp8_format"}  # it rounds as coarsely as nothing else here
-        for group in (self.settings.start, self.settings.health, self.settings.monitoring):
+        settings = self.settings
+        free = {"train_tokens", "config", "model", "data_path", "skip_packs", "tokenizer", "micro_batch_size"}
+        free |= {"objective_schedule", "lr_warmup_iters", "lr_warmup_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_fraction"}
+        for group in (settings.layout, settings.output, settings.kernels, settings.start, settings.health, settings.monitoring):
             free |= set(flags.flatten(group))
-        free |= {name for name in flags.flatten(self.settings.optimizer) if name.startswith(("lr_warmup", "lr_wsd"))}
+        free -= {"eval_iters", "fp8_format"}  # the latter rounds as coarsely as nothing else here
         values = {
             name: list(value) if isinstance(value, tuple) else value  # as JSON has it
             for name, value in flags.flatten(self.settings).items()

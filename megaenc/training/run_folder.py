@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from megaenc import flags
-from megaenc.backend.kernels import Kernels
+from megaenc.backend.layout import Kernels
+from megaenc.console import shortened
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import left_behind, remove, whole_files, whole_folder, write_whole
 from megaenc.json_files import parse_json, read_json_object, read_regular
@@ -153,19 +154,15 @@ def _rows_up_to(file: Path, step: int) -> list[str] | None:
         return None
     except OSError as error:
         raise LocalInputError(f"{file}: {error.strerror}; expected the rows of a run") from None
-    kept, odd = [], 0
-    for number, line in enumerate(lines, 1):
-        row_step = _step_of(line)
-        if row_step is None:
-            odd = odd or number
-        elif row_step <= step:
-            if odd:
-                raise LocalInputError(
-                    f"{file}: line {odd}: found {lines[odd - 1][:60]!r}, expected an object with a `step` as a run writes it; "
-                    "put it right or remove the line"
-                )
-            kept.append(line.decode("utf-8"))
-    return kept
+    steps = [_step_of(line) for line in lines]
+    kept = [number for number, found in enumerate(steps) if found is not None and found <= step]
+    odd = steps.index(None) if None in steps else len(lines)
+    if kept and odd < kept[-1]:
+        raise LocalInputError(
+            f"{file}: line {odd + 1}: found {lines[odd][:60]!r}, expected an object with a `step` as a run writes it; "
+            "put it right or remove the line"
+        )
+    return [lines[number].decode("utf-8") for number in kept]
 
 
 def _step_of(row: bytes) -> int | None:
@@ -192,14 +189,10 @@ def _same_run(path: Path, plan: "Plan") -> dict[str, Any]:
 
 
 def difference(kept: dict[str, Any], identity: dict[str, Any], names: tuple[str, str] = ("there", "here")) -> str | None:
-    """The first field that has one value in `kept` and another in `identity`, with both; None if it is the same run."""
-    there, here = names
+    """Return the first field that differs between `kept` and `identity`, with both values; None if it is the same run."""
     for name in dict.fromkeys((*identity, *kept)):
-        if kept.get(name) != identity.get(name):
-            return f"{name} is {_short(kept.get(name))} {there}, {_short(identity.get(name))} {here}"
+        values = kept.get(name), identity.get(name)
+        if values[0] != values[1]:
+            there, here = (shortened("not given" if value is None else str(value), 60) for value in values)
+            return f"{name} is {there} {names[0]}, {here} {names[1]}"
     return None
-
-
-def _short(value: Any) -> str:
-    text = "not given" if value is None else str(value)
-    return text if len(text) <= 60 else text[:57] + "..."

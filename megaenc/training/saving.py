@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -14,22 +15,108 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from megaenc.errors import InputError, LocalInputError
 from megaenc.files import remove, sync, write_whole
 from megaenc.ranks import rank
-from megaenc.training.checkpoint import Checkpoints
-from megaenc.training.checkpoint_folder import STATE, TRACKER, Damaged, Unreadable
-from megaenc.training.checksums import DIGEST, json_digest
+from megaenc.training.checkpoint import Checkpoints, sharded_state
+from megaenc.training.checkpoint_folder import DIGEST, STATE, TRACKER, Damaged, Unreadable, digest, digests, json_digest
 from megaenc.training.engine import Engine
 from megaenc.training.leaving_out import read_alike
 from megaenc.training.pickles import check_saved
 from megaenc.training.plan import Plan
-from megaenc.training.sharded_state import sharded_state
 from megaenc.training.together import on_all, on_rank_0
-from megaenc.training.writing import Digests, ShardedWrite, cannot_be_written, sync_all
+
+Digests = dict[str, dict[str, Any]]
+Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in the metadata, (items and bytes, items and tensors)
+
+
+class ShardedWrite:
+    """A sharded state dict on its way to the disk; all ranks construct and complete it together, on the main thread."""
+
+    def __init__(self, state: dict[str, Any], folder: Path, copy: bool) -> None:
+        """Plan how `state` goes into the empty `folder`, and take this rank's shards off the accelerator.
+
+        With `copy` those in host memory are copied too, and `state` may change before they are written. LocalInputError, for
+        `together.shared_fate` to spread, where rank 0 cannot write to the folder.
+        """
+        self.folder = folder
+        in_use = {_address(each.data) for each in nested_values(state) if isinstance(getattr(each, "data", None), torch.Tensor)}
+        # Where megatron-core's writers leave their results. Its own is a server process, which a signal to the process group
+        # ends and the death of this process does not.
+        self._results = filesystem_async._results_queue = queue.Queue()
+        with _one_line(folder, LocalInputError):
+            self._request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        self._buckets: list[Bucket] = self._request.preload_fn() if self._request.async_fn else []  # none: nothing to write here
+        if copy:  # but for what is a copy already, as megatron-core makes of parts of tensors
+            self._buckets = [
+                (path, name, (plain, [(item, each.clone() if _address(each) in in_use else each) for item, each in tensors]))
+                for path, name, (plain, tensors) in self._buckets
+            ]
+
+    def write(self) -> Digests:
+        """Write this rank's shards to the disk, each by a thread of its own; return `digest` of each file.
+
+        megatron-core would fork a process for each: beside threads of gloo or a GPU that may hang, and one that is killed is
+        waited for without end. InputError where one cannot be written.
+        """
+        if not self._buckets:
+            return {}
+        [transforms, _] = self._request.async_fn.args
+        buckets, self._buckets = self._buckets, []
+        results, running = queue.Queue(), queue.Queue()
+
+        def write(number: int) -> tuple[str, dict[str, Any]]:
+            running.put(number)
+            file = Path(buckets[number][0])
+            write_bucket = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+            write_bucket(transforms, number, buckets[number], results, running, True)
+            return file.name, digest(file) if file.exists() else {}
+
+        with _one_line(self.folder, InputError):
+            with ThreadPoolExecutor(len(buckets)) as pool:
+                digests_of_shards = dict(pool.map(write, range(len(buckets))))
+            written = dict(results.get() for _ in buckets)
+            for result in written.values():
+                if isinstance(result, Exception):
+                    raise result
+        self._results.put(written)
+        return digests_of_shards
+
+    def complete(self) -> None:
+        """Write what says which shard holds what, once all ranks have written theirs. LocalInputError as above."""
+        with _one_line(self.folder, LocalInputError):
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+
+def cannot_be_written(folder: Path, error: Exception) -> str:
+    """Return the line for an `error` of the disk."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):  # torch's writer stumbles over what the failed write left
+        cause = cause.__cause__ or cause.__context__
+    reason = cause.strerror if cause is not None and cause.strerror else str(error).splitlines()[0]
+    return f"{folder}: cannot be written to: {reason}"
+
+
+@contextlib.contextmanager
+def _one_line(folder: Path, kind: type[InputError]) -> Iterator[None]:
+    """Turn an error of the disk into one of `kind`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        full = "PytorchStreamWriter" in str(error) or "inline_container" in str(error)  # as torch's writer in C++ says it
+        if isinstance(error, RuntimeError) and not full:
+            raise
+        raise kind(cannot_be_written(folder, error)) from None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class OwnCheckpoints(Checkpoints):
@@ -62,9 +149,9 @@ class OwnCheckpoints(Checkpoints):
     def save(self, engine: Engine, step: int, progress: dict[str, Any], block: bool = True) -> None:
         """Write the checkpoint of `step` with `progress` in its JSON; all ranks call this together, on the main thread.
 
-        It is written under a name of this attempt and renamed once it is on the disk; then the tracker is, and superfluous ones
-        go. Without `block` a thread does most of that from a copy: call `finish_save` until it is done. A save under way is
-        finished first. InputError if it fails: then nothing of the attempt is left, and the others are as they were.
+        Once on the disk it gets its name, the tracker follows, and superfluous ones go. Without `block` a thread does most of
+        that from a copy: call `finish_save` until it is done. A save under way is finished first. InputError if it fails: then
+        nothing of the attempt is left, and the others are as they were.
         """
         self.finish_save()
         self._parts = self._save(engine, step, progress, copy=not block)
@@ -159,8 +246,12 @@ class OwnCheckpoints(Checkpoints):
     def _publish(self, attempt: Path, state: dict[str, Any], shards: Digests, plan: Plan | None = None) -> None:
         target = self.path(state["step"])
         check_saved(attempt)
-        state["files"] = sync_all(attempt, shards)
-        try:
+        with _one_line(attempt, InputError):
+            files = [file for file in sorted(attempt.iterdir()) if file.name not in shards]
+            for path in (*files, attempt):
+                sync(path)
+            state["files"] = dict(sorted((shards | digests(files)).items()))
+        with _one_line(self.folder, InputError):
             write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
             sync(attempt)
             self.last_look()
@@ -169,8 +260,6 @@ class OwnCheckpoints(Checkpoints):
             os.rename(attempt, target)
             sync(self.folder)
             write_whole(self.folder / TRACKER, f"{state['step']}\n")
-        except OSError as error:
-            raise InputError(cannot_be_written(self.folder, error)) from None
         self.retain(state["step"], plan)
 
     def _remove(self, path: Path) -> None:
@@ -218,7 +307,5 @@ def superfluous(
     """
     if keep_last is None and keep_every is None:
         return []
-    steps = sorted(older)
-    others = (keep_last or 1) - 1
-    old = (step for step in steps[: max(0, len(steps) - others)] if step not in keep_steps)
-    return [step for step in old if not keep_every or step % keep_every]
+    old = sorted(older, reverse=True)[(keep_last or 1) - 1 :]
+    return [step for step in reversed(old) if step not in keep_steps and (not keep_every or step % keep_every)]

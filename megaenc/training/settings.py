@@ -1,17 +1,17 @@
 """Everything a run can be told, as dataclasses: each field is a flag of the command and a key of the YAML file."""
 
 import dataclasses
+import functools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.kernels import FLOAT8_WIDTH, Kernels
-from megaenc.backend.layout import Layout
+from megaenc.backend.layout import FLOAT8_WIDTH, Kernels, Layout
 from megaenc.data.packs import LONGEST_PACK
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
-from megaenc.training.batch_sizes import BatchSizes, batch_sizes
 from megaenc.training.options import (
     DataSettings,
     HealthSettings,
@@ -27,6 +27,48 @@ def has_bf16() -> bool:
     from megaenc.backend.device import detect  # imports torch
 
     return detect().has_bf16
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Global batches that grow to `full` packs; `starts` are the first samples of updates 1, 2, ... up to the first full one."""
+
+    full: int
+    starts: tuple[int, ...] = (0,)
+
+    def first_sample(self, step: int) -> int:
+        """Return the sample that update number `step` (1, 2, ...) begins with: how many those before it have read."""
+        growing = len(self.starts)
+        return self.starts[step - 1] if step <= growing else self.starts[-1] + (step - growing) * self.full
+
+    def size(self, step: int) -> int:
+        """Return the packs of update number `step`."""
+        return self.first_sample(step + 1) - self.first_sample(step)
+
+    def steps_for(self, samples: int) -> int:
+        """Return how many updates it takes to read `samples` samples."""
+        if samples <= self.starts[-1]:
+            return bisect_left(self.starts, samples)
+        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
+
+
+@functools.cache
+def batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizes:
+    """Return batches of `full` packs, or that grow as `rampup` (first size, increment, samples) says, by megatron-core's rule."""
+    if not rampup:
+        return BatchSizes(full)
+    from megaenc.backend.megatron import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    start, increment, samples = rampup
+    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
+    starts = [0]
+    while rule.get_current_global_batch_size() < full:
+        starts.append(starts[-1] + rule.get_current_global_batch_size())
+        rule.update(starts[-1], consistency_check=False)
+    return BatchSizes(full, tuple(starts))
 
 
 @dataclass(frozen=True)
@@ -65,7 +107,7 @@ class PretrainSettings:
     monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
 
     def check(self, world_size: int) -> None:
-        """InputError, naming the flag, for what cannot be run on `world_size` processes."""
+        """Raise InputError, naming the flag, for what cannot be run on `world_size` processes."""
         self.layout.check(world_size)
         self.start.check()
         self.shape.check(self.layout.tensor_model_parallel_size)
@@ -86,18 +128,18 @@ class PretrainSettings:
             raise InputError(
                 f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
             )
-        row = self.micro_batch_size * self.data.seq_length
-        tensor = self.layout.tensor_model_parallel_size
+        row, tensor = self.micro_batch_size * self.data.seq_length, self.layout.tensor_model_parallel_size
         if self.layout.sequence_parallel and row % tensor:
             raise InputError(
                 f"--sequence-parallel: a row of {row} tokens (--micro-batch-size x --seq-length) is no multiple of "
                 f"--tensor-model-parallel-size {tensor}"
             )
-        step = self.micro_batch_size * self.data_parallel_size(world_size)
+        copies = self.data_parallel_size(world_size)
+        step = self.micro_batch_size * copies
         if self.global_batch_size % step:
             raise InputError(
                 f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
-                f"(--micro-batch-size {self.micro_batch_size} x {self.data_parallel_size(world_size)} data-parallel ranks)"
+                f"(--micro-batch-size {self.micro_batch_size} x {copies} data-parallel ranks)"
             )
         stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
         self._check_rampup(step * (stages if chunks > 1 else 1))
@@ -110,7 +152,7 @@ class PretrainSettings:
         self.monitoring.check(self.output.save, self.total_iters, world_size)
 
     def _check_length(self) -> None:
-        """InputError for more steps or tokens than any run makes."""
+        """Raise InputError for more steps or tokens than any run makes."""
         name = "train_iters" if self.train_tokens is None else "train_tokens"
         flag, tokens = f"--{name.replace('_', '-')}: found {vars(self)[name]}", self.tokens_after(self.total_iters)
         if self.total_iters > _MOST_STEPS:
@@ -122,24 +164,26 @@ class PretrainSettings:
             )
 
     def _check_float8(self) -> None:
-        """InputError where `--fp8-format` asks for matrices that its products do not take."""
-        tensor = self.layout.tensor_model_parallel_size
+        """Raise InputError where `--fp8-format` asks for matrices that its products do not take."""
+        if not self.kernels.fp8_format:
+            return
+        flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
         row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
-        if self.kernels.fp8_format and self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_WIDTH:
+        if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_WIDTH:
             raise InputError(
-                f"--fp8-format {self.kernels.fp8_format}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where "
-                f"--sequence-parallel is given), expected a multiple of {FLOAT8_WIDTH} under Transformer Engine"
+                f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where --sequence-parallel is given), "
+                f"expected a multiple of {FLOAT8_WIDTH} under Transformer Engine"
             )
-        for name, widths in self.shape.linear_widths(tensor).items() if self.kernels.fp8_format else ():
-            if any(width % FLOAT8_WIDTH for width in widths):
-                shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+        shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+        for name, (rows, columns) in self.shape.linear_widths(tensor).items():
+            if rows % FLOAT8_WIDTH or columns % FLOAT8_WIDTH:
                 raise InputError(
-                    f"--fp8-format {self.kernels.fp8_format}: {name} is {widths[0]} x {widths[1]}{shared}, expected multiples of "
-                    f"{FLOAT8_WIDTH}: other widths, or no --fp8-format"
+                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_WIDTH}: other widths, or no "
+                    "--fp8-format"
                 )
 
     def _check_rampup(self, divisor: int) -> None:
-        """InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
+        """Raise InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
         if self.rampup_batch_size is None:
             return
         flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
@@ -167,7 +211,7 @@ class PretrainSettings:
         return f"{growing}{self.global_batch_size}"
 
     def tokens_after(self, step: int) -> int:
-        """What the first `step` steps read."""
+        """Return what the first `step` steps read."""
         return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
 
     @property
@@ -177,7 +221,7 @@ class PretrainSettings:
         return self.model if shape == preset(self.model) else "model"
 
     def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model."""
+        """Return the copies of the model."""
         return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
 
     @property
@@ -232,13 +276,13 @@ With nothing given it trains the tiny preset on the demo corpus. Each flag is al
 
 
 def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
-    """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    """Read the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
     default = over_defaults(argv, prog, PretrainSettings())
     return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
 def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> PretrainSettings:
-    """`default` with the `--config` and the preset that `argv` names, and without what its flags overrule. Raises InputError."""
+    """Return `default` with the `--config` and the preset of `argv`, and without what its flags overrule. Raises InputError."""
     config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
     if config:
         default = settings_from(config, default)
@@ -251,10 +295,10 @@ def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> 
 
 
 def settings_from(path: str, default: PretrainSettings | None = None) -> PretrainSettings:
-    """The settings that the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
+    """Return what the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
     return flags.from_yaml(default or PretrainSettings(), path, first=("model", with_preset))
 
 
 def with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
-    """The same with another shape. InputError where there is no preset `name`."""
+    """Return the same with another shape. InputError where there is no preset `name`."""
     return dataclasses.replace(settings, model=name, shape=preset(name))

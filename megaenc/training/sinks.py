@@ -1,7 +1,7 @@
 """TensorBoard and Weights & Biases, each fed by a thread of its own; whatever one raises is reported once, and the run continues.
 
-Each has `log(group, row)` to show a row under names that begin with `group`/, `cut(step)`, called before the first row too, after
-which what was shown of later steps no longer counts, `flush()` to put what was shown on the disk, and `close()`.
+`log(group, row)` shows a row under names that begin with `group`/; `cut(step)`, called before the first row too, lets later steps
+that were shown count no more.
 """
 
 import json
@@ -18,7 +18,7 @@ import yaml
 
 from megaenc import flags
 from megaenc.console import say
-from megaenc.errors import InputError
+from megaenc.errors import InputError, one_line
 from megaenc.files import write_whole
 from megaenc.ranks import rank
 from megaenc.training.options import MonitoringSettings
@@ -35,18 +35,17 @@ TENSORBOARD_RUN = "megaenc_run"
 
 def boards(plan: Plan, folder: RunFolder | None) -> list["Background"]:
     """Open those that `plan` asks for, on rank 0; `folder` keeps the id of the run at Weights & Biases."""
-    monitoring, opened = plan.settings.monitoring, []
+    monitoring, save = plan.settings.monitoring, plan.settings.output.save
     if rank():
-        return opened
+        return []
+    # Every flag and what was found out about data and tokenizer, JSON-ready.
+    config = json.loads(json.dumps(flags.flatten(plan.settings) | plan.facts))
+    makers = {}
     if monitoring.tensorboard_dir:
-        run = digest(plan.identity)
-        opened.append(Background("TensorBoard", lambda: TensorBoard(monitoring.tensorboard_dir, run, _config(plan))))
+        makers["TensorBoard"] = lambda: TensorBoard(monitoring.tensorboard_dir, digest(plan.identity), config)
     if monitoring.wandb_project:
-        save = plan.settings.output.save
-        opened.append(
-            Background("Weights & Biases", lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), _config(plan)))
-        )
-    return opened
+        makers["Weights & Biases"] = lambda: WeightsAndBiases(monitoring, save, _wandb_id(folder), config)
+    return [Background(name, make) for name, make in makers.items()]
 
 
 class TensorBoard:
@@ -124,17 +123,17 @@ class WeightsAndBiases:
             except Exception as error:
                 wandb.teardown()  # its server still holds the id
                 self._run = start("offline")
-                say(f"Weights & Biases: {_one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
+                say(f"Weights & Biases: {one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
         self._run.log({"step": row["step"], **flat(row, group)})
 
     def cut(self, step: int) -> None:
-        """Do nothing: nothing can be taken back there; steps that are made again stand there twice, and the later row counts."""
+        """Do nothing: steps that are made again stand there twice, and the later row counts."""
 
     def flush(self) -> None:
-        """Do nothing: its own process writes what it is given, a moment later."""
+        """Do nothing: its own process writes, a moment later."""
 
     def close(self) -> None:
         self._run.finish()
@@ -144,8 +143,7 @@ class Background:
     """A board that a thread of its own opens and feeds: neither its import nor its network holds the run up."""
 
     def __init__(self, name: str, make: Callable[[], Any]):
-        self._name, self._make = name, make
-        self._todo: queue.SimpleQueue = queue.SimpleQueue()
+        self._name, self._make, self._todo = name, make, queue.SimpleQueue()
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -186,7 +184,7 @@ class Background:
             done.set()
 
     def _give_up(self, error: Exception) -> None:
-        say(f"{self._name}: {_one_line(error)}; the run goes on without it")
+        say(f"{self._name}: {one_line(error)}; the run goes on without it")
 
 
 def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
@@ -201,21 +199,11 @@ def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
     return found
 
 
-def _config(plan: Plan) -> dict[str, Any]:
-    """Every flag and what was found out about data and tokenizer, JSON-ready."""
-    return json.loads(json.dumps(flags.flatten(plan.settings) | plan.facts))
-
-
 def _wandb_id(folder: RunFolder | None) -> str:
-    """The one that is kept there, or a new one, which then is."""
+    """Return the one that is kept in `folder`, or a new one, which then is."""
     if not folder:
         return secrets.token_hex(4)
     file = folder.path / WANDB_ID
     if not file.exists():
         write_whole(file, secrets.token_hex(4) + "\n")
     return file.read_text(encoding="utf-8").strip()
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,17 +1,16 @@
 """Packs that a run leaves out: which sample is read when some are not, and whether two lists have let a run read the same."""
 
 import re
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 from typing import Self
 
 from megaenc.errors import InputError
 
 NONE = ("none",)
 """What `--skip-packs` says for an empty list; without the flag a run goes on with the list that it has."""
+
+_SHOWN = 8  # ranges that a line names
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,11 @@ class SkippedPacks:
         return cls(tuple(merged))
 
     @classmethod
+    def of_numbers(cls, numbers: Iterable[int]) -> Self:
+        """Of single numbers, in any order."""
+        return cls.of((number, number) for number in numbers)
+
+    @classmethod
     def read(cls, texts: Iterable[str]) -> Self:
         """Of `1200-1215` and `1300`, or `none`, as `--skip-packs` has them. Raises InputError."""
         ranges = []
@@ -49,47 +53,42 @@ class SkippedPacks:
         """What `read` reads."""
         return tuple(f"{first}-{last}" if last > first else f"{first}" for first, last in self.ranges)
 
+    def shown(self, between: str = " ") -> str:
+        """The first _SHOWN of the `texts`."""
+        return between.join(self.texts if len(self.texts) <= _SHOWN else (*self.texts[:_SHOWN], "..."))
+
     def __or__(self, other: "SkippedPacks") -> "SkippedPacks":
         return SkippedPacks.of(self.ranges + other.ranges)
 
-    @cached_property
-    def _before(self) -> list[int]:
-        """Samples left out before each range, and by all."""
-        return [0, *accumulate(last - first + 1 for first, last in self.ranges)]
-
-    @cached_property
-    def _places(self) -> list[int]:
-        """Where each range would begin if no sample of it or of those before counted."""
-        return [first - before for (first, _), before in zip(self.ranges, self._before, strict=False)]
-
     def sample(self, first: int, position: int) -> int:
-        """The sample at `position` (0, 1, ...) of those from number `first` on that are not left out."""
-        place = first - self.between(0, first).size + position
-        return place + self._before[bisect_right(self._places, place)]
+        """Return the sample at `position` (0, 1, ...) of those from number `first` on that are not left out."""
+        sample = first + position
+        for start, last in self.ranges:
+            if start > sample:
+                break
+            sample += max(0, last + 1 - max(start, first))
+        return sample
 
     def end(self, first: int, count: int) -> int:
-        """The number after the last of the `count` samples that are read from number `first` on."""
+        """Return the number after the last of the `count` samples that are read from number `first` on."""
         return self.sample(first, count - 1) + 1 if count else first
 
     def between(self, start: int, stop: int) -> "SkippedPacks":
-        """Those from number `start` to `stop` - 1."""
+        """Return those from number `start` to `stop` - 1."""
         cut = ((max(first, start), min(last, stop - 1)) for first, last in self.ranges)
         return SkippedPacks(tuple((first, last) for first, last in cut if first <= last))
 
     def describe(self) -> str:
         """For the console: nothing where none is left out."""
-        if not self.ranges:
-            return ""
-        more = " ..." if len(self.ranges) > 8 else ""
-        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {' '.join(self.texts[:8])}{more}"
+        return f"; {self.size:,} pack{'s' * (self.size > 1)} left out: {self.shown()}" if self.ranges else ""
 
     @property
     def size(self) -> int:
         """How many they are."""
-        return self._before[-1]
+        return sum(last + 1 - first for first, last in self.ranges)
 
     def agrees(self, other: "SkippedPacks", first: int, count: int) -> bool:
-        """Whether with either list the first `count` samples from number `first` on are the same."""
+        """Return whether with either list the first `count` samples from number `first` on are the same."""
         end = self.end(first, count)
         return self.between(first, end) == other.between(first, end)
 

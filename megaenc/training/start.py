@@ -54,7 +54,7 @@ class Start:
 
     @classmethod
     def read(cls, facts: dict[str, Any]) -> Self:
-        """Return what run.json holds; new weights if it says nothing. Raises TypeError for anything that no run wrote."""
+        """Return the start in run.json; new weights if it says nothing. Raises TypeError for anything that no run wrote."""
         values = facts.get("start", {})
         if not isinstance(values, dict):
             raise TypeError(f"start is a {type(values).__name__}")

@@ -13,10 +13,9 @@ _TIME = 1000  # beyond every signal's number
 
 
 class Stop:
-    """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run; the second SIGINT ends the process at once.
+    """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run, as `minutes` do; a second SIGINT at once.
 
-    From then on other signals are ignored, also after the context. `minutes`: after which the run is to end too, if any.
-    `by_signals=False`: signals do what they do outside. For the main thread.
+    Once asked, other signals are ignored, also after the context. `by_signals=False` leaves signals alone. For the main thread.
     """
 
     def __init__(self, minutes: float | None, device: torch.device, by_signals: bool = True) -> None:

@@ -1,12 +1,10 @@
 """Which rank holds the others up: each rank's own time, without its waiting for others, compared over all ranks.
 
-In a step all ranks take equally long, for they wait for each other in every layer (tensor parallel), micro-batch (pipeline) or at
-its end (data parallel). What tells them apart is what a rank does by itself:
+In a step all ranks take equally long, for they wait for each other. What tells them apart is what a rank does by itself:
 
-- data: the clock while it makes its micro-batches, which every rank does for itself;
-- compute: on a host the processor time of its thread in forward, backward and update, where waiting does not count; on an
-  accelerator the device's time between begin and end of each forward pass of its stage, in which it waits for its tensor-parallel
-  group alone;
+- data: the clock while it makes its micro-batches;
+- compute: on a host the processor time of its thread in forward, backward and update; on an accelerator the device's time between
+  begin and end of each forward pass of its stage, in which it waits for its tensor-parallel group alone;
 - probe: a small matrix product that needs no other rank, which finds a slow device within such a group.
 """
 
@@ -51,11 +49,10 @@ class Stragglers:
         self._slow: Counter[int] = Counter()  # by rank: reports in a row
 
     def step(self, step: int) -> dict[str, Any] | None:
-        """Count update number `step`; the report where one is due, with a line on the console if a rank was slow repeatedly."""
+        """Count update number `step`; return a report where one is due, with a line on the console if a rank was slow often."""
         watch = self._engine.watch
-        compute = watch.processor[FORWARD_BACKWARD] - watch.processor[DATA] + watch.processor[OPTIMIZER]  # of this thread
-        if self._forward:
-            compute = self._forward.take()
+        of_thread = watch.processor[FORWARD_BACKWARD] - watch.processor[DATA] + watch.processor[OPTIMIZER]
+        compute = self._forward.take() if self._forward else of_thread
         self._steps += 1
         if self._steps:
             self._sums.update(data_seconds=watch.wall[DATA], compute_seconds=compute)
@@ -63,10 +60,10 @@ class Stragglers:
             return None
         means = [self._sums["data_seconds"] / self._steps, self._sums["compute_seconds"] / self._steps]
         mine = torch.tensor([*means, probe(self._backend.device)], dtype=torch.float64, device=self._backend.device)
-        of_all = [torch.empty_like(mine) for _ in self._places]
-        dist.all_gather(of_all, mine)
+        of_all = mine.new_empty(len(self._places), len(mine))
+        dist.all_gather_into_tensor(of_all.flatten(), mine)
         ranks = [
-            place | dict(zip(_MEASURES, each.tolist(), strict=True)) for place, each in zip(self._places, of_all, strict=True)
+            place | dict(zip(_MEASURES, each, strict=True)) for place, each in zip(self._places, of_all.tolist(), strict=True)
         ]
         found = {"step": step, "steps": self._steps, **compared(ranks)}
         self._steps, self._sums = 0, Counter()
@@ -75,7 +72,7 @@ class Stragglers:
         return found
 
     def _tell(self, ranks: list[dict[str, Any]]) -> None:
-        """One line when a rank has become a straggler; the next after it has recovered."""
+        """Print a line when a rank has become a straggler; the next after it has recovered."""
         for each in ranks:
             self._slow[each["rank"]] = self._slow[each["rank"]] + 1 if each["ratio"] > SLOW else 0
             if self._slow[each["rank"]] == IN_A_ROW:
@@ -87,10 +84,9 @@ class Stragglers:
 
 
 def compared(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """`ranks`, the slowest first, each with its `ratio` to the median and what it is `slow_in`, and the first one's again.
+    """Return `ranks`, the slowest first, each with its `ratio` to the median and what it is `slow_in`, and the first one's again.
 
-    Data and probe are the same work for all. Compute is compared among ranks that hold the same layers; a stage that one rank
-    holds has nobody to be compared with in this. The median of two is the faster one.
+    Data and probe are the same work for all; compute is compared among ranks of one stage. The median of two is the faster one.
     """
     data, _, probed = (median_low(each[measure] for each in ranks) for measure in _MEASURES)
     judged = []
@@ -120,13 +116,13 @@ class ForwardTime:
             self._events[-1].record()
 
     def take(self) -> float:
-        """Those since the last call; after a step, which has waited for the device."""
+        """Return those since the last call; after a step, which has waited for the device."""
         events, self._events = self._events, []
         return sum(begin.elapsed_time(end) for begin, end in zip(events[::2], events[1::2], strict=True)) / 1000
 
 
 def probe(device: torch.device, times: int = 5) -> float:
-    """Seconds of a fixed amount of matrix products on `device`: the best of some `times`, the first of which warms up."""
+    """Return the seconds of some matrix products on `device`: the best of `times`, the first of which warms up."""
     host = device.type == "cpu"
     size, products = (384, 1) if host else (2048, 50)
     matrix = torch.ones(size, size, device=device, dtype=torch.float32 if host else torch.bfloat16)

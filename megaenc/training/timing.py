@@ -15,8 +15,6 @@ from megaenc.backend import Backend
 
 Item = TypeVar("Item")
 
-_PROCESS = psutil.Process()
-
 DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
@@ -39,7 +37,7 @@ class Stopwatch:
         self.processor[part] += time.thread_time() - processor
 
     def over(self, part: str, items: Iterable[Item]) -> Iterator[Item]:
-        """`items`, the making of each being added to `part`."""
+        """Yield `items`, the making of each being added to `part`."""
         iterator = iter(items)
         while True:
             with self.measure(part):
@@ -49,14 +47,14 @@ class Stopwatch:
             yield item
 
     def seconds(self) -> dict[str, float]:
-        """By the clock: making micro-batches, computing with them, updating the weights; the first is not in the second."""
+        """Return those by the clock of making micro-batches, computing with them, updating; the first is not in the second."""
         forward_backward = self.wall[FORWARD_BACKWARD] - self.wall[DATA]
         return {DATA: self.wall[DATA], FORWARD_BACKWARD: forward_backward, OPTIMIZER: self.wall[OPTIMIZER]}
 
 
 def memory(backend: Backend) -> dict[str, float]:
-    """GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
-    resident = _PROCESS.memory_info().rss / 2**30
+    """Return the GiB that this process has: at most so far of an accelerator's memory, else now of the host's."""
+    resident = psutil.Process().memory_info().rss / 2**30
     if backend.is_host:
         return {"memory_gib": resident}
     return {
@@ -67,14 +65,14 @@ def memory(backend: Backend) -> dict[str, float]:
 
 
 def highest(values: dict[str, float], device: torch.device) -> dict[str, float]:
-    """The largest that any rank has of each value; all ranks call this together, with the same names."""
+    """Return the largest that any rank has of each value; all ranks call this together, with the same names."""
     found = torch.tensor(list(values.values()), dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return dict(zip(values, found.tolist(), strict=True))
 
 
 def longest(timers: Timers) -> dict[str, float]:
-    """Seconds of each timer on the rank where it took longest; all ranks call this together."""
+    """Return the seconds of each timer on the rank where it took longest; all ranks call this together."""
     mine = {name: timer.elapsed(reset=False) for name, timer in timers._timers.items()}
     of_all: list = [None] * dist.get_world_size()  # names and all: stages of a pipeline need not have the same timers
     dist.all_gather_object(of_all, mine)

@@ -26,13 +26,8 @@ _WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 def on_all(work: Callable[[], Result]) -> list[Result]:
     """Call `work` on each rank and return the results in the order of the ranks; the first InputError is raised on all."""
-    answer: tuple = (None, None)
-    try:
-        answer = (work(), None)
-    except InputError as error:
-        answer = (None, error)
     answers: list = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
+    dist.all_gather_object(answers, _tried(work))
     for _, error in answers:
         if error is not None:
             raise error
@@ -41,16 +36,18 @@ def on_all(work: Callable[[], Result]) -> list[Result]:
 
 def on_rank_0(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
-    answer: list = [None, None]
-    if rank() == 0:
-        try:
-            answer[0] = work()
-        except InputError as error:
-            answer[1] = error
+    answer = [*_tried(work)] if rank() == 0 else [None, None]
     dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+def _tried(work: Callable[[], Result]) -> tuple[Result | None, InputError | None]:
+    try:
+        return work(), None
+    except InputError as error:
+        return None, error
 
 
 def check_alike(plan: Plan) -> None:
@@ -65,11 +62,10 @@ def check_alike(plan: Plan) -> None:
 
 @contextlib.contextmanager
 def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
-    """While it is entered, an error on one rank ends the others too, whatever collective they wait in.
+    """Let an error inside on one rank end the others too, whatever collective they wait in.
 
     The rank that failed first calls `clean_up` when the others have had time to come to rest, and raises its error; the others
-    then leave without a word, with exit code 2. An InputError that all ranks raise together, as those of the functions above, is
-    left to itself.
+    leave without a word, with exit code 2. An InputError that all ranks raise together is left to itself.
     """
     if dist.get_world_size() == 1:
         try:

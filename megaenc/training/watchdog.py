@@ -30,29 +30,27 @@ _ANSWER_SECONDS = 10.0  # for ranks that can still answer to say where they stan
 
 
 def margin(limit: float) -> float:
-    """Seconds after `limit` (seconds) at which what is slower to speak than the watchdog may speak."""
+    """Return the seconds after `limit` (seconds) at which slower ways to speak than the watchdog may speak."""
     return min(30.0, max(5.0, limit / 2))
 
 
 def first_limit(limit: float) -> float:
-    """Seconds that the first step, validation, save or load of a process may take, where later ones may take `limit`."""
+    """Return the seconds of the first step, validation, save or load of a process, where later ones may take `limit`."""
     return max(3 * limit, _FIRST_SECONDS)
 
 
 def process_group_timeout(minutes: float) -> timedelta:
-    """How long collectives may wait under a watchdog of `minutes`: long enough for it, and its fallback, to be first."""
+    """Return how long collectives may wait: long enough for a watchdog of `minutes`, and its fallback, to be first."""
     return timedelta(seconds=first_limit(60 * minutes) + 2 * margin(60 * minutes))
 
 
 class Watchdog:
     """A context that ends this process, with exit code HUNG, when `minutes` have passed since the last `beat`.
 
-    Before, it writes the stack of each thread to `folder`/rank_00003.txt (standard error without a folder), tells the other ranks
-    to do the same whatever they do, and waits until they have: a launcher ends all when the first has gone. One rank prints one
-    line that says which rank stands where. All of this is done by a thread. Where none can run, because the one that hangs holds
-    the interpreter's lock, `faulthandler` writes the stacks to standard error a margin later and ends the process with 1.
-
-    What is done for the first time has longer (`first_limit`). For the main thread, and one process group in all.
+    Before, a thread writes all stacks to `folder`/rank_00003.txt (standard error without a folder), tells the other ranks to do
+    the same, and waits until they have: a launcher ends all when the first has gone. One rank prints which rank stands where, in
+    one line. Where no thread can run, because the one that hangs holds the interpreter's lock, `faulthandler` writes the
+    stacks to standard error a margin later and ends the process with 1. For the main thread, and one process group in all.
     """
 
     def __init__(self, minutes: float, folder: Path | None) -> None:
@@ -140,34 +138,29 @@ class Watchdog:
         return written[0] if written else "standard error"
 
     def _collect(self, seconds: float) -> dict[int, dict[str, Any]]:
-        """What each rank says of itself, as soon as all have; after `seconds`, of those that have."""
+        """Return what each rank says of itself, as soon as all have; after `seconds`, of those that have."""
         deadline, found = time.monotonic() + seconds, {}
-        while True:
+        while len(found) < world_size() and time.monotonic() <= deadline:
             for other in set(range(world_size())) - set(found):
                 if self._store.check([f"{_KEY}/{other}"]):
                     found[other] = _standing(self._store.get(f"{_KEY}/{other}"))
-            if len(found) == world_size() or time.monotonic() > deadline:
-                return found
             time.sleep(self._poll / 4)
+        return found
 
 
 def _standing(value: bytes) -> dict[str, Any]:
-    """Return where a rank stands, out of the store, to which anybody who reaches its port can write.
-
-    What is not of that form is called unknown, and characters that would steer a terminal are spelled.
-    """
+    """Return where a rank stands, out of the store, to which anybody who reaches its port can write: printable, or "unknown"."""
     told: Any = None
     with contextlib.suppress(ValueError):
         told = parse_json(value[:_LONGEST])
-    told = told if isinstance(told, dict) else {}
-    said = {name: told.get(name) for name in ("doing", "at", "stacks")}
-    texts = {name: printable(text) if isinstance(text, str) else "unknown" for name, text in said.items()}
-    quiet = told.get("quiet")
-    return {**texts, "quiet": float(quiet) if isinstance(quiet, (int, float)) and 0 <= quiet < 1e9 else 0.0}
+    said = {"doing": None, "at": None, "stacks": None, "quiet": None} | (told if isinstance(told, dict) else {})
+    texts = {name: printable(said[name]) if isinstance(said[name], str) else "unknown" for name in ("doing", "at", "stacks")}
+    quiet = said["quiet"] if isinstance(said["quiet"], (int, float)) and 0 <= said["quiet"] < 1e9 else 0.0
+    return {**texts, "quiet": float(quiet)}
 
 
 def _line(found: dict[int, dict[str, Any]]) -> str:
-    """Ranks by the place they stand at: the odd ones, who are likely the reason, first."""
+    """Name ranks by the place they stand at: the odd ones, who are likely the reason, first."""
     places: dict[str, list[int]] = {}
     for number, there in sorted(found.items()):
         places.setdefault(f"{there['at']}, {there['doing']}", []).append(number)
@@ -181,15 +174,17 @@ def _line(found: dict[int, dict[str, Any]]) -> str:
     return f"error: no progress for {time_text}: {'; '.join(parts)}; stacks of all threads in {where}"
 
 
+_JOINTS = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
+_JOINTS["validation"] = "validation after "
+
+
 def doing(kind: str, step: int) -> str:
-    """`step 5`, `save of step 5`, `validation after step 5`, `start`."""
-    joint = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "diagnosis of ", "rewind": "rewind at "}
-    joint["validation"] = "validation after "
-    return f"{joint[kind]}step {step}" if kind in joint else kind
+    """Return `step 5`, `save of step 5`, `validation after step 5`, `start`."""
+    return f"{_JOINTS[kind]}step {step}" if kind in _JOINTS else kind
 
 
 def _place() -> str:
-    """Where the main thread stands, beneath Python's own library: `all_reduce (distributed_c10d.py:2810)`."""
+    """Return where the main thread stands, beneath Python's own library: `all_reduce (distributed_c10d.py:2810)`."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame.f_back and Path(frame.f_code.co_filename).parent == _LIBRARY:
         frame = frame.f_back
@@ -198,6 +193,4 @@ def _place() -> str:
 
 def _ranks(numbers: list[int]) -> str:
     """Return `rank 1`, `ranks 0, 2-191`: the end of a long list left out."""
-    texts = list(SkippedPacks.of((number, number) for number in numbers).texts)
-    shown = ", ".join(texts if len(texts) <= 8 else [*texts[:8], "..."])
-    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+    return f"rank{'s' if len(numbers) > 1 else ''} {SkippedPacks.of_numbers(numbers).shown(', ')}"

@@ -13,7 +13,7 @@ import pytest
 import runs
 import torch
 
-from megaenc.backend.kernels import Kernels
+from megaenc.backend.layout import Kernels
 from megaenc.bench.gpu import command, sizes, variants
 from megaenc.bench.gpu.__main__ import NEEDED
 from megaenc.bench.gpu.command import Benchmark, GpuFlags

@@ -72,8 +72,7 @@ def query_key_value():
 
 
 def core_attention():
-    from megaenc.model.attention import PackedAttention
-    from megaenc.model.layers import transformer_config
+    from megaenc.model.layers import PackedAttention, transformer_config
 
     return PackedAttention(transformer_config(TINY, Layout(), torch.float32), 1, None, "self")
 

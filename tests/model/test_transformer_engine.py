@@ -90,7 +90,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
     """On the disk nothing differs, and what one has saved the other loads."""
     from megatron.core import dist_checkpointing
 
-    from megaenc.training.sharded_state import fill_module
+    from megaenc.training.checkpoint import fill_module
 
     for number, (saves, loads) in enumerate([(ENGINE, Kernels()), (Kernels(), ENGINE)]):
         saved, loaded = build(saves, seed=5), build(loads, seed=6)

@@ -13,6 +13,7 @@ from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
 from megaenc.study.pretrain_stage import PretrainNode, identity_of
 from megaenc.study.stages import ExportNode
+from megaenc.training.checkpoint_folder import json_digest
 from megaenc.training.start import Start, digest
 
 STUDY = "study"
@@ -61,7 +62,7 @@ def make_run(node: PretrainNode, step: int, identity: dict | None = None) -> Non
         folder.mkdir()
         (folder / "weights").write_text("x")
         state = {"identity": facts["identity"], "step": kept, "files": {"weights": {"bytes": 1, "sha256": "0"}}}
-        (folder / "state.json").write_text(json.dumps(state))
+        (folder / "state.json").write_text(json.dumps(state | {"sha256": json_digest(state)}))
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 

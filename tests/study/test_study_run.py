@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import runs
@@ -20,7 +19,7 @@ from megaenc.study import journal
 from megaenc.study.node import finished
 from megaenc.study.run import environment, execute
 from megaenc.study.run_command import main
-from megaenc.training.introduction import conclusion
+from megaenc.training.dry_run import conclusion
 from megaenc.training.start import digest
 
 
@@ -201,7 +200,7 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
 @pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
-    told = conclusion(15, 300, SimpleNamespace(loss=2.5), "runs/a", "SIGTERM")
+    told = conclusion(15, 300, 2.5, "runs/a", "SIGTERM")
     script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
     node = Fake("pretrain/a", tmp_path, script=script, processes=2)
     [why] = execute([node], tmp_path, ["", ""]).values()

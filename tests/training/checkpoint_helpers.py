@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megaenc.training.checkpoint import Checkpoints
-from megaenc.training.checksums import json_digest
+from megaenc.training.checkpoint_folder import json_digest
 
 
 def flip_a_bit(file: Path) -> None:

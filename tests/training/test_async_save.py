@@ -179,10 +179,10 @@ def engine(one_process, small_corpus):
 
 @pytest.mark.parametrize("error", [InputError, LocalInputError, RuntimeError])
 def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, monkeypatch):
-    from megaenc.training import writing
+    from megaenc.training import saving
 
-    checkpoints, digest, begun = OwnCheckpoints(tmp_path), writing.digest, []
-    monkeypatch.setattr(writing, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
+    checkpoints, digest, begun = OwnCheckpoints(tmp_path), saving.digest, []
+    monkeypatch.setattr(saving, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
     engine.update(1)
     with pytest.raises(error, match="of another kind"), checkpoints.finished():
         checkpoints.save(engine, 1, {}, block=False)

@@ -56,14 +56,6 @@ def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tm
     assert changed == []
 
 
-def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(small_corpus, copy):
-    file = checkpoint(copy, 12) / "state.json"
-    state = json.loads(file.read_text())
-    del state["sha256"]
-    file.write_text(json.dumps(state, indent=1))
-    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
-
-
 @pytest.mark.multiprocess
 def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, saved_run, copy):
     """A flipped bit in one, a file cut short in another: found by two ranks, and the third goes on to the same end."""

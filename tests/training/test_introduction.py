@@ -17,7 +17,7 @@ import torch
 )
 def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, said, small_corpus, one_process, monkeypatch):
     from megaenc.backend import Kernels
-    from megaenc.training.introduction import introduction
+    from megaenc.training.dry_run import introduction
     from megaenc.training.planning import make_plan
     from megaenc.training.settings import read_settings
 

@@ -13,7 +13,7 @@ from workers.bad_packs import spoil
 from megaenc.randomness import uniforms
 from megaenc.training.checkpoint import Checkpoints
 from megaenc.training.command import main
-from megaenc.training.spikes import SHORTEST, WINDOW, RecentLosses, deviations
+from megaenc.training.loop import SHORTEST, WINDOW, RecentLosses, deviations
 
 # Eight packs a step: step 40 reads packs 312 to 319.
 RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]

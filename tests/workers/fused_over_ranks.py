@@ -12,8 +12,8 @@ def main() -> None:
     prepare_megatron()
     backend.start(layout, 0)
     from megaenc.model import ModelConfig
-    from megaenc.model.attention import Packing
     from megaenc.model.encoder import build_encoder
+    from megaenc.model.layers import Packing
     from megaenc.objectives import Attention
 
     shape = ModelConfig(2, 48, 80, 4, 2, qk_layernorm=True)

@@ -1,11 +1,16 @@
-"""Each kernel against its formula in float64, on the device that is to run it: forward and gradients, on awkward shapes."""
+"""Each kernel against its formula in float64, on the device that is to run it; those right on all ranks are used."""
 
+import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from megaenc.console import say
 
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
@@ -185,3 +190,48 @@ CHECKS: dict[str, Callable[[_Draw, Widths], Iterator[Comparison]]] = {
     "loss": _check_loss,
     "sum": _check_sum,
 }
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Of each kernel whether it is used; a field for each of `CHECKS`."""
+
+    norm: bool = False
+    rotary: bool = False
+    swiglu: bool = False
+    loss: bool = False
+    sum: bool = False
+
+
+NONE = Fused()
+
+
+def fused_kernels(wanted: bool, device: torch.device, dtype: torch.dtype, widths: Widths) -> Fused:
+    """Return the kernels for a model of `widths`; all processes of a run call it together. Those left out are named.
+
+    On the host there are none, except under triton's interpreter, as tests have it (TRITON_INTERPRET=1).
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not wanted or (device.type == "cpu" and not interpreted):
+        return NONE
+    return _chosen(device, dtype, widths)
+
+
+@functools.cache  # parts of an interleaved pipeline are built one by one
+def _chosen(device: torch.device, dtype: torch.dtype, widths: Widths) -> Fused:
+    verdicts = [check_kernel(name, device, dtype, widths) for name in CHECKS]
+    return Fused(**_agreed(verdicts))
+
+
+def _agreed(verdicts: list[Verdict]) -> dict[str, bool]:
+    """By name, whether a kernel is right on all ranks; says which are not."""
+    here = {verdict.name: verdict.why for verdict in verdicts}
+    everywhere = [here]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, here)
+    reasons = {name: next((why[name] for why in everywhere if why[name]), "") for name in here}
+    for why in dict.fromkeys(reasons.values()):  # one line where all have the same, such as no triton
+        if why:
+            say(f"fused kernels: torch's own {', '.join(name for name in here if reasons[name] == why)} instead ({why})")
+    return {name: not why for name, why in reasons.items()}

@@ -53,11 +53,10 @@ def cross_entropy_gradient_kernel(logits, labels, top, total, stride, first, col
 
 
 def statistics(logits_nV: Tensor, labels_n: Tensor, first: int, columns: int) -> Tensor:
-    """Return float32[4, n] of this rank's share of the vocabulary, whose ids begin with `first`.
+    """Return float32[4, n] of this rank's share of the vocabulary: ids from `first` on, columns from `columns` on being padding.
 
     Of each row the highest score, the sum of exp(score - highest), the label's score (0 if another rank's) and the likeliest
-    token, the lowest of equals, exact below 2^24. Columns from `columns` on are padding. A share of nothing else gives float32's
-    lowest number, 0, 0 and `first`.
+    token, the lowest of equals, exact below 2^24; of padding alone float32's lowest number, 0, 0 and `first`.
     """
     rows, width = logits_nV.shape
     out_4n = torch.empty(4, rows, dtype=torch.float32, device=logits_nV.device)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megaenc.model.elementwise import Rotation
-from megaenc.model.kernels.choice import Fused
+from megaenc.model.kernels.check import Fused
 from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
 from megaenc.model.kernels.norm import rms_norm
 from megaenc.model.kernels.swiglu import swiglu
