@@ -1,4 +1,4 @@
-"""What every data set is, whatever it came from, and the rules that several sources share."""
+"""The type of every data set, and rules that several sources share."""
 
 import functools
 import hashlib
@@ -15,13 +15,13 @@ from megaenc.errors import InputError
 from megaenc.finetune.examples import Examples, Family, Retrieval, SplitName
 
 QUERY, DOCUMENT = "Query: ", "Document: "
-"""What every query and every document begins with, as in the study."""
+"""Prefixes of every query and every document, as in the study."""
 _VALIDATION_SEED = 42
 _TRAIN_SHARE = 0.95
 
 
 class Unreachable(OSError):
-    """What the network does not give now, and may give later: not wrong input. The message is one line."""
+    """Data that the network does not give now, and may give later: not wrong input. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Dataset:
     train_on: str
     """The data set that models are trained on before this one reads them; its own name, but for retrieval."""
     fingerprint: str
-    """sha256 in hex of the files, or of what determines the content: Hub id, config, revision and rules."""
+    """sha256 in hex of the files, or of Hub id, config, revision and rules."""
     train_fingerprint: str
-    """The fingerprint of `train_on`; the same as `fingerprint` where that is the data set itself."""
+    """The fingerprint of `train_on`."""
     load: Callable[[SplitName], Examples] = field(repr=False, compare=False)
     """Reads a split; `split` is for callers."""
 
     def split(self, name: SplitName) -> Examples:
-        """The examples of one split; of retrieval, `train` is a list of Pair and the others are a Retrieval.
+        """Return the examples of a split; of retrieval, `train` is a list of Pair and the others are a Retrieval.
 
         Raises InputError for a split that is missing or empty, and for one with a bad row.
         """
@@ -54,7 +54,7 @@ class Dataset:
 
 
 def digest(content: Any) -> str:
-    """sha256 in hex of what JSON can hold."""
+    """Return sha256 in hex of a JSON value."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -65,9 +65,9 @@ def say_once(text: str) -> None:
 
 
 def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows to train on, rows to validate on) of `count`: the study's rule where a data set has too few splits.
+    """Return int64 (rows to train on, rows to validate on) of `count`: the study's rule where a data set has too few splits.
 
-    It is `datasets`' train_test_split(train_size=0.95, seed=42): int64 rows in the order that it gives them.
+    They are those of `datasets`' train_test_split(train_size=0.95, seed=42), in its order.
     """
     order = np.random.default_rng(_VALIDATION_SEED).permutation(count)
     held_out = count - math.floor(_TRAIN_SHARE * count)
@@ -75,12 +75,12 @@ def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def too_few(count: int, what: str, file: str) -> str:
-    """What is wrong where a split is too small to give some of it away."""
+    """Word the error of a split that is too small to give part of it away."""
     return f"found {count}, too few {what} to validate on part of them, expected 2 at least or a file {file}"
 
 
 def validation_half(query_ids: list[str]) -> set[str]:
-    """Half of the queries, to validate on where only test queries are judged: the study's rule for NQ, with a seed of ours."""
+    """Return half of the queries, to validate on where only test queries are judged: the study's rule for NQ, with our seed."""
     ordered = sorted(query_ids)
     order = np.random.default_rng(_VALIDATION_SEED).permutation(len(ordered))
     return {ordered[at] for at in order[: round(len(ordered) / 2)]}

@@ -28,13 +28,13 @@ Row = tuple[str, dict[str, Any]]
 
 
 def stem(path: Path) -> str | None:
-    """The name of a file without what tells its format; None for a format that is not read."""
+    """Return the name of a file without the endings of its format; None for a format that is not read."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order. Raises InputError for one that cannot be read as what it looks like."""
+    """Return the rows of a file, in order. Raises InputError for one that cannot be read as its name and beginning say."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _sentences(path)
@@ -45,7 +45,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def family_of(path: Path, row: dict[str, Any]) -> Family:
-    """What kind of task a row is of. Raises InputError where it is of none."""
+    """Return the kind of task that a row is of. Raises InputError where it is of none."""
     if "tokens" in row and "tags" in row:
         return Family.TC
     if "question" in row and "context" in row:
@@ -56,10 +56,7 @@ def family_of(path: Path, row: dict[str, Any]) -> Family:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without its line end) of each line of a file, compressed or not.
-
-    InputError for one that is not UTF-8 or longer than any example.
-    """
+    """Yield (number from 1, text without its line end) of a file's lines. InputError if one is not UTF-8 or far too long."""
     with opened(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
             if len(line) > _LONGEST_LINE:
@@ -71,7 +68,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def objects(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file."""
+    """Yield the objects of a JSONL file."""
     for number, line in lines(path):
         if not line.strip():
             continue
@@ -86,7 +83,7 @@ def objects(path: Path) -> Iterator[Row]:
 
 
 def _begins_with_row(path: Path) -> bool:
-    """Whether the first line is an object by itself that is not SQuAD's."""
+    """Return whether the first line is an object by itself that is not SQuAD's."""
     try:
         row = parse_json(next((line for _, line in lines(path) if line.strip()), ""))
     except ValueError:
@@ -95,7 +92,7 @@ def _begins_with_row(path: Path) -> bool:
 
 
 def _table(path: Path) -> Iterator[Row]:
-    """The rows of a TSV file; quotes are text, as in GLUE's files. Lists of words are parted by spaces."""
+    """Yield the rows of a TSV file; quotes are text, as in GLUE's files. Lists of words are separated by spaces."""
     header: list[str] = []
     for number, line in lines(path):
         cells = line.split("\t")
@@ -108,10 +105,10 @@ def _table(path: Path) -> Iterator[Row]:
 
 
 def _sentences(path: Path) -> Iterator[Row]:
-    """Sentences of one word a line, parted by blank lines.
+    """Yield sentences of one word a line, separated by blank lines.
 
-    The tags are in the column where most lines have a tag of IOB2, the last of several; words are in the first, or in the second
-    where the first counts them. Lines that begin with # and have other columns are comments: `# sent_id = ...` is an id.
+    Tags are in the column where most lines have a tag of IOB2, the last of several; words in the first, or in the second where
+    the first counts them. Lines that begin with # and have other columns are comments: `# sent_id = ...` is an id.
     """
     found = list(lines(path))
     separator = "\t" if any("\t" in line for _, line in found if not line.startswith("#")) else None
@@ -143,7 +140,7 @@ def _sentences(path: Path) -> Iterator[Row]:
 
 
 def _squad(path: Path) -> Iterator[Row]:
-    """The questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
+    """Yield the questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
     with opened(str(path)) as (_, stream):
         content = stream.read(_LARGEST + 1)
     if len(content) > _LARGEST:

@@ -1,4 +1,4 @@
-"""One row of a file or table, checked, as the example that it stands for. `place` begins every complaint: file and line."""
+"""Conversion of checked rows of files and tables to examples. `place`, file and line, begins every error."""
 
 import json
 import re
@@ -44,21 +44,22 @@ def spelled(value: Any, place: str) -> str:
 
 
 def collected(family: Family, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
-    """Return the labels in (place, row) pairs: numbers by size, else in the order of the alphabet; of tags "O" comes first."""
-    if family is Family.SC:
-        found = {spelled(value_of(row, "label", place), place) for place, row in rows}
-        numbers = all(_POSITION.fullmatch(name) for name in found)
-        return LabelSet(tuple(sorted(found, key=int if numbers else None)), counted=False)
-    found = {
-        checked_tag(tag, f"{place}: tag {at}", counted=False)
-        for place, row in rows
-        for at, tag in enumerate(value_of(row, "tags", place, list), 1)
-    }
-    return LabelSet(("O", *sorted(found - {"O"})), counted=False)
+    """Return the labels in (place, row) pairs: numbers by size, else alphabetically; of tags "O" comes first."""
+    found: set[str] = set()
+    for place, row in rows:
+        if family is Family.SC:
+            found.add(spelled(value_of(row, "label", place), place))
+        else:
+            tags = value_of(row, "tags", place, list)
+            found.update(checked_tag(tag, f"{place}: tag {at}", counted=False) for at, tag in enumerate(tags, 1))
+    if family is Family.TC:
+        return LabelSet(("O", *sorted(found - {"O"})), counted=False)
+    numbers = all(_POSITION.fullmatch(name) for name in found)
+    return LabelSet(tuple(sorted(found, key=int if numbers else None)), counted=False)
 
 
 def checked_tag(tag: Any, place: str, counted: bool) -> Any:
-    """Return `tag`: one of IOB2 (B- begins a span, I- goes on with it, O is outside), or a position where those are `counted`."""
+    """Return `tag` if it is one of IOB2 (O, B-TYPE, I-TYPE), or a position where those are `counted`. Raises InputError."""
     if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (counted and f"{tag}".isdecimal()):
         hint = "" if counted else " (positions need a meta.json that lists the tags)"
         raise InputError(f"{place}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
@@ -66,9 +67,9 @@ def checked_tag(tag: Any, place: str, counted: bool) -> Any:
 
 
 def example(
-    family: Family, row: Mapping[str, Any], place: str, name: str, labels: LabelSet | None, pair_template: str
+    family: Family, row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pair_template: str
 ) -> LabelledText | TaggedWords | Question:
-    """Return what a row of SC, TC or QA stands for; `name` is its id where it has none.
+    """Return the example of a row of SC, TC or QA; `name` is its id where it has none.
 
     SC: `text` (with `text_pair`, as the template says) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
     `answers`, a mapping of two lists: `text` and `answer_start`.
@@ -119,14 +120,14 @@ def _question(row: Mapping[str, Any], place: str, name: str) -> Question:
 
 
 def check_new(seen: dict[str, str], key: str, place: str, kind: str = "id") -> None:
-    """Add the id `key` to those `seen`, each with its place. Raises InputError for one that is there already."""
+    """Add the id `key` to those `seen`, with its place. Raises InputError for one that is there already."""
     if key in seen:
         raise InputError(f"{place}: {kind} {key!r}: found at {seen[key]} too, expected ids that differ")
     seen[key] = place
 
 
 def value_of(row: Mapping[str, Any], key: str, place: str, kind: type = object) -> Any:
-    """Return what is under `key`: text, a list, or anything but null. Raises InputError for what is missing or otherwise."""
+    """Return the value of `key`: text, a list, or anything but null. Raises InputError for what is missing or otherwise."""
     if key not in row:
         raise InputError(f"{place}: no key `{key}`; found {listed(list(row))}")
     if row[key] is None or not isinstance(row[key], kind):
