@@ -1,4 +1,4 @@
-"""What a labelled data set holds, whatever it came from: texts with a label, tagged words, questions, queries and documents."""
+"""Examples of labelled data sets: texts with a label, tagged words, questions, queries and documents."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,14 +9,10 @@ from typing import Literal, TypeAlias
 class Family(StrEnum):
     """A kind of task, under the name that result folders have."""
 
-    SC = "SC"
-    """Sequence classification."""
-    TC = "TC"
-    """Token classification."""
-    QA = "QA"
-    """Extractive question answering."""
-    IR = "IR"
-    """Retrieval."""
+    SC = "SC"  # sequence classification
+    TC = "TC"  # token classification
+    QA = "QA"  # extractive question answering
+    IR = "IR"  # retrieval
 
 
 SplitName: TypeAlias = Literal["train", "validation", "test"]
@@ -81,7 +77,7 @@ Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | 
 
 
 def digest(examples: Examples) -> str:
-    """sha256 in hex of all that examples hold."""
+    """Return sha256 in hex of all that examples hold."""
     whole = hashlib.sha256()
     parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, Retrieval) else (examples,)
     for part in parts:

@@ -13,26 +13,25 @@ from megaenc.finetune.tasks.base import Model, Scores, Task
 
 
 class Answering(Task):
-    """Cross-entropy of inside and outside, the mean over all sub-tokens of the batch: of questions, BOS and EOS too, all outside.
+    """Cross-entropy of inside and outside the answer, the mean over all sub-tokens of the batch, BOS, EOS and questions included.
 
-    The text is "Question: {question}\\nContext: {context}", its two halves tokenised apart. What is too long loses the end of its
-    context; a question that is too long by itself loses its own end and the whole context. Only the first answer is learned.
-    What counts as inside is what touches a character of the answer; an answer that was cut off cannot be found, and is missed.
+    The text is "Question: {question}\\nContext: {context}", its two halves tokenised apart. If it is too long it loses the end of
+    its context, then that of its question. Only the first answer is learned: every sub-token that touches a character of it is
+    inside. An answer that was cut off is missed.
 
-    The predicted positions are all that are inside, wherever they are in the text. The predicted answer is the text of one run
-    of them within the context, the one with the largest mean log-odds, so a long run of doubt does not win over a short one of
-    certainty; it is empty where no sub-token of the context is inside.
+    The predicted positions are all that are inside. The predicted answer is the text of the run of them within the context that
+    has the largest mean log-odds, so a long run of doubt does not win over a short one of certainty; else it is empty.
     """
 
     family: ClassVar[Family] = Family.QA
     outputs_of_head = 2
 
     def encode(self, examples: list[Question], encoder: TextEncoder) -> Encoded:
-        """Rows of the texts.
+        """Return rows of the texts.
 
         By row: `context`, int32[n, 2], the first token of the context and one past its last; `gold`, int32[n, 2], the same of the
-        first answer in the text as it was before it was cut, 0, 0 without one. By token: `offsets`, int32[N, 2], the characters
-        of the context that it is made of, 0, 0 outside it; `inside`, int64[N], 1 within the first answer, else 0.
+        first answer before the text was cut, 0, 0 without one. By token: `offsets`, int32[N, 2], its characters of the context,
+        0, 0 outside it; `inside`, int64[N], 1 within the first answer, else 0.
         """
         prefixes = [f"Question: {example.question}\nContext: " for example in examples]
         contexts = dict.fromkeys(example.context for example in examples)  # a paragraph has several questions
@@ -54,9 +53,8 @@ class Answering(Task):
             offsets.append(places)
             inside.append((where >= gold[0]) & (where < min(gold[1], past)))
         if questions_cut:
-            say(
-                f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens: their ends and contexts are left out"
-            )
+            longer = f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens"
+            say(f"{longer}: their ends and contexts are left out")
         return Encoded.of(
             rows,
             truncated,
@@ -72,42 +70,32 @@ class Answering(Task):
 
     def evaluate(self, model: Model, data: Encoded, examples: list[Question]) -> Scores:
         """See Task."""
-        positions = _positions(data)
+        # Sub-tokens of the first answer that were cut off stand behind all that is left of the row.
+        bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
+        positions = [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
         overlap, answers = np.zeros(len(data)), [""] * len(data)
         for row, logits in self.by_text(model, data):
             log_odds = logits[:, 1] - logits[:, 0]
             overlap[row] = position_f1(positions[row], np.flatnonzero(log_odds > 0).tolist())
             answers[row] = _answer(examples[row].context, log_odds, data, row)
         golds = [[answer.text for answer in example.answers] for example in examples]
-        never = self._metrics(golds, [""] * len(golds))
-        return Scores.of(
-            overlap,
-            self._metrics(golds, answers),
-            collapsed="never answers" if not any(answers) and any(golds) else None,
-            baseline={
-                "score": float(np.mean([position_f1(gold, ()) for gold in positions])),
-                **{name: float(np.mean(values)) for name, values in never.items()},
-            },
+        found, never = (
+            {name: list(map(metric, golds, given)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
+            for given in (answers, [""] * len(golds))
         )
-
-    @staticmethod
-    def _metrics(golds: list[list[str]], answers: list[str]) -> dict[str, list[float]]:
-        return {name: list(map(metric, golds, answers)) for name, metric in (("exact_match", exact_match), ("f1", token_f1))}
+        baseline = {"score": float(np.mean([position_f1(gold, ()) for gold in positions]))}
+        baseline |= {name: float(np.mean(values)) for name, values in never.items()}
+        collapsed = "never answers" if not any(answers) and any(golds) else None
+        return Scores.of(overlap, found, collapsed=collapsed, baseline=baseline)
 
 
 def _touched(example: Question, characters: np.ndarray) -> np.ndarray:
-    """int64[2]: the first token of the context that has a character of the first answer, and one past the last."""
+    """Return int64[2]: the first token of the context that has a character of the first answer, and one past the last."""
     answer: Answer = example.answers[0]
     start = len(well_formed(example.context[: answer.start]))
     end = start + len(well_formed(answer.text))
     touched = np.flatnonzero((characters[:, 0] < end) & (characters[:, 1] > start))
     return np.array([touched[0], touched[-1] + 1]) if len(touched) else np.zeros(2, np.int64)
-
-
-def _positions(data: Encoded) -> list[set[int]]:
-    """The sub-tokens of each first answer; those that were cut off stand behind all that is left of the row."""
-    bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
-    return [{at if at < past else at + 1 for at in range(*gold)} for gold, past in bounds]
 
 
 def _answer(context: str, log_odds: np.ndarray, data: Encoded, row: int) -> str:

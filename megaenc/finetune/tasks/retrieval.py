@@ -1,7 +1,6 @@
 """Retrieval: texts are the mean of their states, and a query is nearest, by cosine, to the document that answers it."""
 
 import hashlib
-from contextlib import contextmanager
 from typing import ClassVar
 
 import numpy as np
@@ -32,9 +31,9 @@ _ALIKE = 1e-4
 class Retrieval(Task):
     """InfoNCE: cross-entropy of `scale` times the cosines of a query with the documents of the batch, of which one is its own.
 
-    All other documents of the batch are negatives, also one that happens to be the same. A batch that does not fit one forward
-    pass gives the gradients of one that does: embeddings first, without a graph; the gradients of the loss with respect to
-    them; then each part again, from there on back (gradient caching, Gao et al. 2021, 2101.06983).
+    All other documents of the batch are negatives, even an equal one. A batch that does not fit one forward pass gives the same
+    gradients: embeddings first, without a graph; the gradients of the loss with respect to them; then each part again, from there
+    on back (gradient caching, Gao et al. 2021, 2101.06983).
     """
 
     family: ClassVar[Family] = Family.IR
@@ -42,7 +41,7 @@ class Retrieval(Task):
     _documents: tuple[Model, bytes, Tensor] | None = None
 
     def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, Encoded]:
-        """`queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
+        """Return `queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
         if isinstance(examples, Queries):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
         else:
@@ -50,11 +49,11 @@ class Retrieval(Task):
         return {name: encoder.encode(some) for name, some in texts.items()}
 
     def head(self, hidden_size: int) -> nn.Module:
-        """None: embeddings are states."""
+        """Return the identity: embeddings are states."""
         return nn.Identity()
 
     def count(self, data: dict[str, Encoded]) -> int:
-        """Training pairs."""
+        """Return the number of training pairs."""
         return len(data["queries"])
 
     def backward(self, model: Model, data: dict[str, Encoded], rows: np.ndarray) -> float:
@@ -68,17 +67,21 @@ class Retrieval(Task):
             loss = self._loss(self.outputs(model, packs[0])[order])
             loss.backward()
             return loss.item()
+        on_gpu = model.device.type == "cuda"
         random_states, embedded = [], []
         with torch.no_grad():
             for packed in packs:
-                random_states.append(_random_state(model.device))
+                random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(model.device) if on_gpu else None))
                 embedded.append(self.outputs(model, packed))
         vectors = torch.cat(embedded).requires_grad_()
         loss = self._loss(vectors[order])
         loss.backward()
         gradients = vectors.grad.split([len(part) for part in parts])
-        for packed, state, gradient in zip(packs, random_states, gradients, strict=True):
-            with _from_random_state(state, model.device):
+        for packed, (state, gpu_state), gradient in zip(packs, random_states, gradients, strict=True):
+            with torch.random.fork_rng([model.device] if on_gpu else []):
+                torch.set_rng_state(state)
+                if on_gpu:
+                    torch.cuda.set_rng_state(gpu_state, model.device)
                 self.outputs(model, packed).backward(gradient)
         return loss.item()
 
@@ -109,7 +112,7 @@ class Retrieval(Task):
         return Scores.of(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
 
     def _loss(self, vectors: Tensor) -> Tensor:
-        """`vectors` is [2 * batch, hidden]: the queries, then their documents."""
+        """Compute the loss of `vectors`, [2 * batch, hidden]: the queries, then their documents."""
         queries, documents = vectors.chunk(2)
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
@@ -119,27 +122,13 @@ class Retrieval(Task):
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
     def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, **others: int) -> Tensor:
-        """float32[rows, hidden] on the model's device."""
+        """Compute float32[rows, hidden] on the model's device."""
         parts, embedded = zip(*self.predictions(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
     def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
-        """In `order`. The documents are those of both splits: their embeddings are kept until the next `backward`."""
+        """Embed documents in `order`. Both splits have the same: their embeddings are kept until the next `backward`."""
         digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
         if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:
             self._documents = (model, digest, self._embed_all(model, data, order, after=queries))
         return self._documents[2]
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-@contextmanager
-def _from_random_state(state: tuple[Tensor, Tensor | None], device: torch.device):
-    """Draw as once before; afterwards torch goes on where it was."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        yield

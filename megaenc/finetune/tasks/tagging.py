@@ -1,7 +1,6 @@
 """Token classification: every sub-token says the tag of its word, and a word's sub-tokens vote."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -15,7 +14,7 @@ from megaenc.finetune.tasks.base import NO_LABEL, Model, Scores, Task
 
 
 class Tagging(Task):
-    """Cross-entropy of the tags, the mean over the batch's sub-tokens; those of BOS and EOS have none.
+    """Cross-entropy of the tags, the mean over the batch's sub-tokens without BOS and EOS.
 
     Words are joined by single spaces and tokenised together. A sub-token belongs to the first word that ends after its first
     character, so that a space counts with the word behind it. Words that were cut off, or left no sub-token, are predicted O.
@@ -24,7 +23,7 @@ class Tagging(Task):
     family: ClassVar[Family] = Family.TC
 
     def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> Encoded:
-        """Rows of the sentences; by token: `words`, int32[N], place in its sentence or -1, and `tags`, int64[N], or -100."""
+        """Return rows of the sentences; by token: `words`, int32[N], place in the sentence or -1; `tags`, int64[N], or -100."""
         rows, words, tags, truncated = [], [], [], 0
         sentences = [[well_formed(word) for word in example.words] for example in examples]
         encoded = encoder.with_offsets([" ".join(sentence) for sentence in sentences])
@@ -45,34 +44,27 @@ class Tagging(Task):
 
     def evaluate(self, model: Model, data: Encoded, examples: list[TaggedWords]) -> Scores:
         """See Task. The baseline is the tag that each word has most often in the training set."""
+        outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)
         for row, logits in self.by_text(model, data):
             words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
             known = words >= 0
             tags = logits.argmax(1)[known]
-            predicted[row] = majority_vote(words[known], tags, len(examples[row].words), self._outside)
+            predicted[row] = majority_vote(words[known], tags, len(examples[row].words), outside)
         gold = [np.array(example.tags) for example in examples]
-        scores_i, metrics, counts = self._scores(gold, predicted)
         by_word, otherwise = self._most_frequent
         usual = [np.array([by_word.get(word, otherwise) for word in example.words]) for example in examples]
-        usual_i, usual_metrics, _ = self._scores(gold, usual)
+        labels = self.dataset.labels
+        gold_names, names, usual_names = ([[labels[tag] for tag in tags] for tags in side] for side in (gold, predicted, usual))
+        counts = span_counts(gold_names, names)
+        baseline = {"score": float(tag_f1(gold, usual).mean()), **span_f1(span_counts(gold_names, usual_names))}
         return Scores.of(
-            scores_i,
+            tag_f1(gold, predicted),
             dict(zip(("spans_right", "spans_predicted", "spans_there"), counts.T, strict=True)),
             collapsed=self.constant(np.concatenate(predicted), np.concatenate(gold)),
-            baseline={"score": float(usual_i.mean()), **usual_metrics},
-            metrics=metrics,
+            baseline=baseline,
+            metrics=span_f1(counts),
         )
-
-    def _scores(self, gold: Sequence[np.ndarray], predicted: Sequence[np.ndarray]):
-        """The study's scores of the sentences, the field's metrics, and the spans these are made of."""
-        labels = self.dataset.labels
-        counts = span_counts(*([[labels[tag] for tag in sentence] for sentence in side] for side in (gold, predicted)))
-        return tag_f1(gold, predicted), span_f1(counts), counts
-
-    @property
-    def _outside(self) -> int:
-        return self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
 
     @cached_property
     def _most_frequent(self) -> tuple[dict[str, int], int]:
