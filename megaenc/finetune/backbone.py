@@ -166,8 +166,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute softmax(scaling * q k^T) v inside each text of a row.
 
-    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. Raises NotImplementedError for a score bias,
-    a cap, sinks, more than one row, and other keys than those of the row.
+    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError for a score bias, a
+    cap, sinks, more than one row, and other keys than those of the row.
     """
     backbone, packed = _READING.get()
     asked = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]

@@ -11,9 +11,8 @@ from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
-from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Family, Unreachable
 from megaenc.finetune.jobs import CACHE, Job, check_rate, lock, make_jobs, remaining
 from megaenc.finetune.options import Protocol, check_least
 from megaenc.finetune.progress import share
@@ -67,7 +66,7 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
     check_parent(output / "model", "--output")
-    from megaenc.finetune.datasets import find
+    from megaenc.finetune.datasets.registry import find
 
     one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
     [job] = make_jobs(*one, settings.output, settings.protocol, settings.data, find)

@@ -10,9 +10,8 @@ from typing import Literal
 from megaenc.errors import InputError
 from megaenc.files import locked
 from megaenc.finetune import results
-from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Dataset, Family
 from megaenc.finetune.model_folder import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol, rate_name
 

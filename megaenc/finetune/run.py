@@ -16,9 +16,9 @@ from megaenc.console import say
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.datasets import Dataset, find
+from megaenc.finetune.datasets.registry import find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
-from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
+from megaenc.finetune.examples import Dataset, Examples, Retrieval, SplitName, examples_digest
 from megaenc.finetune.jobs import CACHE, Job, Progress
 from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
@@ -157,7 +157,7 @@ class _Reader:
         examples = dataset.split(split)
 
         def tokens(some: Examples, what: str) -> Parts:
-            key = {"data": dataset.fingerprint, "examples": digest(some)}
+            key = {"data": dataset.fingerprint, "examples": examples_digest(some)}
             return self._cached(task, key, f"{dataset.name}, {what}", lambda: some)
 
         if not isinstance(examples, Retrieval):

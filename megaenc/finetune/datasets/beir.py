@@ -7,18 +7,22 @@ from pathlib import Path
 
 from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import formats, rows
-from megaenc.finetune.datasets.base import (
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.examples import (
     DOCUMENT,
     QUERY,
     Dataset,
+    Examples,
+    Family,
+    Pair,
+    Retrieval,
+    SplitName,
     digest,
     say_once,
     too_few,
     validation_half,
     validation_share,
 )
-from megaenc.finetune.examples import Examples, Family, Pair, Retrieval, SplitName
 
 Judgements = dict[str, dict[str, int]]
 """Grades by query and document; 0 is looked at and found irrelevant."""
@@ -92,11 +96,11 @@ def _judged_texts(
     found: dict[str, str] = {}
     seen: dict[str, str] = {}
     for place, row in formats.objects(path):
-        key = f"{rows.value_of(row, '_id', place)}"
+        key = f"{formats.value_of(row, '_id', place)}"
         if everything or key in judged:
-            rows.check_new(seen, key, place, "_id")
-            title = rows.value_of(row, "title", place, str) if titles and row.get("title") else ""
-            text = rows.value_of(row, "text", place, str)
+            formats.check_new(seen, key, place, "_id")
+            title = formats.value_of(row, "title", place, str) if titles and row.get("title") else ""
+            text = formats.value_of(row, "text", place, str)
             found[key] = f"{title}. {text}" if title and text else title or text
     for key, place in judged.items():
         if key not in found:

@@ -13,19 +13,22 @@ import numpy as np
 
 from megaenc.data.readers import listed
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import rows
-from megaenc.finetune.datasets.base import (
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval
+from megaenc.finetune.examples import (
     DOCUMENT,
     QUERY,
     Dataset,
+    Examples,
+    Family,
+    Pair,
+    SplitName,
     Unreachable,
     digest,
     say_once,
     validation_half,
     validation_share,
 )
-from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval
-from megaenc.finetune.examples import Examples, Family, Pair, SplitName
 
 TRAINING_PAIRS = "msmarco_pairs"
 _PARQUET = "refs/convert/parquet"
@@ -113,7 +116,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
         train, validation = validation_share(len(data))
         numbers = [int(at) for at in (train if split == "train" else validation)]
         data = data.select(numbers)
-    labels = rows.LabelSet(known.labels, counted=True)
+    labels = formats.LabelSet(known.labels, counted=True)
     # What the Hub calls its tags, where they are integers with names.
     tags = getattr(data.features[known.fields["tags"]], "feature", None) if known.family is Family.TC else None
     names = getattr(tags, "names", None)
@@ -127,7 +130,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
             row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
         try:
             place = f"{name}: {on_hub} row {number + 1}"
-            examples.append(rows.example(known.family, row, place, "", labels, known.template))
+            examples.append(formats.example(known.family, row, place, "", labels, known.template))
         except InputError as error:
             if known.family is not Family.QA:
                 raise
@@ -143,7 +146,7 @@ def _pairs(name: str, revision: str, split: SplitName) -> Examples:
     data = _load(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        query, document = (rows.value_of(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
+        query, document = (formats.value_of(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
         pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
     return pairs
 

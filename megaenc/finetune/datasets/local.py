@@ -10,9 +10,8 @@ from typing import Literal
 
 from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, say_once, too_few, validation_share
-from megaenc.finetune.examples import Examples, Family, SplitName
+from megaenc.finetune.datasets import beir, formats
+from megaenc.finetune.examples import Dataset, Examples, Family, SplitName, digest, say_once, too_few, validation_share
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -88,7 +87,7 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
     return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, split_of)
 
 
-def _read(path: Path, family: Family, labels: rows.LabelSet, template: str) -> Examples:
+def _read(path: Path, family: Family, labels: formats.LabelSet, template: str) -> Examples:
     """Return the examples of a file, without sentences that have no word."""
     examples, left_out = [], 0
     seen: dict[str, str] = {}
@@ -96,8 +95,8 @@ def _read(path: Path, family: Family, labels: rows.LabelSet, template: str) -> E
         if family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
             left_out += 1
             continue
-        examples.append(rows.example(family, row, place, f"{number}", labels, template))
-        rows.check_new(seen, examples[-1].id, place)
+        examples.append(formats.example(family, row, place, f"{number}", labels, template))
+        formats.check_new(seen, examples[-1].id, place)
     if left_out:
         say_once(f"{path}: {left_out:,} sentences without a word are left out")
     if family is Family.TC:
@@ -110,24 +109,24 @@ def _read(path: Path, family: Family, labels: rows.LabelSet, template: str) -> E
     return examples
 
 
-def _labels(file: Path, family: Family, first: Path) -> rows.LabelSet:
+def _labels(file: Path, family: Family, first: Path) -> formats.LabelSet:
     """Return the labels that meta.json next to the files lists, else those of the rows of train."""
     if family is Family.QA:
-        return rows.LabelSet((), counted=False)
+        return formats.LabelSet((), counted=False)
     key = "labels" if family is Family.SC else "tags"
     meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
     listed = meta.get(key, meta.get("labels"))
     if listed is None:
-        return rows.collected(family, formats.rows_of(first))
+        return formats.collected(family, formats.rows_of(first))
     names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
     if not names or len(set(listed)) != len(listed):
         raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
     if family is Family.TC:
         for name in listed:
-            rows.checked_tag(name, f"{file}: key `{key}`", counted=False)
+            formats.checked_tag(name, f"{file}: key `{key}`", counted=False)
         if "O" not in listed:
             raise InputError(f"{file}: key `{key}`: found no O, expected the tags of IOB2, O among them")
-    return rows.LabelSet(tuple(listed), counted=True)
+    return formats.LabelSet(tuple(listed), counted=True)
 
 
 def _find(path: Path) -> dict[SplitName, Path]:
@@ -151,10 +150,10 @@ def _find(path: Path) -> dict[SplitName, Path]:
         if found:
             files[split] = found[0]
     if not files:
-        held = rows.shown([file.name for file in named]) or "no file that is read"
+        held = formats.shown([file.name for file in named]) or "no file that is read"
         raise InputError(
             f"{path}: found {held}, expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
         )
     if len(set(files.values())) < len(files):
-        raise InputError(f"{path}: one file is named after two splits: {rows.shown([file.name for file in files.values()])}")
+        raise InputError(f"{path}: one file is named after two splits: {formats.shown([file.name for file in files.values()])}")
     return files

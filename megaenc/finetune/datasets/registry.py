@@ -9,9 +9,8 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo, formats, hub, local
-from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Dataset, Family
 
 DATASETS = (*(name for name in hub.HUB_SETS if name != hub.TRAINING_PAIRS), *demo.NAMES)
 """What can be fine-tuned for by name alone."""
