@@ -5,6 +5,7 @@ makes the loss NaN, leaves `failed.json` there instead. Neither holds a time: th
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -122,16 +123,18 @@ def _identity(job: "Job", dataset: str, protocol: Protocol) -> dict[str, Any]:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
-    make_parent(path, "--output")
-    write_whole(path, _json(values, "") + "\n")
-
-
-def _json(values: dict[str, Any], indent: str) -> str:
-    """Return JSON without NaN, with a line for each field, and for each of a split."""
-    lines = []
+    """Write JSON without NaN, with a line for each field, and for each field of a split."""
+    fields = {}
     for key, value in values.items():
-        is_split = isinstance(value, dict) and "score" in value
-        lines.append(f"{indent}  {json.dumps(key)}: {_json(value, '  ') if is_split else json.dumps(value, allow_nan=False)}")
+        dump = functools.partial(json.dumps, allow_nan=False)
+        is_split = key in ("validation", "test")
+        fields[key] = _object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
+    make_parent(path, "--output")
+    write_whole(path, _object(fields, "") + "\n")
+
+
+def _object(fields: Mapping[str, str], indent: str) -> str:
+    lines = [f"{indent}  {json.dumps(key)}: {value}" for key, value in fields.items()]
     return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
