@@ -13,7 +13,7 @@ from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family, Unreachable
-from megaenc.finetune.jobs import CACHE, Job, check_rate, lock, make_jobs, remaining
+from megaenc.finetune.jobs import CACHE, check_rate, lock, make_jobs, remaining
 from megaenc.finetune.options import Protocol, check_least
 from megaenc.finetune.progress import share
 from megaenc.output_paths import check_parent, remove_new_parents_on_error
@@ -76,7 +76,15 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         with stopped_by_sigterm(), _removed_if_refused(output, todo.model.name), lock(todo) as mine:
             if not mine:
                 raise InputError(f"{folder}: another process is at this run; wait for it")
-            _run(todo)
+            results.sweep(todo)
+            say(f"{todo.name}: imports torch and transformers")
+            from megaenc.finetune.run import run
+
+            with ProgressLine("loading", total=1.0) as line:
+                try:
+                    run(todo, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+                except Unreachable as error:  # a grid tries such a run again
+                    raise InputError(str(error)) from None
     _show(folder, job.family, before=todo is None)
 
 
@@ -95,18 +103,6 @@ def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
             for path in {*cache.glob("*.npz")} - before:
                 path.unlink(missing_ok=True)
             raise
-
-
-def _run(job: Job) -> None:
-    results.sweep(job)
-    say(f"{job.name}: imports torch and transformers")
-    from megaenc.finetune.run import run
-
-    with ProgressLine("loading", total=1.0) as line:
-        try:
-            run(job, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
-        except Unreachable as error:  # a grid tries such a run again
-            raise InputError(str(error)) from None
 
 
 def _show(folder: Path, family: Family, *, before: bool) -> None:

@@ -49,9 +49,13 @@ class Split:
     """The scores of a run on one split, without those of single examples. All are fractions."""
 
     score: float
-    metrics: Mapping[str, float]
-    baseline: Mapping[str, float]
+    """The study's metric."""
+    metrics: dict[str, float]
+    """The field's standard metrics by name."""
     collapsed: str | None
+    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
+    baseline: dict[str, float]
+    """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
 
 
 @dataclass(frozen=True)
@@ -312,7 +316,7 @@ def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Sp
     score = _fractions(path, name, {"score": split["score"]})["score"]
     metrics, baseline = (_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
     collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
-    return Split(score, metrics, baseline, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed))
+    return Split(score, metrics, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed), baseline)
 
 
 def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:

@@ -14,6 +14,7 @@ from megaenc.finetune.backbone import Backbone, Packed, forwards, pack
 from megaenc.finetune.encoded import Encoded, Parts, TextEncoder
 from megaenc.finetune.examples import Examples, Family
 from megaenc.finetune.options import Protocol
+from megaenc.finetune.results import Split
 
 if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset
@@ -23,17 +24,9 @@ NO_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of one split, in the order in which results have them; all shares are fractions."""
+class Scores(Split):
+    """Scores of one split, in the order in which results have them, with those of the examples."""
 
-    score: float
-    """The study's metric."""
-    metrics: dict[str, float]
-    """The field's standard metrics by name."""
-    collapsed: str | None
-    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
-    baseline: dict[str, float]
-    """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
     scores_i: list[float]
     """The study's metric of each example, in the order of the examples."""
     metrics_i: dict[str, list[float]]
