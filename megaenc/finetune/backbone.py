@@ -1,7 +1,4 @@
-"""A Hugging Face model without its head, which reads packed texts in one direction, whatever the model's own is.
-
-Packed texts lie end to end, so that nothing is computed for padding.
-"""
+"""A Hugging Face model without its head that reads packed texts, which lie end to end without padding, in either direction."""
 
 import inspect
 from collections.abc import Sequence
@@ -23,14 +20,14 @@ Attention = Literal["bidirectional", "causal"]
 # torch 2.11 finds out about grouped heads by itself and does not know the keyword that later versions want.
 _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _NAME = "megaenc_packed"
-"""What transformers knows packed attention by. It has no mask function of that name, so a model builds no mask for it."""
+"""Name of packed attention in transformers, which has no mask function of that name, so that models build no mask."""
 _READING: ContextVar[tuple["Backbone", "Packed"]] = ContextVar("reading")
-"""Who reads what: not every model hands down to its attention what it does not know."""
+"""The reader and its texts: not every model passes unknown arguments on to its attention."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Texts end to end, the shortest first: texts of one length are a rectangle without padding, masks and copies."""
+    """Texts end to end, the shortest first: those of one length are a rectangle without padding."""
 
     tokens: Tensor
     """int64[T]"""
@@ -63,8 +60,7 @@ def pack(texts: Sequence[np.ndarray], device: torch.device | str) -> Packed:
 def forwards(lengths: np.ndarray, tokens_per_forward: int) -> list[np.ndarray]:
     """Return which rows a model reads at once: int64 rows in groups of at most so many tokens, the shortest texts first.
 
-    A text that is longer than that is alone. Every row is in one group; equal lengths keep their order. Texts of one group are
-    of like length, so a model that must pad them pads little.
+    A longer text is alone. Every row is in one group; equal lengths keep their order. Within a group lengths differ little.
     """
     rows = np.argsort(lengths, kind="stable")
     groups, start, held = [], 0, 0
@@ -90,28 +86,32 @@ class Backbone(nn.Module):
         self.one_kernel = True
         """Whether packed attention may use an accelerator's kernel for all texts."""
         self.hidden_size: int = model.config.hidden_size
-        self.first_position = _first_position(model)
+        # In models like RoBERTa learned positions are an embedding with a padding index, and begin after that.
+        tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+        padding = (table.padding_idx for table in tables if isinstance(table, nn.Embedding))
+        self.first_position = next((index + 1 for index in padding if index is not None), 0)
         self.context: int = model.config.max_position_embeddings - self.first_position
         """The longest text, in tokens."""
         self.windows: set[int] = set()
         """The sliding windows that layers have asked packed attention for."""
         self.wide_window = any(getattr(module, "is_causal", False) for module in model.modules())
-        """Whether a window of w is w tokens to each side in bidirectional reading, and not w - 1: transformers' reading of a
-        decoder with `is_causal: false`. (An encoder's own window arrives one larger than it is, for kernels that want it so.)"""
+        """Whether a bidirectional window of w has w tokens to each side, not w - 1: so transformers reads a decoder with
+        `is_causal: false`. (An encoder's own window arrives one too large, as some kernels want it.)"""
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._own_attention = model.config._attn_implementation
         self._padding = model.config.pad_token_id or 0
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.model.device
 
     def states(self, packed: Packed) -> Tensor:
         """Compute the last layer's states after the final norm, [T, hidden_size]."""
-        return self._end_to_end(packed) if self.packed else self._padded(packed)
-
-    def _end_to_end(self, packed: Packed) -> Tensor:
+        if not self.packed:
+            shapes = rectangles(packed.groups)
+            rows = packed.tokens.split([sum(lengths) for lengths in shapes])
+            return torch.cat([self._rectangle(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
         before = _READING.set((self, packed))
         try:
             out = self.model(input_ids=packed.tokens[None], position_ids=packed.position_ids[None] + self.first_position)
@@ -119,17 +119,12 @@ class Backbone(nn.Module):
             _READING.reset(before)
         return out.last_hidden_state[0]
 
-    def _padded(self, packed: Packed) -> Tensor:
-        shapes = rectangles(packed.groups)
-        rows = packed.tokens.split([sum(lengths) for lengths in shapes])
-        return torch.cat([self._rectangle(*shape, positions=True) for shape in zip(rows, shapes, strict=True)])
-
     def read_own_way(self, packed: Packed) -> Tensor:
-        """What `states` is compared with: all texts in one rectangle, the model left to find positions by itself. [T, hidden]"""
+        """Compute states to compare with: all texts in one rectangle, positions left to the model. [T, hidden]"""
         return self._rectangle(packed.tokens, packed.lengths, positions=False)
 
     def _rectangle(self, tokens: Tensor, lengths: Sequence[int], *, positions: bool) -> Tensor:
-        """States of texts that are padded and masked at their ends, [T, hidden]; `positions`: the model is told them."""
+        """Compute states of texts that are padded and masked at their ends, [T, hidden]; `positions`: pass them to the model."""
         columns = torch.arange(lengths[-1], device=tokens.device)
         seen = columns < torch.tensor(lengths, device=tokens.device)[:, None]
         ids = torch.full(seen.shape, self._padding, device=tokens.device).masked_scatter(seen, tokens)
@@ -137,12 +132,12 @@ class Backbone(nn.Module):
         return self.model(input_ids=ids, attention_mask=seen.long(), **told).last_hidden_state[seen]
 
     def read_packed(self, packed: bool) -> None:
-        """Have the model read packed texts, by the attention below, or padded ones by its own."""
+        """Make the model read packed texts, by the attention below, or padded ones by its own."""
         self.model.set_attn_implementation(_NAME if packed else self._own_attention)
         self.packed = packed
 
     def point(self, attention: Attention) -> None:
-        """Have the model itself read that way, as far as transformers lets it; packed attention does not ask it."""
+        """Make the model itself read that way, as far as transformers lets it; packed attention does not ask it."""
         for holder in (self.model.config, *self.model.modules()):
             if hasattr(holder, "is_causal") or holder is self.model.config:  # which attention without a mask goes by
                 holder.is_causal = attention == "causal"
@@ -158,14 +153,6 @@ def rectangles(groups: Sequence[tuple[int, int]]) -> list[list[int]]:
     return found
 
 
-def _first_position(model: nn.Module) -> int:
-    """0; in models like RoBERTa, whose learned positions are an embedding with a padding index, the one after that."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding) and module.padding_idx is not None:
-            return module.padding_idx + 1
-    return 0
-
-
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -179,8 +166,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute softmax(scaling * q k^T) v inside each text of a row.
 
-    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError where a model asks for
-    what this does not compute: a score bias, a cap, sinks, more than one row, other keys than those of the row.
+    query [1, heads, T, dim], key and value [1, groups, T, dim] -> [1, T, heads, dim]. NotImplementedError for a score bias, a
+    cap, sinks, more than one row, and other keys than those of the row.
     """
     backbone, packed = _READING.get()
     asked = [name for name in ("position_bias", "softcap", "s_aux", "cache") if others.get(name) is not None]
@@ -207,10 +194,10 @@ AttentionInterface.register(_NAME, packed_attention)
 def _by_length(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, reach: tuple[int, int], scaling: float | None, dropout: float
 ) -> Tensor:
-    """torch's scaled dot product over the texts of each length at once: views of the row, without padding or masks.
+    """Compute torch's scaled dot product over the texts of each length at once: views of the row, without padding or masks.
 
-    Fastest of what was tried on short texts (forward and backward, one thread, float32, 4 heads of 64, 256 texts of 40 tokens in
-    the mean: 90 ms; text by text 109, rectangles padded by at most a quarter 142, one padded rectangle 148).
+    Fastest on short texts (forward and backward, one thread, float32, 4 heads of 64, 256 texts of 40 tokens in the mean: 90 ms;
+    text by text 109, rectangles padded by at most a quarter 142, one padded rectangle 148).
     """
     before, after = reach
     sizes = [texts * length for texts, length in packed.groups]

@@ -11,13 +11,11 @@ from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.finetune import results
-from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
-from megaenc.finetune.jobs import CACHE, Job, check_rate, make_jobs
+from megaenc.finetune.examples import Family, Unreachable
+from megaenc.finetune.jobs import CACHE, check_rate, lock, make_jobs, remaining
 from megaenc.finetune.options import Protocol, check_least
 from megaenc.finetune.progress import share
-from megaenc.finetune.unfinished import lock, remaining
 from megaenc.output_paths import check_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
@@ -68,28 +66,37 @@ def run_main(argv: Sequence[str] | None = None) -> None:
         raise InputError(f"--seed: found {settings.seed}, expected less than 2**63")
     output = Path(settings.output)
     check_parent(output / "model", "--output")
-    from megaenc.finetune.datasets import find
+    from megaenc.finetune.datasets.registry import find
 
     one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
     [job] = make_jobs(*one, settings.output, settings.protocol, settings.data, find)
+    folder = results.folder(job, job.evaluate_on[0].name)
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
-        cache = output / CACHE
-        with stopped_by_sigterm(), _removed_if_refused(cache, output / todo.model.name / ".locks"), lock(todo) as mine:
+        with stopped_by_sigterm(), _removed_if_refused(output, todo.model.name), lock(todo) as mine:
             if not mine:
-                raise InputError(f"{results.folder(job, job.evaluate_on[0].name)}: another process is at this run; wait for it")
-            _run(todo)
-    _show(job, before=todo is None)
+                raise InputError(f"{folder}: another process is at this run; wait for it")
+            results.sweep(todo)
+            say(f"{todo.name}: imports torch and transformers")
+            from megaenc.finetune.run import run
+
+            with ProgressLine("loading", total=1.0) as line:
+                try:
+                    run(todo, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
+                except Unreachable as error:  # a grid tries such a run again
+                    raise InputError(str(error)) from None
+    _show(folder, job.family, before=todo is None)
 
 
 @contextlib.contextmanager
-def _removed_if_refused(cache: Path, locks: Path) -> Iterator[None]:
-    """If the block raises InputError, remove the tokenised data that were added to `cache`, and new folders that are empty.
+def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
+    """If the block raises InputError, remove tokenised data that were added to `output`, and new folders that are empty.
 
-    Results that other processes write to `output` meanwhile stay; tokenised data that they need again they make again.
+    Results that other processes write to `output` meanwhile stay; tokenised data that they need they make again.
     """
+    cache = output / CACHE
     before = {*cache.glob("*.npz")}
-    with remove_new_parents_on_error(cache / "data", locks / "run"):
+    with remove_new_parents_on_error(cache / "data", output / model / ".locks" / "run"):
         try:
             yield
         except InputError:
@@ -98,22 +105,8 @@ def _removed_if_refused(cache: Path, locks: Path) -> Iterator[None]:
             raise
 
 
-def _run(job: Job) -> None:
-    results.sweep(job)
-    say(f"{job.name}: imports torch and transformers")
-    from megaenc.finetune.run import run
-
-    with ProgressLine("loading", total=1.0) as line:
-        try:
-            run(job, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
-        except Unreachable as error:  # a grid tries such a run again
-            raise InputError(str(error)) from None
-
-
-def _show(job: Job, *, before: bool) -> None:
-    """The scores beside the trivial ones, or why there are none."""
-    [dataset] = job.evaluate_on
-    folder = results.folder(job, dataset.name)
+def _show(folder: Path, family: Family, *, before: bool) -> None:
+    """Print the scores next to the trivial ones, or why there are none."""
     found = results.read(folder)
     if found.failure is not None:
         say(f"failed{' before' * before}: {found.failure} ({folder / results.FAILED}); choose a smaller --learning-rate")
@@ -122,4 +115,4 @@ def _show(job: Job, *, before: bool) -> None:
         values = {"score": split.score, **split.metrics}
         listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
         say(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    say(f"in brackets: {_WITHOUT_A_MODEL[job.family]}; {'finished before, ' * before}{folder / results.RESULTS}")
+    say(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / results.RESULTS}")

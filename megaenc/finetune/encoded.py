@@ -1,4 +1,4 @@
-"""Texts as the models read them: token ids laid end to end, cut to what the model reads, made once and kept on disk."""
+"""Tokenised texts: ids end to end, cut to the length that the model reads, made once and kept on disk."""
 
 import hashlib
 import json
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 2  # of the files on disk, and of the rules below that say which tokens a text has
 _AT_ONCE = 1024  # texts whose offsets are held as Python objects
-_LOOK_AGAIN = 0.2  # seconds between two looks at what another process makes
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class Encoded:
     @classmethod
     def of(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "Encoded":
         """Lay `rows` (int[tokens] each) end to end."""
-        starts = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=starts[1:])
+        starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(flat(rows, np.int32), starts, truncated, columns)
 
     def __len__(self) -> int:
@@ -56,28 +54,26 @@ class Encoded:
         return np.diff(self.starts)
 
     def texts(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The tokens of these rows, int32[tokens] each."""
+        """Return the tokens of these rows, int32[tokens] each."""
         return [self.tokens[self.starts[row] : self.starts[row + 1]] for row in rows]
 
     def by_token(self, column: str, rows: np.ndarray) -> np.ndarray:
-        """A column that has an entry for each token, of these rows end to end."""
+        """Return a column that has an entry for each token, of these rows end to end."""
         values = self.columns[column]
-        parts = [values[self.starts[row] : self.starts[row + 1]] for row in rows]
-        return np.concatenate(parts) if parts else values[:0]
+        return np.concatenate([values[:0], *(values[self.starts[row] : self.starts[row + 1]] for row in rows)])
 
 
 def flat(rows: Sequence[np.ndarray], dtype: type, *shape: int) -> np.ndarray:
-    """`rows` one after the other, `shape` being that of an entry; an empty array where there is none."""
+    """Return `rows` end to end, `shape` being that of an entry; an empty array where there is none."""
     return np.concatenate([np.empty((0, *shape), dtype), *rows]).astype(dtype, copy=False)
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Turns texts into rows of tokens: plain text, in which a spelled special token stays text; BOS before it, EOS after it.
+    """Turns texts into rows of tokens, BOS before and EOS after them; a special token spelled in a text stays text.
 
-    Texts are cut so that a row has at most `max_length` tokens and still ends with EOS. Tokenizers that know no BOS or EOS begin
-    and end texts with their CLS and SEP tokens. Raises InputError for a tokenizer that has neither, and for a `max_length` with
-    no room for text.
+    Texts are cut so that a row has at most `max_length` tokens and still ends with EOS. Tokenizers without BOS or EOS use their
+    CLS and SEP tokens. Raises InputError for a tokenizer that has neither, and for a `max_length` with no room for text.
     """
 
     tokenizer: "PreTrainedTokenizerFast"
@@ -88,8 +84,8 @@ class TextEncoder:
     """Is told how many of the texts given to a call are done."""
 
     def __post_init__(self) -> None:
-        for name, added, tokens in (("bos", self.add_bos, self._bos), ("eos", self.add_eos, self._eos)):
-            if added and tokens == [None]:
+        for name, tokens in (("bos", self._bos), ("eos", self._eos)):
+            if tokens == [None]:
                 raise InputError(
                     f"--add-{name}: the tokenizer {self.tokenizer.name_or_path} has no {name.upper()} token; "
                     f"leave it out with --no-add-{name}"
@@ -100,13 +96,13 @@ class TextEncoder:
 
     @cached_property
     def _bos(self) -> list[int | None]:
-        known = self.tokenizer
-        return [known.cls_token_id if known.bos_token_id is None else known.bos_token_id] * self.add_bos
+        token = self.tokenizer.bos_token_id
+        return [self.tokenizer.cls_token_id if token is None else token] * self.add_bos
 
     @cached_property
     def _eos(self) -> list[int | None]:
-        known = self.tokenizer
-        return [known.sep_token_id if known.eos_token_id is None else known.eos_token_id] * self.add_eos
+        token = self.tokenizer.eos_token_id
+        return [self.tokenizer.sep_token_id if token is None else token] * self.add_eos
 
     @property
     def room(self) -> int:
@@ -115,20 +111,20 @@ class TextEncoder:
 
     @cached_property
     def key(self) -> dict[str, str | int | bool]:
-        """What determines the rows of a text."""
+        """All that determines the rows of a text."""
         rule = {"max_length": self.max_length, "add_bos": self.add_bos, "add_eos": self.add_eos}
         return {"format": _FORMAT, "tokenizer": vocabulary_of(self.tokenizer).fingerprint, **rule}
 
     def row(self, tokens: np.ndarray) -> np.ndarray:
-        """int32[at most max_length]: a row of the tokens of a text."""
+        """Return int32[at most max_length]: the row of a text's tokens."""
         return np.concatenate([self._bos, tokens[: self.room], self._eos]).astype(np.int32)
 
     def beside(self, values: np.ndarray, other: int) -> np.ndarray:
-        """int32[tokens of the row]: `values`, one for each token of a text, cut as it is cut, and `other` for BOS and EOS."""
+        """Return int32[tokens of the row]: `values`, one for each token of a text, cut like it, and `other` for BOS and EOS."""
         return np.concatenate([[other] * self.add_bos, values[: self.room], [other] * self.add_eos]).astype(np.int32)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
-        """A row for each text. Raises InputError for a text without a token where no BOS or EOS is added."""
+        """Make a row of each text. Raises InputError for a text without a token where no BOS or EOS is added."""
         rows, truncated = [], 0
         for start in range(0, len(texts), _AT_ONCE):
             self.progress(start, len(texts))
@@ -140,9 +136,9 @@ class TextEncoder:
         return Encoded.of(rows, truncated)
 
     def with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each text its tokens, int32[tokens], and the characters of each, int32[tokens, 2]: the first, one past the last.
+        """Yield each text's tokens, int32[tokens], with first character and one past the last, int32[tokens, 2]; nothing is cut.
 
-        Nothing is added and nothing is cut. Characters are those of the text as `well_formed` gives it.
+        Characters are those of the text as `well_formed` gives it.
         """
         for start in range(0, len(texts), _AT_ONCE):
             self.progress(start, len(texts))
@@ -165,10 +161,10 @@ Parts = Encoded | dict[str, Encoded]
 
 
 def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable[[], None] = lambda: None) -> Parts:
-    """What `make` returns, read from a file of `folder` if it was made before under the same `key` (of JSON values).
+    """Return what `make` returns, from a file of `folder` if it was made before under the same `key` (of JSON values).
 
-    The file appears when it is whole; one that cannot be read is made again. Of several processes that want it one makes it, and
-    the others wait and call `waiting` now and then. Raises InputError where nothing can be written.
+    The file appears when it is whole; one that cannot be read is made again. Of several processes that want it one makes it; the
+    others wait and call `waiting` now and then. Raises InputError where nothing can be written.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     path = folder / f"{name}.npz"
@@ -177,23 +173,17 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
             if mine and (found := _read(path)) is None:  # else another process has made it meanwhile
                 for left in left_behind(path):
                     remove(left)
-                found = make()
+                found, arrays = make(), {}
+                for part, rows in (found if isinstance(found, dict) else {"": found}).items():
+                    own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
+                    arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
                 with whole_files(path) as [temporary], open(temporary, "wb") as stream:
-                    np.savez(stream, **_arrays(found))
+                    np.savez(stream, **arrays)
         if found is not None:
             break
         waiting()
-        time.sleep(_LOOK_AGAIN)
+        time.sleep(0.2)
     return found
-
-
-def _arrays(made: Parts) -> dict[str, np.ndarray]:
-    """All arrays under the names of their part, if there are several, and their own."""
-    arrays = {}
-    for part, rows in (made if isinstance(made, dict) else {"": made}).items():
-        own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
-        arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
-    return arrays
 
 
 def _read(path: Path) -> Parts | None:

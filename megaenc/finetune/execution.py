@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megaenc.console import say
-from megaenc.finetune.jobs import Job
+from megaenc.finetune.jobs import Job, is_locked
 from megaenc.finetune.progress import GridProgress
-from megaenc.finetune.unfinished import is_locked
 from megaenc.finetune.workers import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
 
 _TRIES = 2

@@ -57,12 +57,10 @@ class Riddle:
 
 
 def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]":
-    """The model, in float32 on this machine's device, and its tokenizer. Raises InputError for a folder that holds no such.
+    """Load the model, in float32 on this machine's device, and its tokenizer. Raises InputError if the folder holds none.
 
-    A decoder that reads both ways (`is_causal: false` in config.json) counts as a masked language model.
-
-    Where its predictions stand before their tokens (`prediction_shift` in config.json), its logits are moved to these tokens; a
-    token too near the start to be predicted gets equal logits.
+    A decoder that reads both ways (`is_causal: false` in config.json) counts as a masked language model. Logits that stand before
+    their tokens (`prediction_shift` in config.json) are moved to them; a token too near the start gets equal logits.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
     from transformers.utils.logging import disable_progress_bar
@@ -87,23 +85,22 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     model, report = load_model(hf, config, kind, "a masked language model")
     if report["missing_keys"]:
         raise InputError(f"--model {folder}: no weights `{min(report['missing_keys'])}`; expected a masked language model")
-    if shift := getattr(model.config, "prediction_shift", 0):
-        model.register_forward_hook(lambda module, inputs, output: _moved(output, shift))
+    shift = getattr(model.config, "prediction_shift", 0)
+
+    def move(module: Any, inputs: Any, output: Any) -> None:
+        output.logits = output.logits.roll(shift, dims=1)
+        output.logits[:, :shift] = 0
+
+    if shift:
+        model.register_forward_hook(move)
     return model.eval().to(detect().device), tokenizer
-
-
-def _moved(output: Any, shift: int) -> Any:
-    output.logits = output.logits.roll(shift, dims=1)
-    output.logits[:, :shift] = 0
-    return output
 
 
 def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
     """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
 
-    Documents end with the end-of-sequence token and are cut at the model's length, or the tokenizer's where that is less; no
-    window holds parts of two, and the first token of each is not scored. The masks are the same each time. Raises InputError
-    where nothing can be hidden.
+    Documents end with the end-of-sequence token and are cut into windows of the model's length, or the tokenizer's where that is
+    less; the first token of a window is not scored. The masks are the same each time. Raises InputError if nothing can be hidden.
     """
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -120,7 +117,6 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
         pack = Pack(number, 0, window, np.array([0, len(window)], dtype=np.int32))
         targets.append(objective.targets(pack, SampleRandomness(0, number, 0)))
     targets.sort(key=lambda target: len(target.inputs))  # stable: windows of a batch are of about one length
-
     hidden, correct, at = [np.zeros(0, dtype=np.int64)], 0, 0
     while at < len(targets):
         # Logits are the largest thing here: at most 2**25 of them (128 MiB) a batch, unless one window has more.
@@ -133,7 +129,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
         with torch.inference_mode():
             logits = model(input_ids=tokens.to(model.device), attention_mask=seen.to(model.device)).logits
         for guesses, target in zip(logits.argmax(-1).cpu().numpy(), batch, strict=True):
-            # What a window begins with is not asked for: where predictions stand before their tokens it has none.
+            # Where predictions stand before their tokens, the first token has none.
             asked = target.predict_at > 0
             correct += int((guesses[target.predict_at[asked]] == target.labels[asked]).sum())
             hidden.append(target.labels[asked])
@@ -144,7 +140,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
 
 
 def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
-    """int64[at most `length`] until `limit` tokens are out."""
+    """Yield int64[at most `length`] until `limit` tokens are out."""
     from megaenc.data.tokenizer import encode_documents
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -159,7 +155,7 @@ def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> I
 
 _SENTENCE = re.compile(r"(?<![^\n ])[A-Z][a-z]*(?:,? [A-Za-z'-]+){7,24}\.(?=\s|$)")
 _WORD = re.compile(r"(?<= )[a-z]{4,}(?=[ ,.])")
-# Words that hold sentences together: guessing them says little.
+# Guessing function words says little.
 _FUNCTION_WORDS = """
     about after also although another because been before being below between both cannot could does done each either else
     even ever every from given have having here however into itself just like made make many more most much must never none
@@ -170,10 +166,7 @@ _FUNCTION_WORDS = """
 
 
 def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[Riddle]:
-    """`count` sentences of plain words, at most one a document, each with a word of meaning hidden that is one token.
-
-    The choice depends on the texts alone, not on what a model makes of them.
-    """
+    """Choose `count` plain sentences, at most one a document, each with a one-token content word hidden, whatever the model."""
     found, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [
@@ -188,9 +181,9 @@ def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: i
 
 
 def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[Riddle]) -> list[list[tuple[str, float]]]:
-    """The three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline has them.
+    """Return the three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline does.
 
-    That reads masked language models alone, and no decoders.
+    The pipeline does not take decoders.
     """
     import torch
 
@@ -207,7 +200,7 @@ def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked:
 
 
 def table(asked: list[Riddle], guesses: list[list[tuple[str, float]]]) -> Any:
-    """rich's Table of riddles and guesses; the right ones are marked."""
+    """Return rich's Table of riddles and guesses; the right ones are marked."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

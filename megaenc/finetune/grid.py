@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from megaenc import flags
 from megaenc.console import clock, overheard, quiet, say
@@ -13,11 +14,10 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import stopped_by_sigterm
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.execution import Failed, Local, execute
-from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs
+from megaenc.finetune.jobs import Find, Job, check_rate, make_jobs, remaining
 from megaenc.finetune.model_folder import keep_fingerprints
 from megaenc.finetune.options import LEARNING_RATES, Protocol, check_least
 from megaenc.finetune.slurm import SlurmSettings, submit
-from megaenc.finetune.unfinished import remaining
 from megaenc.finetune.workers import RUN, log_path
 from megaenc.output_paths import check_parent, make_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
@@ -45,8 +45,7 @@ class GridSettings:
     protocol: Protocol = field(default_factory=Protocol)
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What is to be done for a grid, and what has been."""
 
     jobs: list[Job]
@@ -54,28 +53,11 @@ class Plan:
     todo: list[Job]
     """Those not finished, with the data sets that they have still to be evaluated on."""
     failed: list[tuple[Job, Path]]
-    """Those that are written down as failed and not tried again, with the file that says why."""
-
-    @property
-    def results(self) -> int:
-        """How many results the whole grid has; retrieval has one for each set that a training is evaluated on."""
-        return sum(len(job.evaluate_on) for job in self.jobs)
+    """Failed trainings that are not tried again, with the file that says why."""
 
 
 def plan(settings: GridSettings, find: Find) -> Plan:
     """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
-    _check(settings)
-    rates, seeds = settings.learning_rates, range(settings.seeds)
-    jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
-    again, todo, failed = settings.local.retry_failed, [], []
-    for job in jobs:
-        left, why = remaining(job, again=again)
-        todo += [left] if left is not None else []
-        failed += [(job, why)] if why is not None else []
-    return Plan(jobs, todo, failed)
-
-
-def _check(settings: GridSettings) -> None:
     settings.protocol.check()
     settings.slurm.check()
     for name in ("model", "datasets", "learning_rates"):
@@ -90,27 +72,31 @@ def _check(settings: GridSettings) -> None:
     for rate in settings.learning_rates:
         check_rate("--learning-rates", rate)
     check_parent(Path(settings.output, "model"), "--output")
+    rates, seeds = settings.learning_rates, range(settings.seeds)
+    jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
+    states = [(job, *remaining(job, again=settings.local.retry_failed)) for job in jobs]
+    todo = [left for _, left, _ in states if left is not None]
+    return Plan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
 
 
 def announce(settings: GridSettings, planned: Plan) -> None:
-    """Say how large the grid is, counted both ways, and what of it is left."""
-    whole = len(planned.jobs)
+    """Print how large the grid is, in results and trainings, and what of it is left."""
+    trainings, evaluations = len(planned.jobs), sum(len(job.evaluate_on) for job in planned.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
-    once = "" if planned.results == whole else "; retrieval trains once for all its sets"
-    say(f"{count(planned.results, 'result')} from {count(whole, 'training')}: {size}{once}")
-    done = whole - len(planned.todo) - len(planned.failed)
+    once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
+    say(f"{count(evaluations, 'result')} from {count(trainings, 'training')}: {size}{once}")
     before = f", {len(planned.failed):,} failed before" if planned.failed else ""
-    say(f"{done:,} finished{before}, {len(planned.todo):,} to do")
+    say(f"{trainings - len(planned.todo) - len(planned.failed):,} finished{before}, {len(planned.todo):,} to do")
 
 
 def count(number: int, noun: str) -> str:
-    """`1 model`, `50 models`."""
+    """Format `1 model`, `50 models`."""
     return f"{number:,} {noun}{'s' if number != 1 else ''}"
 
 
 def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
-    """Say what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
+    """Print what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
     by_reason: dict[str, list[Job]] = defaultdict(list)
     for one in failed:
         by_reason[one.why].append(one.job)

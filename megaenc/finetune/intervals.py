@@ -1,7 +1,4 @@
-"""What is made of the scores of a grid: mean and interval over the seeds, the learning rate chosen on validation, averages.
-
-The rules are the study's. A cell is a model on one data set, with all its rates and seeds.
-"""
+"""Statistics of a grid by the study's rules: mean and interval over seeds, the learning rate chosen on validation, averages."""
 
 import math
 import statistics
@@ -51,7 +48,7 @@ def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
 
 @dataclass(frozen=True)
 class Asked:
-    """The rates and seeds that a model is to be fine-tuned with on a data set, each rate with every seed."""
+    """The rates of a planned grid, each with every one of its seeds."""
 
     rates: tuple[float, ...]
     seeds: tuple[int, ...]
@@ -59,7 +56,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Cell:
-    """All runs of a model on a data set, of those that were asked for."""
+    """The runs of a model on one data set: those of all rates and seeds that were asked for."""
 
     model: str
     family: str
@@ -67,14 +64,13 @@ class Cell:
     train_on: str
     runs: tuple[Result, ...]
     rates: tuple[float, ...]
-    """Every rate that was asked for, whether or not it has a run yet."""
+    """Every rate that was asked for, with or without runs."""
     seeds: tuple[int, ...]
     """Every seed that a rate needs before it can be chosen."""
 
     def at(self, rate: float) -> list[Result]:
-        """The finished runs of a rate, by seed."""
-        found = [run for run in self.runs if run.learning_rate == rate and run.test is not None]
-        return sorted(found, key=lambda run: run.seed)
+        """Return the finished runs of a rate, by seed."""
+        return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
 
     @property
     def complete(self) -> tuple[float, ...]:
@@ -89,18 +85,14 @@ class Cell:
     @property
     def chosen(self) -> float | None:
         """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
-        return max(
-            self.complete,
-            key=lambda rate: (interval([run.validation.score for run in self.at(rate)]).mean, -rate),
-            default=None,
-        )
+        means = {rate: interval([run.validation.score for run in self.at(rate)]).mean for rate in self.complete}
+        return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
 
 def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
     """Group results by model, data set and set trained on, in the order in which they come up.
 
-    `asked` is the grid that was planned, and results outside of it are left out. Without it, it is every rate and seed that some
-    model has on that data set: a model that has fewer yet is not whole.
+    Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
     """
     found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
     seen: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
@@ -119,15 +111,12 @@ Read = Callable[[Result], float | None]
 
 
 def scores(cell: Cell, read: Read) -> dict[int, float] | None:
-    """By seed, what `read` takes out of the runs of the chosen rate; None where no rate can be chosen or a number is missing."""
-    if (rate := cell.chosen) is None:
-        return None
-    found = {run.seed: read(run) for run in cell.at(rate)}
-    return None if None in found.values() else found
+    """Return the numbers of the chosen rate by seed; None where no rate can be chosen or a number is missing."""
+    return by_rate(cell, read).get(cell.chosen)
 
 
 def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
-    """The cells of a model that each average in `family` is formed over: the study's three where all are there, else all.
+    """Return the cells of a model that each average in `family` is over: the study's three where all are there, else all.
 
     There is one average; one for each set trained on where some set has been evaluated after several trainings.
     """
@@ -143,12 +132,12 @@ def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
 
 
 def trained_apart(members: Sequence[Cell]) -> bool:
-    """Whether some set of a model's cells in a family has been evaluated after several trainings."""
+    """Return whether some set of a model's cells in a family has been evaluated after several trainings."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
 def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:
-    """By seed, the mean over data sets, each at its own chosen rate; None where one has no score for some seed of another."""
+    """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
     by_set = [scores(cell, read) for cell in members]
     if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
         return None
@@ -157,7 +146,7 @@ def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What the learning rate changes in a cell: the mean score at each complete rate."""
+    """The mean score of a cell at each complete learning rate."""
 
     means: dict[float, float]
 
@@ -167,19 +156,18 @@ class Sensitivity:
         return max(self.means.values()) - min(self.means.values())
 
     def near_best(self, within: float = 0.01) -> int:
-        """How many rates have a mean that is at most one point (of a hundred) below the best."""
-        best = max(self.means.values())
-        return sum(best - mean <= within + 1e-12 for mean in self.means.values())
+        """Return how many rates have a mean that is at most one point (of a hundred) below the best."""
+        return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
 
 
 def by_rate(cell: Cell, read: Read) -> dict[float, dict[int, float]]:
-    """What `read` takes out of the finished runs, by rate and seed; rates without a number in each of their runs are left out."""
+    """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
     found = {rate: {run.seed: read(run) for run in cell.at(rate)} for rate in cell.rates}
     return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}
 
 
 def sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> Sensitivity | None:
-    """The means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
+    """Return the means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
     whole = {rate: of_seeds for rate, of_seeds in found.items() if of_seeds.keys() >= set(seeds)}
     means = {rate: interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
     return Sensitivity(means) if means else None

@@ -1,22 +1,29 @@
-"""A fine-tuning run as it is asked for, and how far it says to be."""
+"""Fine-tuning runs: what each is asked for, what is left to do of it, its lock, and how far it is."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.base import Dataset
+from megaenc.files import locked
+from megaenc.finetune import results
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Dataset, Family
 from megaenc.finetune.model_folder import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
-from megaenc.finetune.options import Protocol
+from megaenc.finetune.options import Protocol, rate_name
+
+CACHE = ".tokenised"
+"""Folder of tokenised data next to the results."""
+Find = Callable[..., Dataset]
+"""As `megaenc.finetune.datasets.registry.find`: takes what the command line calls a data set, and the fields of DataFlags."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """Something by the name that results know it under, and where it is: a folder, or what `datasets.find` takes."""
+    """A model or data set: its name in results, and where it is: a folder, or what `datasets.find` takes."""
 
     name: str
     where: str
@@ -74,17 +81,6 @@ class Progress:
     """Shown as they are: loss, data set."""
 
 
-def rate_name(rate: float) -> str:
-    """A learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
-    return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)
-
-
-CACHE = ".tokenised"
-"""Folder of tokenised data next to the results."""
-Find = Callable[..., Dataset]
-"""As `megaenc.finetune.datasets.registry.find`: takes what the command line calls a data set, and the fields of DataFlags."""
-
-
 def make_jobs(
     models: Sequence[str],
     datasets: Sequence[str],
@@ -95,16 +91,21 @@ def make_jobs(
     data: DataFlags,
     find: Find,
 ) -> list[Job]:
-    """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs are one.
+    """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs share one.
 
     Data set after data set, on each model after model, seed after seed with all rates: the cells of a summary fill one by one.
     Models and data sets are looked at. Raises InputError for what no run could be made of.
     """
     named = [named_model(text) for text in models]
     found = [(text, find(text, **asdict(data))) for text in datasets]
-    _all_different("--model", [model.name for model in named])
-    _all_different("--datasets", [dataset.name for _, dataset in found])
-    _all_different("--learning-rates", rates)
+    hint = "; name one of them otherwise, NAME=FOLDER"
+    for flag, values, advice in (
+        ("--model", [model.name for model in named], hint),
+        ("--datasets", [dataset.name for _, dataset in found], hint),
+        ("--learning-rates", rates, ""),
+    ):
+        if twice := [value for value in values if values.count(value) > 1]:
+            raise InputError(f"{flag}: found {twice[0]} twice, expected each once{advice}")
     trainings: dict[tuple[Family, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
@@ -129,20 +130,13 @@ def make_jobs(
 
 
 def check_rate(flag: str, rate: float) -> None:
-    """InputError for a learning rate that trains nothing."""
+    """Raise InputError for a learning rate that trains nothing."""
     if not 0 < rate < float("inf"):
         raise InputError(f"{flag}: found {rate}, expected more than 0")
 
 
-def _all_different(flag: str, values: Sequence) -> None:
-    for value in values:
-        if values.count(value) > 1:
-            hint = "; name one of them otherwise, NAME=FOLDER" if flag != "--learning-rates" else ""
-            raise InputError(f"{flag}: found {value} twice, expected each once{hint}")
-
-
 def named_model(text: str) -> Named:
-    """`FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError for a folder that no model can be loaded from."""
+    """Return the model `FOLDER`, named by its last part, or `NAME=FOLDER`. Raises InputError if none can be loaded from there."""
     name, equals, folder = text.partition("=")
     if not equals or "/" in name:
         name, folder = "", text
@@ -152,3 +146,32 @@ def named_model(text: str) -> Named:
     if not name or name.startswith(".") or not name.isprintable():
         raise InputError(f"--model {text}: found the name {name!r}, expected one for a folder; say NAME=FOLDER")
     return Named(name, str(path))
+
+
+def remaining(job: Job, *, again: bool) -> tuple[Job | None, Path | None]:
+    """Return `job` with the data sets that it has still to be evaluated on, or the file that says why it failed, or neither.
+
+    A training that failed has failed for every set: it is to be done only if it is tried `again`. Raises InputError for results
+    of another protocol.
+    """
+    states = [(dataset, results.state(job, dataset.name)) for dataset in job.evaluate_on]
+    failed = next((dataset for dataset, state in states if state == "failed"), None)
+    if failed is not None and not again:
+        return None, results.folder(job, failed.name) / results.FAILED
+    missing = tuple(dataset for dataset, state in states if state != "finished")
+    return replace(job, evaluate_on=missing) if missing else None, None
+
+
+def is_locked(job: Job) -> bool:
+    """Return whether some process is at this run."""
+    with lock(job) as mine:
+        return not mine
+
+
+def lock(job: Job) -> AbstractContextManager[bool]:
+    """Try to have a training to oneself, whatever it is to be evaluated on (see `megaenc.files.locked`).
+
+    On a file system without locks the work may be done twice, with the same results, each written whole.
+    """
+    name = f"{job.family}_{job.train_on}_lr{rate_name(job.learning_rate)}_sd{job.seed}"
+    return locked(Path(job.output, job.model.name, ".locks", name))

@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a backbone that reads as asked for, proved before it is used by what a changed token moves."""
+"""Loading of a Hugging Face folder as a backbone, with a proof, by changed tokens, that it reads in the direction asked for."""
 
 import inspect
 from collections.abc import Callable
@@ -17,22 +17,21 @@ from megaenc.finetune.backbone import Attention, Backbone, Packed, pack
 from megaenc.finetune.model_folder import check_model_folder
 
 _CLOSE = 1e-4
-"""How far float32 states of two ways to compute the same may be apart, as a share of the largest."""
+"""The largest difference of float32 states that count as the same, as a share of the largest state."""
 _MOVED = 1e-5
-"""How far a state moves at least if it depends on a token, as a share of the largest."""
+"""The least move of a state that depends on a token, as a share of the largest state."""
 _CLOSE_16_BIT = 0.1
-"""The same where one of them has 16 bits: rounding through all layers, but nothing read that should not be."""
+"""As `_CLOSE`, where one of them has 16 bits: rounding through all layers."""
 
 
 def load_backbone(folder: str, attention: Attention, *, device: torch.device | str, dtype: torch.dtype) -> Backbone:
     """Load the model of a Hugging Face folder, reading under `attention`; code that it holds is never run.
 
-    Before it is returned, changed tokens have shown what it reads (each state is moved by all tokens of its text and by no other,
-    or by no later one), and packed states have been equal to the model's own padded ones. InputError for what cannot be
-    loaded or read so.
+    It is proved first that each state is moved by all tokens of its text, or by no later one, and by no other text, and that
+    packed states equal the model's own padded ones. InputError for what cannot be loaded or read so.
 
-    Parameters are cast to `dtype`. One that was more exact keeps what it was as its attribute `unrounded`, which the optimizer's
-    master weights start from.
+    Parameters are cast to `dtype`. One that loses digits keeps its value as the attribute `unrounded`, from which the optimizer's
+    master weights start.
     """
     backbone = Backbone(_load(folder).to(device), attention)
     with torch.no_grad():
@@ -55,7 +54,7 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
 
 
 def _load(folder: str) -> Any:
-    """Load transformers' model without a head, in float32 and eval mode. InputError for a folder that holds none."""
+    """Load transformers' model without a head, in float32 and eval mode. Raises InputError if the folder holds none."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
     from transformers.utils.logging import disable_progress_bar
 
@@ -66,24 +65,22 @@ def _load(folder: str) -> Any:
     kind = MODEL_MAPPING.get(type(config), None)
     if not isinstance(kind, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
         raise InputError(f"--model {folder}: found a {config.model_type} model, expected an encoder or a decoder of text")
-    # What pools a text's states is not read, and few folders hold its weights.
+    # The pooler is not used, and few folders hold its weights.
     pooled = {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind.__init__).parameters else {}
     model, report = load_model(hf, config, kind, f"the weights of a {config.model_type} model", **pooled)
     missing = sorted(name for name in report["missing_keys"] if "pooler" not in name)
     if missing:
         some = ", ".join(missing[:3]) + (", ..." if missing[3:] else "")
-        raise InputError(
-            f"--model {folder}: {len(missing)} weights are missing ({some}), expected those of a {config.model_type} model"
-        )
-    # The padding token's row gets no gradient from torch, and some tokenizers (the study's) pad with the token that ends texts.
-    # Nothing is computed for padding here, so each token is like the others.
+        what = f"{len(missing)} weights are missing ({some})"
+        raise InputError(f"--model {folder}: {what}, expected those of a {config.model_type} model")
+    # torch gives the padding token's row no gradient, but some tokenizers (the study's) pad with the token that ends texts.
     model.get_input_embeddings().padding_idx = None
     model.config.use_cache = False
     return model.eval()
 
 
 def _settle(backbone: Backbone, folder: str) -> None:
-    """Have the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
+    """Make the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
     try:
         probe = Probe(backbone)
         own = probe.direction(backbone.read_own_way)
@@ -114,17 +111,17 @@ class Probe:
         self._length = min(6, backbone.context - 1, getattr(config, "sliding_window", None) or 6)
 
     def direction(self, read: Callable[[Packed], Tensor]) -> Attention | None:
-        """What `read` shows: bidirectional if every token of a text moves every state of it, causal if none before it."""
+        """Return bidirectional if every token of a text moves every state of it under `read`, causal if none before it."""
         moved = self._moved(read)
         every = torch.ones_like(moved)
         return "bidirectional" if torch.equal(moved, every) else "causal" if torch.equal(moved, every.triu()) else None
 
     def read(self) -> Tensor:
-        """float32[T, hidden]: the states of texts of several lengths, as the backbone reads them."""
+        """Compute float32[T, hidden]: the states of texts of several lengths, as the backbone reads them."""
         return self.backbone.states(self._packed_texts()).float()
 
     def wrong_in_16_bit(self, exactly: Tensor) -> str | None:
-        """Return what is wrong with states of 16 bits, `exactly` being what `read` gave in float32; None if nothing is."""
+        """Return what is wrong with states of 16 bits next to `exactly`, what `read` gave in float32; None if nothing is."""
         backbone = self.backbone
         try:
             if _apart(self.read(), exactly, _CLOSE_16_BIT):
@@ -136,18 +133,18 @@ class Probe:
             return f"fails: {first_line(error)}"
 
     def _moved(self, read: Callable[[Packed], Tensor]) -> Tensor:
-        """bool[changed token, state] of one text."""
+        """Compute bool[changed token, state] of one text."""
         size = self._length
         text = self._texts(size)[0]
         changed = np.tile(text, (size, 1))
-        np.fill_diagonal(changed, self._other(text))
+        np.fill_diagonal(changed, self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)])
         # A longer text is among them, so that there is something to mask where texts are padded.
         states = read(pack([text, *changed, *self._texts(size + 1)], self.backbone.device))
         states = states[: (size + 1) * size].float().unflatten(0, (size + 1, size))
         return (states[1:] - states[0]).abs().amax(-1) > _MOVED * states.abs().max()
 
     def apart(self, *ways: Callable[[Packed], Tensor]) -> bool:
-        """Whether two ways of reading give other states."""
+        """Return whether two ways of reading give other states."""
         texts = self._packed_texts()
         return _apart(*(read(texts) for read in ways))
 
@@ -182,7 +179,7 @@ class Probe:
         return None
 
     def _mixes_texts(self) -> bool:
-        """Whether other texts of a pack move a text's states."""
+        """Return whether other texts of a pack move a text's states."""
         first, second, other = self._texts(4, 5, 4)
         packs = (pack([first, other, second], self.backbone.device), pack([other, first, second], self.backbone.device))
         return _apart(*(self.backbone.states(texts)[8:] for texts in packs))
@@ -196,10 +193,6 @@ class Probe:
     def _texts(self, *lengths: int) -> list[np.ndarray]:
         random = np.random.default_rng(0)
         return [random.choice(self._usable, length) for length in lengths]
-
-    def _other(self, text: np.ndarray) -> np.ndarray:
-        """For each token another one."""
-        return self._usable[(np.searchsorted(self._usable, text) + 1) % len(self._usable)]
 
 
 def _apart(one: Tensor, other: Tensor, close: float = _CLOSE) -> bool:

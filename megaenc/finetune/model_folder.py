@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a model to be fine-tuned: what has to be there, and digests of what a run reads of it."""
+"""The Hugging Face folder of a model: what has to be there, and digests of what a run reads of it."""
 
 import contextlib
 import hashlib
@@ -17,7 +17,6 @@ KNOWN = ".fingerprints.json"
 _NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
 _OF_MODEL = ("config.json", "*.safetensors")
 _OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_AT_ONCE = 1 << 24  # bytes
 _READ: dict[str, str] = {}
 """Digests that this process has computed, by `_mark`."""
 
@@ -30,20 +29,18 @@ def check_model_folder(folder: str) -> None:
             f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
             "`hf download NAME --local-dir FOLDER` fetches it"
         )
-    for needed in _NEEDED:
-        if not _files(path, (needed,)):
-            raise InputError(f"--model {folder}: no {needed} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")
+    if missing := [needed for needed in _NEEDED if not _files(path, (needed,))]:
+        raise InputError(f"--model {folder}: no {missing[0]} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")
     read_json_object(path / "config.json", "the configuration of a model")
 
 
 def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
-    """SHA-256 of the configuration and the weights of each folder, a second or so for each gigabyte that is read the first time.
+    """Return SHA-256 of the configuration and the weights of each folder, which takes about a second for each new gigabyte.
 
-    What was read before is in a file of the folder `results`, if there is one, under where it is and the sizes and times of its
-    files. `keep` adds to that file what is read.
+    A file of the folder `results`, if there is one, has the digests of weights that were read before, by place, sizes and times
+    of their files. `keep` adds to it what is read.
     """
-    path = Path(results, KNOWN)
-    known, marks = _known(path) | _READ, [_mark(folder) for folder in folders]
+    known, marks = _known(results) | _READ, [_mark(folder) for folder in folders]
     new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
     if not new:
         return [known[mark] for mark in marks]
@@ -63,33 +60,31 @@ def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = Tru
 
 def keep_fingerprints(results: str) -> None:
     """Add the digests that this process has computed to the file of them in the folder `results`, if there is such a folder."""
-    path = Path(results, KNOWN)
-    known = _known(path)
-    if path.parent.is_dir() and not _READ.items() <= known.items():
-        with contextlib.suppress(InputError):  # without it they are read again, and that is all
-            write_whole(path, json.dumps(known | _READ))
+    known = _known(results)
+    if Path(results).is_dir() and not _READ.items() <= known.items():
+        with contextlib.suppress(InputError):  # without it the weights are read again, and that is all
+            write_whole(Path(results, KNOWN), json.dumps(known | _READ))
 
 
-def _known(path: Path) -> dict[str, str]:
-    """What the file holds, by `_mark`; nothing where there is none or it cannot be read."""
-    return {mark: digest for mark, digest in read_json(path).items() if isinstance(digest, str)}
+def _known(results: str) -> dict[str, str]:
+    return {mark: digest for mark, digest in read_json(Path(results, KNOWN)).items() if isinstance(digest, str)}
 
 
 def _mark(folder: str) -> str:
-    """Changes with whatever is done to the files: the time of a file's last change cannot be set, as that of its content can."""
+    """Return what changes with each change of the files: unlike the time of their content, their ctime cannot be set."""
     files = [(path, path.stat()) for path in _files(Path(folder), _OF_MODEL)]
     about = [(str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 
 def model_stamp(folder: str) -> str:
-    """Names, sizes and times of the files that make a model and its tokenizer: at once, where a fingerprint takes seconds."""
+    """Return a digest of names, sizes and times of a model's and tokenizer's files: fast, unlike a fingerprint."""
     files = [(path.name, path.stat()) for path in _files(Path(folder), (*_OF_MODEL, *_OF_TOKENIZER))]
     return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
 def tokenizer_fingerprint(folder: str) -> str:
-    """SHA-256 of the tokenizer's files."""
+    """Return SHA-256 of the tokenizer's files."""
     return _digest(Path(folder), _OF_TOKENIZER)
 
 
@@ -98,13 +93,13 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _digest(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
-    """Of the names and the contents; `progress` is told how many bytes are read."""
+    """Return SHA-256 of the names and the contents; `progress` is told how many bytes are read."""
     whole, done = hashlib.sha256(), 0
     for path in _files(folder, patterns):
         content = hashlib.sha256()
         try:
             with open(path, "rb") as stream:
-                while piece := stream.read(_AT_ONCE):
+                while piece := stream.read(1 << 24):
                     content.update(piece)
                     progress(done := done + len(piece))
         except OSError as error:

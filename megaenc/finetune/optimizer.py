@@ -1,4 +1,4 @@
-"""AdamW, its rate and clipping, as Hugging Face's Trainer has them, on float32 master weights where a model is in bfloat16."""
+"""AdamW with the schedule and clipping of Hugging Face's Trainer, on float32 master weights where a model is in bfloat16."""
 
 import math
 
@@ -15,7 +15,7 @@ _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_n
 
 
 def check_schedule(steps: int, warmup: float) -> None:
-    """Raise InputError where the rate of the only update is 0, the first of a warm-up, so that nothing would be trained."""
+    """Raise InputError if the only update is the first of a warm-up, whose rate is 0."""
     if steps == 1 and warmup:
         raise InputError(
             f"--warmup: found {warmup} and 1 update, whose rate is 0, "
@@ -24,25 +24,23 @@ def check_schedule(steps: int, warmup: float) -> None:
 
 
 class Optimizer:
-    """Updates the parameters of `model` from the gradients that `backward` left; several calls of it before a step add up.
+    """Updates the parameters of `model` from the gradients of one or several backward passes.
 
-    16-bit parameters have float32 masters, which are what is updated, and their gradients add up in float32 (`precision`
-    paper-bf16: neither; the optimizer's state is 16-bit too). A master starts as the parameter's `unrounded`, where the model was
-    loaded from more exact weights (see `megaenc.finetune.loading`).
+    16-bit parameters have float32 masters, whose gradients add up in float32 (`precision` paper-bf16: neither; the optimizer's
+    state is 16-bit too). A master starts as the parameter's `unrounded`, if it has that (see `megaenc.finetune.loading`).
     """
 
     def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: Protocol):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
-        """By parameter, what is updated in its place, or itself."""
+        """By parameter: its master, or itself."""
         self._hooks = []
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         decayed = set(get_parameter_names(model, [nn.LayerNorm], _NOT_DECAYED))
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            unrounded = parameter.__dict__.pop("unrounded", None)
-            master = parameter
+            unrounded, master = parameter.__dict__.pop("unrounded", None), parameter
             if parameter.dtype != torch.float32 and protocol.precision != "paper-bf16":
                 master = parameter.detach().float() if unrounded is None else unrounded
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._add))
@@ -64,13 +62,13 @@ class Optimizer:
         parameter.grad = None
 
     def close(self) -> None:
-        """Let go of the model, whose parameters else hold this and its state, several times their size, as long as they live."""
+        """Release the model, whose parameters else keep this and its state, several times their size, alive."""
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
     def step(self) -> float:
-        """Clip the gradients, update with the rate of this step, clear the gradients; return the norm before clipping.
+        """Clip and clear the gradients, update at this step's rate; return the norm before clipping.
 
         A norm that is nan or inf changes no weight, and the step does not count.
         """

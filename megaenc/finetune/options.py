@@ -1,4 +1,4 @@
-"""What a fine-tuning run is told: the protocol, each choice of which is a flag, and what is trained on what."""
+"""The protocol of fine-tuning; each choice is a flag."""
 
 import math
 from dataclasses import dataclass
@@ -54,19 +54,23 @@ class Protocol:
     def check(self) -> None:
         """Raise InputError for a value that no run can have."""
         for name, value in vars(self).items():
+            flag = f"--{name.replace('_', '-')}"
             if isinstance(value, float) and not math.isfinite(value):
-                raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a finite number")
+                raise InputError(f"{flag}: found {value}, expected a finite number")
+            if name in ("epochs", "scale", "adam_eps") and value <= 0:
+                raise InputError(f"{flag}: found {value}, expected more than 0")
+            if name in ("warmup", "adam_beta1", "adam_beta2") and not 0 <= value < 1:
+                raise InputError(f"{flag}: found {value}, expected at least 0 and less than 1")
         check_least(self, batch_size=1, max_steps=1, tokens_per_forward=1, threads=1, weight_decay=0, clip_grad=0, max_length=0)
-        for name in ("epochs", "scale", "adam_eps"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected more than 0")
-        for name in ("warmup", "adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"--{name.replace('_', '-')}: found {getattr(self, name)}, expected at least 0 and less than 1")
 
 
 def check_least(settings: Any, **least: int) -> None:
-    """Raise InputError for a flag of `settings` that is less than what it has to be `least`, or NaN."""
+    """Raise InputError for a flag of `settings` that is less than its lower bound in `least`, or NaN."""
     for name, bound in least.items():
         if not (value := getattr(settings, name)) >= bound:
             raise InputError(f"--{name.replace('_', '-')}: found {value}, expected at least {bound}")
+
+
+def rate_name(rate: float) -> str:
+    """Return a learning rate as result folders have it: 2e-05, 5e-04, 1.5e-05; no two rates share a name."""
+    return next(name for digits in range(17) if float(name := f"{rate:.{digits}e}") == rate)

@@ -5,6 +5,7 @@ makes the loss NaN, leaves `failed.json` there instead. Neither holds a time: th
 """
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -17,12 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from megaenc.errors import InputError
 from megaenc.files import left_behind, remove, write_whole
 from megaenc.finetune.examples import Family
-from megaenc.finetune.jobs import Job, rate_name
-from megaenc.finetune.options import Protocol
+from megaenc.finetune.options import Protocol, rate_name
 from megaenc.json_files import parse_json, read_regular
 from megaenc.output_paths import make_parent
 
 if TYPE_CHECKING:
+    from megaenc.finetune.jobs import Job
     from megaenc.finetune.tasks.base import Scores
 
 RESULTS, FAILED, TIMING = "results.json", "failed.json", "timing.json"
@@ -32,10 +33,9 @@ _FOLDER = re.compile(r"(?:(?P<train_on>.+)_)?lr(?P<rate>\d[\d.]*(?:e[+-]?\d+)?)_
 _WHATEVER_FITS = {"max_length": 0, "precision": ""}
 _MISSING = object()
 _MOST_BYTES = 2 << 30  # of a results.json, which holds the scores of each example
-# Inside of a string the quotes of the keys would be escaped. Looking for brackets takes a small part of the time of parsing.
+# In a string the quotes of the keys would be escaped. Looking for brackets takes a fraction of the time of parsing.
 _LISTS = re.compile(rb'("(?:score|metric)s_i":\s*)(?:\[([^\]]*+)\]|\{(?:[^][}]++|\[[^\]]*+\])*+\})')
-# What a model that says the same of every example scores on test, from the labels of these sets: for published results, which
-# do not tell.
+# What a model that predicts the same for every example scores on test: for published results, which do not tell.
 _CONSTANT = {
     "sst2": ("constant prediction", 428 / 872, 444 / 872),
     "qqp": ("constant prediction", 25545 / 40430, 14885 / 40430),
@@ -49,14 +49,18 @@ class Split:
     """The scores of a run on one split, without those of single examples. All are fractions."""
 
     score: float
-    metrics: Mapping[str, float]
-    baseline: Mapping[str, float]
+    """The study's metric."""
+    metrics: dict[str, float]
+    """The field's standard metrics by name."""
     collapsed: str | None
+    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
+    baseline: dict[str, float]
+    """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run that was found in a tree: its scores on both splits, or why it failed."""
+    """A run in a tree: its scores on both splits, or why it failed."""
 
     model: str
     family: str
@@ -70,7 +74,7 @@ class Result:
     failure: str | None = None
 
 
-def folder(job: Job, dataset: str) -> Path:
+def folder(job: "Job", dataset: str) -> Path:
     """Return where the results of `job` on `dataset` are."""
     return run_folder(Path(job.output, job.model.name), job.family, dataset, job.train_on, job.learning_rate, job.seed)
 
@@ -82,7 +86,7 @@ def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float
 
 
 def write(
-    job: Job,
+    job: "Job",
     dataset: str,
     scores: Mapping[str, "Scores"],
     *,
@@ -93,22 +97,23 @@ def write(
 ) -> None:
     """Write the scores of `validation` and `test`; `protocol` is the job's with what was found to fit.
 
-    `trained` is the digest of the weights that they are of. `seconds` says how long what took; it goes into a file beside.
+    `trained` is the digest of the trained weights; `seconds`, by stage, go into a file of their own.
     """
+    place = folder(job, dataset)
+    _write(place / TIMING, {name: round(value, 3) for name, value in seconds.items()})
     splits = {name: dataclasses.asdict(split) for name, split in scores.items()}
-    _write(folder(job, dataset) / TIMING, {name: round(value, 3) for name, value in seconds.items()})
-    _write(folder(job, dataset) / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
-    (folder(job, dataset) / FAILED).unlink(missing_ok=True)
+    _write(place / RESULTS, _identity(job, dataset, protocol) | {"steps": steps, "trained": trained} | splits)
+    (place / FAILED).unlink(missing_ok=True)
 
 
-def write_failure(job: Job, reason: str, *, step: int, protocol: Protocol) -> None:
+def write_failure(job: "Job", reason: str, *, step: int, protocol: Protocol) -> None:
     """Write that `job` cannot be finished, for each data set it was to be evaluated on."""
     for dataset in job.evaluate_on:
         values = _identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write(folder(job, dataset.name) / FAILED, values)
 
 
-def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
+def _identity(job: "Job", dataset: str, protocol: Protocol) -> dict[str, Any]:
     return {
         "model": job.model.name,
         "family": str(job.family),
@@ -122,31 +127,30 @@ def _identity(job: Job, dataset: str, protocol: Protocol) -> dict[str, Any]:
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:
+    """Write JSON without NaN, with a line for each field, and for each field of a split."""
+    fields = {}
+    for key, value in values.items():
+        dump = functools.partial(json.dumps, allow_nan=False)
+        is_split = key in ("validation", "test")
+        fields[key] = _object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
     make_parent(path, "--output")
-    lines = [f"{json.dumps(key)}: {_json(value)}" for key, value in values.items()]
-    write_whole(path, "{\n  " + ",\n  ".join(lines) + "\n}\n")
+    write_whole(path, _object(fields, "") + "\n")
 
 
-def _json(value: Any) -> str:
-    """JSON with a line for each field of a split and no NaN."""
-    if isinstance(value, dict) and "score" in value:
-        lines = [f"{json.dumps(key)}: {json.dumps(part, allow_nan=False)}" for key, part in value.items()]
-        return "{\n    " + ",\n    ".join(lines) + "\n  }"
-    return json.dumps(value, allow_nan=False)
+def _object(fields: Mapping[str, str], indent: str) -> str:
+    lines = [f"{indent}  {json.dumps(key)}: {value}" for key, value in fields.items()]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
-def sweep(job: Job) -> None:
-    """Remove what runs that were killed while they wrote have left. For whoever has the run to oneself."""
+def sweep(job: "Job") -> None:
+    """Remove what killed runs left half written. Only for the process that has locked the run."""
     for path in (folder(job, dataset.name) for dataset in job.evaluate_on):
         for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
             remove(left)
 
 
-def state(job: Job, dataset: str) -> Literal["finished", "failed", "missing"]:
-    """Return whether `job` has been done on `dataset`.
-
-    Raises InputError, naming the field, for results of another protocol or of other data.
-    """
+def state(job: "Job", dataset: str) -> Literal["finished", "failed", "missing"]:
+    """Return whether `job` has been done on `dataset`; InputError names the field in which its protocol or data differ."""
     for name, found in ((RESULTS, "finished"), (FAILED, "failed")):
         path = folder(job, dataset) / name
         if (values := read_fields(path)) is None:
@@ -164,9 +168,9 @@ def state(job: Job, dataset: str) -> Literal["finished", "failed", "missing"]:
 
 
 def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -> str | None:
-    """Return what a run's file was made with otherwise, with both values: a choice of the protocol, or a fingerprint.
+    """Return the first choice of the protocol, or fingerprint, in which a run's file differs, with both values.
 
-    None where all are as asked, or the file does not say. Its scores, megabytes of them, are not read.
+    None where all agree, or the file does not say. Its scores, megabytes of them, are not read.
     """
     try:
         with open(file, "rb") as stream:
@@ -183,10 +187,7 @@ def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -
 
 
 def _differences(found: dict[str, Any], asked: Protocol, fingerprints: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield what a run's file was made with otherwise: field, value there or _MISSING, value asked for.
-
-    A field is `protocol.batch_size`; or only `protocol`, where the file has no such section.
-    """
+    """Yield (`protocol.batch_size`, or `protocol` where the file has no such section; value there or _MISSING; value asked)."""
     for section, wanted in (("protocol", dataclasses.asdict(asked)), ("fingerprints", fingerprints)):
         there = found.get(section)
         if not isinstance(there, dict):
@@ -199,10 +200,9 @@ def _differences(found: dict[str, Any], asked: Protocol, fingerprints: Mapping[s
 
 
 def scan(root: str | Path) -> list[Result]:
-    """Return every run below `root`, in the order of the names; what is no run's folder is passed by.
+    """Return every run below `root`, in the order of the names; other folders are passed by.
 
-    Raises InputError for a file that no run wrote. Examples' own scores are skipped, not parsed: the tree of the study is
-    several gigabytes of them.
+    Raises InputError for a file that no run wrote. Examples' own scores, gigabytes in the study's tree, are not parsed.
     """
     found: dict[tuple, Result] = {}
     for path in _run_folders(Path(root)):
@@ -216,7 +216,7 @@ def scan(root: str | Path) -> list[Result]:
 
 
 def _run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
-    """Yield the folders that are so many `levels` below, in the order of their names: MODEL/FAMILY/DATASET/RUN."""
+    """Yield the folders `levels` below (MODEL/FAMILY/DATASET/RUN), in the order of their names."""
     try:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
@@ -254,10 +254,10 @@ def read_fields(path: Path) -> dict[str, Any] | None:
 
     Raises InputError for a file that holds no JSON object, or a key twice.
     """
-    if (content := _content(path)) is None:
-        return None
     try:
-        values = parse_json(without_lists(content), unique_keys=True)
+        values = parse_json(without_lists(_content(path)), unique_keys=True)
+    except FileNotFoundError:
+        return None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}), expected what a run wrote there; remove it") from None
     if not isinstance(values, dict):
@@ -265,11 +265,11 @@ def read_fields(path: Path) -> dict[str, Any] | None:
     return values
 
 
-def _content(path: Path) -> bytes | None:
+def _content(path: Path) -> bytes:
     try:
         return read_regular(path, _MOST_BYTES)
     except FileNotFoundError:
-        return None
+        raise
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
 
@@ -294,17 +294,17 @@ def _all_equal(numbers: bytes) -> bool:
 def read_examples(path: Path, metric: str | None) -> list[float]:
     """Return the score of each example of `test`, by a metric or by the study's own; none if their mean is not the result's.
 
-    A standard metric is one only if it is the mean of the examples' numbers: span F1, say, is not. Raises InputError.
+    A standard metric may not be the mean of the examples' numbers: span F1, say. Raises InputError.
     """
     try:
-        test = parse_json(_content(path) or b"")["test"]
+        test = parse_json(_content(path))["test"]
         mean = test["score"] if metric is None else test["metrics"][metric]
         listed = test.get("scores_i") if metric is None else (test.get("metrics_i") or {}).get(metric)
         numbers = [float(number) for number in listed or ()]
         if not all(-1e100 <= number <= 1e100 for number in numbers):  # with more cannot be computed
             raise ValueError("found a score of an example that is no number")
         return numbers if numbers and abs(math.fsum(numbers) / len(numbers) - mean) <= 1e-6 else []
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
 
 
@@ -313,10 +313,10 @@ def _split(path: Path, dataset: str, values: Mapping[str, Any], name: str) -> Sp
     split = values.get(name)
     if not isinstance(split, dict) or "score" not in split:
         raise _wrong(path, f"{name}.score", "none", "a number")
-    score = _fraction(path, f"{name}.score", split["score"])
+    score = _fractions(path, name, {"score": split["score"]})["score"]
     metrics, baseline = (_fractions(path, f"{name}.{part}", split.get(part)) for part in ("metrics", "baseline"))
     collapsed = split["collapsed"] if "collapsed" in split else _looks_collapsed(dataset, score, name, split)
-    return Split(score, metrics, baseline, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed))
+    return Split(score, metrics, None if collapsed is None else _text(path, f"{name}.collapsed", collapsed), baseline)
 
 
 def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any]) -> str | None:
@@ -326,19 +326,16 @@ def _looks_collapsed(dataset: str, score: float, name: str, split: dict[str, Any
     return why if name == "test" and any(abs(score - constant) < 1e-6 for constant in scores) else None
 
 
-def _fraction(path: Path, field: str, value: Any) -> float:
-    """Return a score. Raises InputError for NaN and anything else that is no number from 0 to 1, roundings aside."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not -1e-6 <= value <= 1 + 1e-6:
-        raise _wrong(path, field, repr(value)[:40], "a number from 0 to 1")
-    return float(value)
-
-
 def _fractions(path: Path, field: str, values: Any) -> dict[str, float]:
+    """Return scores by name. Raises InputError for NaN and all else that is no number from 0 to 1, rounding errors aside."""
     if values is not None and not isinstance(values, dict):
         raise _wrong(path, field, f"a {type(values).__name__}", "an object")
-    if unfit := [name for name in values or () if not name.isprintable()]:
-        raise _wrong(path, field, f"the name {unfit[0]!r}", "one in one line")
-    return {name: _fraction(path, f"{field}.{name}", value) for name, value in (values or {}).items()}
+    for name, value in (values or {}).items():
+        if not name.isprintable():
+            raise _wrong(path, field, f"the name {name!r}", "one in one line")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -1e-6 <= value <= 1 + 1e-6:
+            raise _wrong(path, f"{field}.{name}", repr(value)[:40], "a number from 0 to 1")
+    return {name: float(value) for name, value in (values or {}).items()}
 
 
 def _text(path: Path, field: str, value: Any) -> str:

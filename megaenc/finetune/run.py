@@ -16,9 +16,9 @@ from megaenc.console import say
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.datasets import Dataset, find
+from megaenc.finetune.datasets.registry import find
 from megaenc.finetune.encoded import Parts, TextEncoder, cached
-from megaenc.finetune.examples import Examples, Retrieval, SplitName, digest
+from megaenc.finetune.examples import Dataset, Examples, Retrieval, SplitName, examples_digest
 from megaenc.finetune.jobs import CACHE, Job, Progress
 from megaenc.finetune.loading import load_backbone
 from megaenc.finetune.model_folder import tokenizer_fingerprint
@@ -34,9 +34,9 @@ _DTYPES = {"bf16": torch.bfloat16, "paper-bf16": torch.bfloat16, "fp32": torch.f
 
 
 def run(job: Job, report: Report = lambda progress: None) -> bool:
-    """Train and evaluate `job`, and write its results; False where its rate makes the loss NaN, which is written too.
+    """Train and evaluate `job`, and write its results, or that its rate makes the loss NaN, and return False then.
 
-    The bytes of a result depend on the job alone, not on what else runs. InputError for a model or data that cannot be used.
+    The bytes of a result depend on the job alone. InputError for a model or data that cannot be used.
     """
     began, told = time.monotonic(), _Told(report)
     told(Progress("loading"))
@@ -67,14 +67,17 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
-    failure = _train(
-        task, model, optimizer, data, order, lambda step, loss: told(Progress("training", step, steps, {"loss": loss}))
-    )
+    model.train()
+    for step, rows in enumerate(order, start=1):
+        loss = task.backward(model, data, rows)
+        norm = optimizer.step()
+        for what, value in (("loss", loss), ("norm of the gradient", norm)):
+            if not math.isfinite(value):
+                results.write_failure(job, f"the {what} is {value} in step {step}", step=step, protocol=protocol)
+                return False
+        told(Progress("training", step, steps, {"loss": loss}))
     optimizer.close()
     del optimizer  # the memory is for the evaluation
-    if failure is not None:
-        results.write_failure(job, failure[1], step=failure[0], protocol=protocol)
-        return False
     trained = weights_digest(model)
     seconds["training"] = time.monotonic() - began - sum(seconds.values())
     for at, (dataset, splits) in enumerate(zip(datasets, held_out, strict=True)):
@@ -95,7 +98,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
 
 
 def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
-    """InputError for data or a tokenizer that are no longer what results would be recorded under."""
+    """Raise InputError for data or a tokenizer that have changed since the job was planned."""
     recorded = job.fingerprints
     for what, now, before in (
         *((dataset.name, dataset.fingerprint, recorded.datasets[dataset.name]) for dataset in datasets),
@@ -107,33 +110,18 @@ def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
 
 
 def number_of_steps(protocol: Protocol, examples: int) -> int:
-    """Updates of a run: `epochs` passes over `examples`, the last batch of each pass as small as it is, or `max_steps`."""
+    """Return the updates of a run: `epochs` passes over `examples`, the last batch of each being smaller, or `max_steps`."""
     return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
 
 
 def batches(seed: int, examples: int, batch_size: int, steps: int) -> Iterator[np.ndarray]:
-    """int64[at most batch_size], the examples of each of `steps` updates: a new random order each pass, of the seed alone."""
+    """Yield int64[at most batch_size], the examples of each update: each pass in a new random order that follows from `seed`."""
     each = math.ceil(examples / batch_size)
     for step in range(steps):
         epoch, at = divmod(step, each)
         if not at:
             order = permutation(seed, "fine-tuning order", examples, counters=(epoch,))
         yield order[at * batch_size : (at + 1) * batch_size]
-
-
-def _train(
-    task: Task, model: Model, optimizer: Optimizer, data: Parts, order: Iterator[np.ndarray], report: Callable[[int, float], None]
-) -> tuple[int, str] | None:
-    """All updates; the step and the reason, where the loss or the gradient is no number. `report` gets step and loss."""
-    model.train()
-    for step, rows in enumerate(order, start=1):
-        loss = task.backward(model, data, rows)
-        norm = optimizer.step()
-        for what, value in (("loss", loss), ("norm of the gradient", norm)):
-            if not math.isfinite(value):
-                return step, f"the {what} is {value} in step {step}"
-        report(step, loss)
-    return None
 
 
 class _Told:
@@ -147,7 +135,7 @@ class _Told:
         self._report(progress)
 
     def within(self, done: int, total: int) -> None:
-        """`done` of `total` texts in the stage that was told last."""
+        """Report `done` of `total` texts in the stage that was told last."""
         self._report(dataclasses.replace(self._at, done=done, total=total))
 
 
@@ -160,16 +148,16 @@ class _Reader:
     report: Report
 
     def training(self, task: Task, dataset: Dataset) -> Parts:
-        """The tokens to train on; the examples are read only if no run has tokenised them yet."""
+        """Return the tokens to train on; the examples are read only if no run has tokenised them yet."""
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"))
 
     def evaluated(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
-        """A split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
+        """Return a split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
         examples = dataset.split(split)
 
         def tokens(some: Examples, what: str) -> Parts:
-            key = {"data": dataset.fingerprint, "examples": digest(some)}
+            key = {"data": dataset.fingerprint, "examples": examples_digest(some)}
             return self._cached(task, key, f"{dataset.name}, {what}", lambda: some)
 
         if not isinstance(examples, Retrieval):
@@ -192,7 +180,7 @@ class _Reader:
 
 
 def _make_reproducible(protocol: Protocol) -> None:
-    """The same bits in every run on this machine, whatever else runs."""
+    """Have every run on this machine compute the same bits, whatever else runs."""
     torch.set_num_threads(protocol.threads)
     if torch.cuda.is_available() and protocol.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for; read when it is first used
@@ -202,7 +190,7 @@ def _make_reproducible(protocol: Protocol) -> None:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """SHA-256 in hex of all weights: two runs that agree in it have been trained alike, bit by bit."""
+    """Return SHA-256 in hex of all weights: runs that agree in it were trained alike, bit by bit."""
     whole = hashlib.sha256()
     for parameter in model.parameters():
         whole.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

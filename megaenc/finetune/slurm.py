@@ -36,19 +36,17 @@ class Cluster:
     `debug` in this very process"""
 
     def check(self) -> None:
-        """Raise InputError for a number that cannot be."""
+        """Raise InputError for a number that is too small."""
         check_least(self, slurm_minutes=1, slurm_gpus=0, slurm_cpus=1, slurm_parallel=1)
 
     def asked(self) -> dict[str, Any]:
-        """What submitit's executor is told of partition, cores, GPUs and more; its own executors nothing. Raises InputError."""
+        """Return Slurm's parameters for submitit's executor; none for its own executors. Raises InputError."""
         if self.slurm_cluster != "slurm":
             return {}
-        extra = {}
         for text in self.slurm_extra:
-            key, equals, value = text.partition("=")
-            if not key or not equals:
+            if text.find("=") < 1:
                 raise InputError(f"--slurm-extra: found {text!r}, expected key=value")
-            extra[key] = value
+        extra = dict(text.split("=", 1) for text in self.slurm_extra)
         return {
             "cpus_per_task": self.slurm_cpus,
             "gpus_per_node": self.slurm_gpus,
@@ -59,7 +57,7 @@ class Cluster:
 
 
 def import_submitit() -> Any:
-    """The library that hands jobs in. InputError where it is not installed."""
+    """Return the module submitit. Raises InputError if it is not installed."""
     try:
         import submitit
     except ImportError:
@@ -75,7 +73,7 @@ class SlurmSettings(Cluster):
     """runs of a task, one after another or as many at a time as --jobs and --jobs-per-gpu say"""
 
     def check(self) -> None:
-        """Raise InputError for a number that cannot be."""
+        """Raise InputError for a number that is too small."""
         super().check()
         check_least(self, jobs_per_task=1)
 
@@ -89,14 +87,14 @@ class Part:
     local: Local
 
     def __call__(self) -> int:
-        """Do the runs as a grid on this machine; return how many have no result. Those that are finished by now are skipped."""
+        """Do the runs that are not finished yet as a grid on this machine; return how many have no result."""
         from megaenc.console import quiet
 
         quiet()
         return len(execute(self.jobs, self.run, self.local))
 
     def checkpoint(self) -> Any:
-        """What submitit queues when the time of a task is over: the same again, which goes on."""
+        """Return what submitit queues when the time of a task is over: the same again, which resumes."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self)

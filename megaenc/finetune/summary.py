@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,7 @@ from megaenc.files import write_whole
 from megaenc.finetune import intervals
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import Cell, Kind, Read
-from megaenc.finetune.jobs import rate_name
+from megaenc.finetune.options import rate_name
 from megaenc.finetune.results import Result, scan
 from megaenc.output_paths import check_output_file, created_parent
 
@@ -98,7 +98,7 @@ class Summary:
     """Models and families with a set that was evaluated after several trainings."""
 
     def place(self, of: Row | RateRow | Result) -> str:
-        """The data set, with what was trained on where that tells rows apart."""
+        """Return the data set, with the set trained on where that tells rows apart."""
         return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
 
     @property
@@ -113,21 +113,20 @@ def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "no
     by_model: dict[tuple[Family, str], list[Cell]] = defaultdict(list)
     for cell in intervals.cells(results):
         by_model[Family(cell.family), cell.model].append(cell)
-    rows: list[Row] = []
-    rates: list[RateRow] = []
-    apart = set()
+    collapsed = [result for result in results if result.test is not None and result.test.collapsed]
+    summary = Summary([], [], collapsed, [result for result in results if result.failure is not None], set())
     for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
         members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
-        apart |= {(model, str(family))} if intervals.trained_apart(members) else set()
+        if intervals.trained_apart(members):
+            summary.apart.add((model, str(family)))
         for over in [*([cell] for cell in members), *intervals.averaged(family, members)]:
-            rows += [_row(over, name, read, kind) for name, read in _metrics(over, metrics)]
-        rates += [row for cell in members if (row := _rates(cell)) is not None]
-    collapsed = [result for result in results if result.test is not None and result.test.collapsed]
-    return Summary(rows, rates, collapsed, [result for result in results if result.failure is not None], apart)
+            summary.rows.extend(_row(over, name, read, kind) for name, read in _metrics(over, metrics))
+        summary.rates.extend(row for cell in members if (row := _rates(cell)) is not None)
+    return summary
 
 
 def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
-    """What can be read out of every finished run of `members`, by name; in percent later."""
+    """Return the numbers that every finished run of `members` has, by name; in percent later."""
     found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
     if which != "paper":
         finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
@@ -137,7 +136,6 @@ def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
 
 
 def _row(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
-    """The row of one data set, or that of the average over several."""
     first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
     if len(members) == 1:
         dataset, rate = first.dataset, first.chosen
@@ -168,7 +166,7 @@ def _rates(cell: Cell) -> RateRow | None:
     return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)
 
 
-def shown(mean: float | None, half: float | None) -> str:
+def shown(mean: float | None, half: float | None = None) -> str:
     """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
     if mean is None:
         return "-"
@@ -176,7 +174,7 @@ def shown(mean: float | None, half: float | None) -> str:
 
 
 def tables(summary: Summary) -> list[Any]:
-    """Return rich's tables: the scores, and what the learning rate changes. They fit 80 columns; long names are folded."""
+    """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
     made = []
     for family in dict.fromkeys(row.family for row in summary.rows):
         rows = [row for row in summary.rows if row.family == family]
@@ -193,29 +191,25 @@ def tables(summary: Summary) -> list[Any]:
                 place if first else "",
                 row.metric,
                 shown(row.mean, row.half) + mark,
-                *(shown(row.baseline, None) for _ in compared),
+                *(shown(row.baseline) for _ in compared),
                 _rate(row) if first else "",
                 row.runs if first else "",
             )
             before = (row.model, place)
         made.append(table)
     if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
-        made.append(_rate_table(summary))
+        title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
+        table = _table(title, ("model", "data set"), (*map(rate_name, summary.every_rate), "spread", "near"))
+        model = ""
+        for row in summary.rates:
+            means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
+            means |= dict.fromkeys(row.incomplete, "x")
+            found = [means.get(rate, "") for rate in summary.every_rate]
+            ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
+            table.add_row(row.model if row.model != model else "", summary.place(row), *found, *ends)
+            model = row.model
+        made.append(table)
     return made
-
-
-def _rate_table(summary: Summary) -> Any:
-    title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
-    table = _table(title, ("model", "data set"), (*map(rate_name, summary.every_rate), "spread", "near"))
-    before = ""
-    for row in summary.rates:
-        means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
-        means |= dict.fromkeys(row.incomplete, "x")
-        found = [means.get(rate, "") for rate in summary.every_rate]
-        ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
-        table.add_row(row.model if row.model != before else "", summary.place(row), *found, *ends)
-        before = row.model
-    return table
 
 
 def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
@@ -234,38 +228,35 @@ def _rate(row: Row) -> str:
     return rate_name(row.learning_rate) if row.learning_rate is not None else ""
 
 
-def _why(result: Result) -> str | None:
-    return result.failure if result.failure is not None else result.test.collapsed
+def _unusable(summary: Summary) -> Iterator[tuple[str, Result, str]]:
+    """Yield ("collapsed" or "failed", result, why) of each run that is worthless or has no result."""
+    yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
+    yield from (("failed", result, result.failure) for result in summary.failed)
 
 
 def notes(summary: Summary) -> list[str]:
     """Return a line for each model and data set with collapsed or failed runs: which, and why."""
+    groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
+    for what, result, why in _unusable(summary):  # those that failed did so in different steps
+        groups[what, result.model, summary.place(result), why if what == "collapsed" else ""].append((result, why))
     lines = []
-    for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed)):
-        groups: dict[tuple, list[Result]] = defaultdict(list)
-        for result in listed:  # those that failed did so in different steps
-            groups[(result.model, summary.place(result), _why(result) if what == "collapsed" else "")].append(result)
-        for (model, place, _), runs in groups.items():
-            which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run in runs))
-            lines.append(" ".join(f"{what}: {model} {place}: {_why(runs[0])}: {which}".split()))
+    for (what, model, place, _), runs in groups.items():
+        which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run, _ in runs))
+        lines.append(" ".join(f"{what}: {model} {place}: {runs[0][1]}: {which}".split()))
     return lines
 
 
 def as_text(summary: Summary, suffix: str) -> str:
     """Return all numbers as .json, .csv (the scores alone) or .md."""
     if suffix == ".json":
-        rates = [
-            vars(row)
-            | {"means": {rate_name(rate): mean for rate, mean in row.means.items()}}
-            | {"spread": None if math.isnan(row.spread) else row.spread}
-            for row in summary.rates
-        ]
-        names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
-        told = {
-            what: [{name: getattr(result, name) for name in names} | {"why": _why(result)} for result in listed]
-            for what, listed in (("collapsed", summary.collapsed), ("failed", summary.failed))
-        }
-        return json.dumps({"rows": [vars(row) for row in summary.rows], "rates": rates} | told, indent=1) + "\n"
+        values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
+        for row in summary.rates:
+            means = {rate_name(rate): mean for rate, mean in row.means.items()}
+            values["rates"].append(vars(row) | {"means": means, "spread": None if math.isnan(row.spread) else row.spread})
+        for what, result, why in _unusable(summary):
+            names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
+            values[what].append({name: getattr(result, name) for name in names} | {"why": why})
+        return json.dumps(values, indent=1) + "\n"
     if suffix == ".csv":
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
@@ -277,7 +268,7 @@ def as_text(summary: Summary, suffix: str) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in summary.rows:
-        numbers = (shown(row.mean, row.half), shown(row.baseline, None), _rate(row), row.runs, row.collapsed)
+        numbers = (shown(row.mean, row.half), shown(row.baseline), _rate(row), row.runs, row.collapsed)
         fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
         lines.append("| " + " | ".join(map(markdown.text, fields)) + " |")
     lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]

@@ -18,9 +18,8 @@ from typing import Literal
 from megaenc.console import overheard
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.jobs import Job, Progress
+from megaenc.finetune.jobs import Job, Progress, lock, remaining
 from megaenc.finetune.model_folder import model_stamp
-from megaenc.finetune.unfinished import lock, remaining
 from megaenc.processes import (
     TO_DIE,
     Child,

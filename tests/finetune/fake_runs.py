@@ -15,8 +15,7 @@ from pathlib import Path
 from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.datasets.base import Dataset
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Dataset, Family
 from megaenc.finetune.jobs import Job, Progress, rate_name
 
 FAMILIES = {"sc": Family.SC, "tc": Family.TC, "qa": Family.QA, "ir": Family.IR}

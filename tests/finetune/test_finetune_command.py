@@ -10,7 +10,7 @@ from fake_runs import make_model
 from megaenc import flags
 from megaenc.finetune import command
 from megaenc.finetune.command import RunSettings, run_main
-from megaenc.finetune.datasets import DATASETS
+from megaenc.finetune.datasets.registry import DATASETS
 from megaenc.finetune.examples import Family
 from megaenc.finetune.grid import GridSettings, grid_main
 

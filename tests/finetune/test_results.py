@@ -52,7 +52,7 @@ def test_what_is_written_is_read_back(tmp_path):
     asked = fake_runs.scores(one, "sst2", "test")
     assert (found.model, found.family, found.dataset, found.train_on) == ("toy", "SC", "sst2", "sst2")
     assert (found.learning_rate, found.seed, found.failure) == (2e-5, 3, None)
-    assert found.test == results.Split(asked.score, asked.metrics, asked.baseline, None)
+    assert found.test == results.Split(asked.score, asked.metrics, None, asked.baseline)
     assert found.validation.score == fake_runs.scores(one, "sst2", "validation").score
 
 

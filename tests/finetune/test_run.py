@@ -17,7 +17,8 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM
 from megaenc.data.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
-from megaenc.finetune.datasets import DataFlags, find
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.datasets.registry import find
 from megaenc.finetune.encoded import TextEncoder
 from megaenc.finetune.jobs import Progress, make_jobs
 from megaenc.finetune.options import Protocol

@@ -1,17 +1,24 @@
-"""Files of labelled data as rows: JSONL, TSV with a header, columns of words and tags (CoNLL, IOB2) and SQuAD's JSON."""
+"""Files of labelled data as rows, and rows, checked, as examples. The place, file and line, begins every error.
 
+Formats: JSONL, TSV with a header, columns of words and tags (CoNLL, IOB2) and SQuAD's JSON.
+"""
+
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from megaenc.data.compression import opened
+from megaenc.data.readers import listed
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.rows import IOB2, value_of
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import Answer, Family, LabelledText, Question, TaggedWords
 from megaenc.json_files import parse_json
 
+IOB2 = re.compile(r"O|[BI]-\S+")
+_POSITION = re.compile(r"-?\d{1,18}")
 EXPECTED = (
     "rows with text and label (SC), tokens and tags (TC) or question, context and answers (QA) in JSONL or TSV, "
     "columns of words and tags (.conll, .iob2), or SQuAD's JSON"
@@ -28,13 +35,13 @@ Row = tuple[str, dict[str, Any]]
 
 
 def stem(path: Path) -> str | None:
-    """The name of a file without what tells its format; None for a format that is not read."""
+    """Return the name of a file without the endings of its format; None for a format that is not read."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a file, in order. Raises InputError for one that cannot be read as what it looks like."""
+    """Return the rows of a file, in order. Raises InputError for one that cannot be read as its name and beginning say."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(_COLUMNS):
         return _sentences(path)
@@ -45,7 +52,7 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 
 def family_of(path: Path, row: dict[str, Any]) -> Family:
-    """What kind of task a row is of. Raises InputError where it is of none."""
+    """Return the kind of task that a row is of. Raises InputError where it is of none."""
     if "tokens" in row and "tags" in row:
         return Family.TC
     if "question" in row and "context" in row:
@@ -56,10 +63,7 @@ def family_of(path: Path, row: dict[str, Any]) -> Family:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (number from 1, text without its line end) of each line of a file, compressed or not.
-
-    InputError for one that is not UTF-8 or longer than any example.
-    """
+    """Yield (number from 1, text without its line end) of a file's lines. InputError if one is not UTF-8 or far too long."""
     with opened(str(path)) as (_, stream):
         for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), 1):
             if len(line) > _LONGEST_LINE:
@@ -71,7 +75,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def objects(path: Path) -> Iterator[Row]:
-    """The objects of a JSONL file."""
+    """Yield the objects of a JSONL file."""
     for number, line in lines(path):
         if not line.strip():
             continue
@@ -86,7 +90,7 @@ def objects(path: Path) -> Iterator[Row]:
 
 
 def _begins_with_row(path: Path) -> bool:
-    """Whether the first line is an object by itself that is not SQuAD's."""
+    """Return whether the first line is an object by itself that is not SQuAD's."""
     try:
         row = parse_json(next((line for _, line in lines(path) if line.strip()), ""))
     except ValueError:
@@ -95,7 +99,7 @@ def _begins_with_row(path: Path) -> bool:
 
 
 def _table(path: Path) -> Iterator[Row]:
-    """The rows of a TSV file; quotes are text, as in GLUE's files. Lists of words are parted by spaces."""
+    """Yield the rows of a TSV file; quotes are text, as in GLUE's files. Lists of words are separated by spaces."""
     header: list[str] = []
     for number, line in lines(path):
         cells = line.split("\t")
@@ -108,10 +112,10 @@ def _table(path: Path) -> Iterator[Row]:
 
 
 def _sentences(path: Path) -> Iterator[Row]:
-    """Sentences of one word a line, parted by blank lines.
+    """Yield sentences of one word a line, separated by blank lines.
 
-    The tags are in the column where most lines have a tag of IOB2, the last of several; words are in the first, or in the second
-    where the first counts them. Lines that begin with # and have other columns are comments: `# sent_id = ...` is an id.
+    Tags are in the column where most lines have a tag of IOB2, the last of several; words in the first, or in the second where
+    the first counts them. Lines that begin with # and have other columns are comments: `# sent_id = ...` is an id.
     """
     found = list(lines(path))
     separator = "\t" if any("\t" in line for _, line in found if not line.startswith("#")) else None
@@ -143,7 +147,7 @@ def _sentences(path: Path) -> Iterator[Row]:
 
 
 def _squad(path: Path) -> Iterator[Row]:
-    """The questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
+    """Yield the questions of SQuAD's JSON, of either version; those that are impossible have no answers."""
     with opened(str(path)) as (_, stream):
         content = stream.read(_LARGEST + 1)
     if len(content) > _LARGEST:
@@ -171,3 +175,138 @@ def _entries(holder: dict[str, Any], key: str, place: str) -> list[dict[str, Any
         if not isinstance(entry, dict):
             raise InputError(f"{place}: found a {type(entry).__name__}, expected an object of SQuAD's layout")
     return found
+
+
+@dataclass(frozen=True)
+class LabelSet:
+    """The labels of a data set and how rows spell them."""
+
+    labels: tuple[str, ...]
+    counted: bool
+    """Whether an integer is a label's position; otherwise it is a label's name."""
+
+    def index(self, value: Any, place: str) -> int:
+        """Return the position of the label that a row spells as `value`, an integer or text. Raises InputError for no label."""
+        name = spelled(value, place)
+        if self.counted and (isinstance(value, int) or (name not in self.labels and _POSITION.fullmatch(name))):
+            if 0 <= int(value) < len(self.labels):
+                return int(value)
+            raise InputError(f"{place}: label {value!r}: outside the label set, expected 0 to {len(self.labels) - 1}")
+        if name not in self.labels:
+            raise InputError(f"{place}: label {value!r}: outside the label set, expected one of {shown(self.labels)}")
+        return self.labels.index(name)
+
+
+def spelled(value: Any, place: str) -> str:
+    """Return the name of a label that rows spell as an integer or as text."""
+    if isinstance(value, float):
+        raise InputError(f"{place}: label {value}: found a number with a point, expected a class; there is no regression here")
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
+        raise InputError(f"{place}: label {value!r}: expected text or an integer")
+    return str(value)
+
+
+def collected(family: Family, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
+    """Return the labels in (place, row) pairs: numbers by size, else alphabetically; of tags "O" comes first."""
+    found: set[str] = set()
+    for place, row in rows:
+        if family is Family.SC:
+            found.add(spelled(value_of(row, "label", place), place))
+        else:
+            tags = value_of(row, "tags", place, list)
+            found.update(checked_tag(tag, f"{place}: tag {at}", counted=False) for at, tag in enumerate(tags, 1))
+    if family is Family.TC:
+        return LabelSet(("O", *sorted(found - {"O"})), counted=False)
+    numbers = all(_POSITION.fullmatch(name) for name in found)
+    return LabelSet(tuple(sorted(found, key=int if numbers else None)), counted=False)
+
+
+def checked_tag(tag: Any, place: str, counted: bool) -> Any:
+    """Return `tag` if it is one of IOB2 (O, B-TYPE, I-TYPE), or a position where those are `counted`. Raises InputError."""
+    if not (isinstance(tag, str) and IOB2.fullmatch(tag)) and not (counted and f"{tag}".isdecimal()):
+        hint = "" if counted else " (positions need a meta.json that lists the tags)"
+        raise InputError(f"{place}: found {tag!r}, expected IOB2: O, B-TYPE or I-TYPE{hint if isinstance(tag, int) else ''}")
+    return tag
+
+
+def example(
+    family: Family, row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pair_template: str
+) -> LabelledText | TaggedWords | Question:
+    """Return the example of a row of SC, TC or QA; `name` is its id where it has none.
+
+    SC: `text` (with `text_pair`, as the template says) and `label`. TC: `tokens` and `tags`. QA: `question`, `context` and
+    `answers`, a mapping of two lists: `text` and `answer_start`.
+    """
+    if isinstance(found := row.get("id"), bool) or not isinstance(found, (str, int, type(None))):
+        raise InputError(f"{place}: key `id`: found {_short(found)}, expected text or an integer")
+    name = name if found is None else str(found)
+    if family is Family.TC:
+        return _tagged(row, place, name, labels)
+    if family is Family.QA:
+        return _question(row, place, name)
+    text = value_of(row, "text", place, str)
+    if row.get("text_pair") is not None:
+        text = pair_template.format(text=text, text_pair=value_of(row, "text_pair", place, str))
+    return LabelledText(name, text, labels.index(value_of(row, "label", place), place))
+
+
+def _tagged(row: Mapping[str, Any], place: str, name: str, labels: LabelSet) -> TaggedWords:
+    words, tags = (value_of(row, key, place, list) for key in ("tokens", "tags"))
+    if len(words) != len(tags):
+        raise InputError(f"{place}: found {len(words)} tokens and {len(tags)} tags, expected as many of one as of the other")
+    for at, word in enumerate(words, 1):
+        if not isinstance(word, str):
+            raise InputError(f"{place}: token {at}: found {_short(word)}, expected text")
+    checked = (checked_tag(tag, f"{place}: tag {at}", labels.counted) for at, tag in enumerate(tags, 1))
+    return TaggedWords(name, tuple(words), tuple(labels.index(tag, place) for tag in checked))
+
+
+def _question(row: Mapping[str, Any], place: str, name: str) -> Question:
+    answers = value_of(row, "answers", place)
+    if not isinstance(answers, Mapping):
+        raise InputError(f"{place}: key `answers`: found {_short(answers)}, expected text and answer_start, a list each")
+    texts, starts = (value_of(answers, key, f"{place}: answers") for key in ("text", "answer_start"))
+    if not isinstance(texts, list) or not isinstance(starts, list) or len(texts) != len(starts):
+        raise InputError(f"{place}: answers: text and answer_start differ in length, expected two lists of one length")
+    context = value_of(row, "context", place, str)
+    for text, start in zip(texts, starts, strict=True):
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{place}: answer: found {_short(text)}, expected text")
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise InputError(f"{place}: answer_start: found {_short(start)}, expected an integer")
+        found = context[start : start + len(text)] if start >= 0 else ""
+        if found != text:
+            raise InputError(
+                f"{place}: answer_start {start}: found {_short(found)} there in the context, expected the answer {_short(text)}"
+            )
+    return Question(name, value_of(row, "question", place, str), context, tuple(map(Answer, texts, starts)))
+
+
+def check_new(seen: dict[str, str], key: str, place: str, kind: str = "id") -> None:
+    """Add the id `key` to those `seen`, with its place. Raises InputError for one that is there already."""
+    if key in seen:
+        raise InputError(f"{place}: {kind} {key!r}: found at {seen[key]} too, expected ids that differ")
+    seen[key] = place
+
+
+def value_of(row: Mapping[str, Any], key: str, place: str, kind: type = object) -> Any:
+    """Return the value of `key`: text, a list, or anything but null. Raises InputError for what is missing or otherwise."""
+    if key not in row:
+        raise InputError(f"{place}: no key `{key}`; found {listed(list(row))}")
+    if row[key] is None or not isinstance(row[key], kind):
+        expected = {str: "text", list: "a list"}.get(kind, "a value")
+        raise InputError(f"{place}: key `{key}`: found {_short(row[key])}, expected {expected}")
+    return row[key]
+
+
+def shown(names: Sequence[str]) -> str:
+    """Return the first names, for an error message."""
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _short(value: Any) -> str:
+    try:
+        found = json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        found = repr(value)
+    return found if len(found) <= 40 else found[:39] + "…"

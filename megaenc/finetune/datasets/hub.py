@@ -5,7 +5,7 @@ Source of names, splits and rules: github.com/hgissbkh/EncodEval, encodeval/data
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,25 +13,27 @@ import numpy as np
 
 from megaenc.data.readers import listed
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import rows
-from megaenc.finetune.datasets.base import (
+from megaenc.finetune.datasets import formats
+from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval
+from megaenc.finetune.examples import (
     DOCUMENT,
     QUERY,
     Dataset,
+    Examples,
+    Family,
+    Pair,
+    SplitName,
     Unreachable,
     digest,
     say_once,
     validation_half,
     validation_share,
 )
-from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval
-from megaenc.finetune.examples import Examples, Family, Pair, SplitName
 
 TRAINING_PAIRS = "msmarco_pairs"
 _PARQUET = "refs/convert/parquet"
 _SHARE = "test is the Hub's validation split; validation is 5 % of train, datasets' train_test_split with seed 42"
 _ROWS_AT_ONCE = 100_000
-_OWN = "the Hub's own splits"
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,13 @@ class HubSet:
     repository: str
     config: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Our name of a column -> the Hub's."""
+    """The Hub's name of a column, by ours."""
     template: str = "{text}"
     """The text of a classified example, from those columns."""
     labels: tuple[str, ...] = ()
     test: str = "test"
     """The Hub's split that is the test set. Where it is not called `test`, part of train validates."""
-    rule: str = _OWN
+    rule: str = "the Hub's own splits"
     """How splits come about; part of the fingerprint."""
 
 
@@ -89,21 +91,22 @@ HUB_SETS: dict[str, HubSet] = {
 
 
 def load(name: str, revision: str = "") -> Dataset:
-    """The data set `name` of HUB_SETS; nothing is read yet. `revision` is a commit, branch or tag of its repository."""
+    """Return the data set `name` of HUB_SETS, unread. `revision` is a commit, branch or tag of its repository."""
     known = HUB_SETS[name]
-    if revision and known.family is Family.IR and name != TRAINING_PAIRS:
+    searched = known.family is Family.IR and name != TRAINING_PAIRS
+    if revision and searched:
         raise InputError(f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision")
     source = [known.repository, known.config, revision, known.rule, known.template, dict(known.fields), known.labels]
     fingerprint = digest({"hub": source})
-    if known.family is not Family.IR or name == TRAINING_PAIRS:
-        reader = functools.partial(_pairs if name == TRAINING_PAIRS else _split, name, revision)
-        return Dataset(name, known.family, known.labels, name, fingerprint, fingerprint, reader)
-    trained = load(TRAINING_PAIRS).fingerprint
-    return Dataset(name, Family.IR, (), TRAINING_PAIRS, fingerprint, trained, _Searched(name).split)
+    if searched:
+        trained = load(TRAINING_PAIRS).fingerprint
+        return Dataset(name, Family.IR, (), TRAINING_PAIRS, fingerprint, trained, _searched(name))
+    reader = functools.partial(_pairs if name == TRAINING_PAIRS else _split, name, revision)
+    return Dataset(name, known.family, known.labels, name, fingerprint, fingerprint, reader)
 
 
 def _split(name: str, revision: str, split: SplitName) -> Examples:
-    """A split of one of the nine sets that are no retrieval."""
+    """Read a split of one of the nine sets that are no retrieval."""
     known = HUB_SETS[name]
     shared = known.test != "test"
     on_hub = known.test if split == "test" else "train" if shared else split
@@ -113,7 +116,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
         train, validation = validation_share(len(data))
         numbers = [int(at) for at in (train if split == "train" else validation)]
         data = data.select(numbers)
-    labels = rows.LabelSet(known.labels, counted=True)
+    labels = formats.LabelSet(known.labels, counted=True)
     # What the Hub calls its tags, where they are integers with names.
     tags = getattr(data.features[known.fields["tags"]], "feature", None) if known.family is Family.TC else None
     names = getattr(tags, "names", None)
@@ -127,7 +130,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
             row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
         try:
             place = f"{name}: {on_hub} row {number + 1}"
-            examples.append(rows.example(known.family, row, place, "", labels, known.template))
+            examples.append(formats.example(known.family, row, place, "", labels, known.template))
         except InputError as error:
             if known.family is not Family.QA:
                 raise
@@ -143,31 +146,26 @@ def _pairs(name: str, revision: str, split: SplitName) -> Examples:
     data = _load(name, "train", ("query", "positive"), revision=revision)
     pairs = []
     for number, row in enumerate(data.select_columns(["query", "positive"]).to_list()):
-        query, document = (rows.value_of(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
+        query, document = (formats.value_of(row, key, f"{name}: train row {number + 1}", str) for key in ("query", "positive"))
         pairs.append(Pair(f"train-{number}", QUERY + query, DOCUMENT + document))
     return pairs
 
 
-class _Searched:
-    """Queries of either split against the labelled documents of both; what is read is read once."""
+def _searched(name: str) -> Callable[[SplitName], Examples]:
+    """Return a reader of splits: queries of either split against the labelled documents of both, which are read once."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    @functools.cache
+    def read() -> tuple[dict[SplitName, Judgements], dict[str, str], dict[str, str]]:
+        judged, queries = _mldr(name) if name == "mldr_en" else _beir(name)
+        return judged, queries, _judged_texts(name, "corpus", [grades for of in judged.values() for grades in of.values()])
 
-    def split(self, split: SplitName) -> Examples:
+    def split_of(split: SplitName) -> Examples:
         if split == "train":
             return load(TRAINING_PAIRS).split("train")
-        judged, queries, corpus = self._read
+        judged, queries, corpus = read()
         return retrieval(judged[split], queries, corpus)
 
-    @functools.cached_property
-    def _read(self) -> tuple[dict[SplitName, Judgements], dict[str, str], dict[str, str]]:
-        judged, queries = _mldr(self.name) if self.name == "mldr_en" else _beir(self.name)
-        wanted = {document for grades in judged.values() for found in grades.values() for document in found}
-        corpus = _texts(self.name, "corpus", "docid" if self.name == "mldr_en" else "_id", wanted)
-        if missing := sorted(wanted - corpus.keys()):
-            raise InputError(f"{self.name}: document {missing[0]!r} is judged but not in the corpus ({len(missing):,} such)")
-        return judged, queries, corpus
+    return split_of
 
 
 def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
@@ -179,11 +177,7 @@ def _beir(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
             judged[split].setdefault(str(row["query-id"]), {})[str(row["corpus-id"])] = math.floor(row["score"])
     if name == "nq":
         give_to_validation(judged, "test", validation_half(list(judged["test"])))
-    wanted = {query for grades in judged.values() for query in grades}
-    queries = _texts(name, "queries", "_id", wanted)
-    if missing := sorted(wanted - queries.keys()):
-        raise InputError(f"{name}: query {missing[0]!r} is judged but not among the queries ({len(missing):,} such)")
-    return judged, queries
+    return judged, _judged_texts(name, "queries", judged.values())
 
 
 def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
@@ -201,15 +195,17 @@ def _mldr(name: str) -> tuple[dict[SplitName, Judgements], dict[str, str]]:
     return judged, queries
 
 
-def _texts(name: str, part: str, key: str, wanted: set[str]) -> dict[str, str]:
-    """The texts of the wanted rows alone, of MS MARCO some thousands of 8.8 million.
+def _judged_texts(name: str, part: str, judged: Iterable[Collection[str]]) -> dict[str, str]:
+    """Return only the texts of rows whose ids are `judged`: of MS MARCO some thousands of 8.8 million.
 
-    The titles of NQ's documents stand before them with a full stop, as in the study also where they are empty.
+    The titles of NQ's documents stand before them with a full stop, as in the study also where they are empty. Raises InputError
+    if a row is missing.
     """
     import pyarrow
     import pyarrow.compute
 
-    title = name == "nq" and part == "corpus"
+    wanted = {name for some in judged for name in some}
+    key, title = "docid" if name == "mldr_en" else "_id", name == "nq" and part == "corpus"
     data = _load(name, part, (key, "text", *(["title"] if title else [])), config=part)
     names, numbers, start = pyarrow.array(wanted, pyarrow.string()), [], 0
     for batch in data.select_columns([key]).with_format("arrow").iter(_ROWS_AT_ONCE):
@@ -217,7 +213,11 @@ def _texts(name: str, part: str, key: str, wanted: set[str]) -> dict[str, str]:
         numbers += (start + np.flatnonzero(found.to_numpy())).tolist()
         start += len(batch)
     rows_found = data.select(numbers).to_list()
-    return {str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
+    texts = {str(row[key]): f"{row['title'] or ''}. {row['text']}" if title else row["text"] for row in rows_found}
+    if missing := sorted(wanted - texts.keys()):
+        kind, place = ("document", "in the corpus") if part == "corpus" else ("query", "among the queries")
+        raise InputError(f"{name}: {kind} {missing[0]!r} is judged but not {place} ({len(missing):,} such)")
+    return texts
 
 
 def _load(
@@ -260,7 +260,7 @@ _NETWORK = {"ConnectionError", "TimeoutError", "Timeout", "TransportError", "Loc
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether the network or the Hub's servers failed, as far as the error and those behind it tell."""
+    """Return whether the network or the Hub's servers failed, as far as the error and those behind it tell."""
     while error is not None:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         if status in (408, 429) or status >= 500 or _NETWORK.intersection(kind.__name__ for kind in type(error).__mro__):

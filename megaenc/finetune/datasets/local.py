@@ -4,14 +4,14 @@ import functools
 import re
 import string
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from megaenc.data.outputs import sha256_of
 from megaenc.errors import InputError
-from megaenc.finetune.datasets import beir, formats, rows
-from megaenc.finetune.datasets.base import Dataset, digest, say_once, too_few, validation_share
-from megaenc.finetune.examples import Examples, Family, SplitName, TaggedWords
+from megaenc.finetune.datasets import beir, formats
+from megaenc.finetune.examples import Dataset, Examples, Family, SplitName, digest, say_once, too_few, validation_share
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -34,110 +34,103 @@ class DataFlags:
     """where the demo sets are; they are made there when missing"""
 
     def check(self) -> None:
-        """InputError for a template that no pair can be put into."""
+        """Raise InputError for a template that no pair can be put into."""
+        flag = f"--pair-template {self.pair_template!r}"
         try:
             fields = {part for _, part, _, _ in string.Formatter().parse(self.pair_template) if part is not None}
             if fields == {"text", "text_pair"}:
                 self.pair_template.format(text="", text_pair="")
         except (ValueError, LookupError) as error:
-            raise InputError(
-                f"--pair-template {self.pair_template!r}: {error}; expected {{text}} and {{text_pair}}, other braces twice"
-            ) from None
+            raise InputError(f"{flag}: {error}; expected {{text}} and {{text_pair}}, other braces twice") from None
         if fields != {"text", "text_pair"}:
-            raise InputError(
-                f"--pair-template {self.pair_template!r}: found {', '.join(sorted(fields)) or 'no field'}, "
-                "expected {text} and {text_pair} in it"
-            )
+            found = ", ".join(sorted(fields)) or "no field"
+            raise InputError(f"{flag}: found {found}, expected {{text}} and {{text_pair}} in it")
 
 
 def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset:
-    """The data set at `path`, a folder or a file, under the name `name`. Raises InputError for what holds none."""
+    """Return the data set at `path`, a folder or a file, under the name `name`. Raises InputError if there is none."""
     if path.is_dir() and beir.is_beir(path):
         if flags.task not in ("", "IR"):
             raise InputError(f"--task {flags.task}: {path} holds corpus.jsonl and queries.jsonl, which are read as IR alone")
         return beir.load(name, path, flags.whole_corpus)
     if flags.task == "IR":
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
-    files = _Files(path, flags.task, pair_template)
-    content = {key: sha256_of(file) for key, file in sorted(files.files.items())}
-    labels = files.labels.labels if files.labels else ()
-    rules = [files.family, labels, files.template]
-    fingerprint = digest({"files": content, "rules": rules})
-    return Dataset(name, files.family, labels, name, fingerprint, fingerprint, functools.partial(files.split, name))
+    files = _find(path)
+    first = files.get("train") or next(iter(files.values()))
+    _, row = next(formats.rows_of(first), ("", {}))
+    if not row:
+        raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
+    family = Family(flags.task) if flags.task else formats.family_of(first, row)
+    template = pair_template if family is Family.SC else ""
+    labels = _labels(path / "meta.json", family, first)
+    content = {key: sha256_of(file) for key, file in sorted(files.items())}
+    fingerprint = digest({"files": content, "rules": [family, labels.labels, template]})
 
-
-class _Files:
-    """The files of the splits, and what is common to them."""
-
-    def __init__(self, path: Path, task: str, pair_template: str) -> None:
-        self.path = path
-        self.files = _find(path)
-        first = self.files.get("train") or next(iter(self.files.values()))
-        _, row = next(formats.rows_of(first), ("", {}))
-        if not row:
-            raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
-        self.family = Family(task) if task else formats.family_of(first, row)
-        self.template = pair_template if self.family is Family.SC else ""
-        self.labels = self._labels(first)
-
-    def split(self, name: str, split: SplitName) -> Examples:
-        """The examples of a split; what has no file is made from the others by the study's rules."""
-        files = self.files
+    def split_of(split: SplitName) -> Examples:
+        read = functools.partial(_read, family=family, labels=labels, template=template)
         if split in files and ("train" not in files or len(files) == 3):
-            return self._read(files[split])
+            return read(files[split])
         if "train" not in files or len(files) == 1:
-            raise InputError(f"{self.path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
+            raise InputError(f"{path}: no {split} split, expected a file {_SPLIT_WORDS[split][0]}.*")
         other, missing, role = "test", "validation", ""
         if "test" not in files:
             other, missing, role = "validation", "test", f", and {files['validation'].name} is the test split"
         say_once(f"{name}: no {missing} file: 5 % of train validate (seed 42){role}")
         if split == "test":
-            return self._read(files[other])
-        examples = self._read(files["train"])
+            return read(files[other])
+        examples = read(files["train"])
         if len(examples) < 2:
             raise InputError(f"{files['train']}: {too_few(len(examples), 'examples', f'{missing}.*')}")
         train, validation = validation_share(len(examples))
         return [examples[at] for at in (train if split == "train" else validation)]
 
-    def _read(self, path: Path) -> Examples:
-        """The examples of a file; sentences without a word are left out."""
-        examples, left_out = [], 0
-        seen: dict[str, str] = {}
-        for number, (place, row) in enumerate(formats.rows_of(path)):
-            if self.family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
-                left_out += 1
-                continue
-            examples.append(rows.example(self.family, row, place, f"{number}", self.labels, self.template))
-            rows.check_new(seen, examples[-1].id, place)
-        if left_out:
-            say_once(f"{path}: {left_out:,} sentences without a word are left out")
-        if self.family is Family.TC:
-            _look_at_spans(path, examples, self.labels.labels)
-        return examples
+    return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, split_of)
 
-    def _labels(self, first: Path) -> rows.LabelSet | None:
-        """The labels that meta.json beside the files lists, else those of the rows of train."""
-        if self.family is Family.QA:
-            return None
-        file = self.path / "meta.json"
-        key = "labels" if self.family is Family.SC else "tags"
-        meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
-        listed = meta.get(key, meta.get("labels"))
-        if listed is None:
-            return rows.collected(self.family, formats.rows_of(first))
-        names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
-        if not names or len(set(listed)) != len(listed):
-            raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
-        if self.family is Family.TC:
-            for name in listed:
-                rows.checked_tag(name, f"{file}: key `{key}`", counted=False)
-            if "O" not in listed:
-                raise InputError(f"{file}: key `{key}`: found no O, expected the tags of IOB2, O among them")
-        return rows.LabelSet(tuple(listed), counted=True)
+
+def _read(path: Path, family: Family, labels: formats.LabelSet, template: str) -> Examples:
+    """Return the examples of a file, without sentences that have no word."""
+    examples, left_out = [], 0
+    seen: dict[str, str] = {}
+    for number, (place, row) in enumerate(formats.rows_of(path)):
+        if family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
+            left_out += 1
+            continue
+        examples.append(formats.example(family, row, place, f"{number}", labels, template))
+        formats.check_new(seen, examples[-1].id, place)
+    if left_out:
+        say_once(f"{path}: {left_out:,} sentences without a word are left out")
+    if family is Family.TC:
+        loose = 0  # as in IOB1: seqeval and conlleval read them as beginnings
+        for example in examples:
+            tags = [labels.labels[index] for index in example.tags]
+            loose += sum(tag.startswith("I-") and before[1:] != tag[1:] for before, tag in pairwise(["O", *tags]))
+        if loose:
+            say_once(f"{path}: {loose:,} tags I- without a B- or I- of their type before them; metrics read them as beginnings")
+    return examples
+
+
+def _labels(file: Path, family: Family, first: Path) -> formats.LabelSet:
+    """Return the labels that meta.json next to the files lists, else those of the rows of train."""
+    if family is Family.QA:
+        return formats.LabelSet((), counted=False)
+    key = "labels" if family is Family.SC else "tags"
+    meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
+    listed = meta.get(key, meta.get("labels"))
+    if listed is None:
+        return formats.collected(family, formats.rows_of(first))
+    names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
+    if not names or len(set(listed)) != len(listed):
+        raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
+    if family is Family.TC:
+        for name in listed:
+            formats.checked_tag(name, f"{file}: key `{key}`", counted=False)
+        if "O" not in listed:
+            raise InputError(f"{file}: key `{key}`: found no O, expected the tags of IOB2, O among them")
+    return formats.LabelSet(tuple(listed), counted=True)
 
 
 def _find(path: Path) -> dict[SplitName, Path]:
-    """The file of each split. In a folder a file is known by its name, or by a part of it: `train`, `en_ewt-ud-train`."""
+    """Return the file of each split, in a folder known by its name or a part of it: `train`, `en_ewt-ud-train`."""
     if path.is_file():
         if formats.stem(path) is None:
             raise InputError(f"{path}: found a file that is not read, expected {', '.join(formats.SUFFIXES)}")
@@ -157,22 +150,10 @@ def _find(path: Path) -> dict[SplitName, Path]:
         if found:
             files[split] = found[0]
     if not files:
-        held = rows.shown([file.name for file in named]) or "no file that is read"
+        held = formats.shown([file.name for file in named]) or "no file that is read"
         raise InputError(
             f"{path}: found {held}, expected train.*, valid.* and test.* ({', '.join(formats.SUFFIXES)}) or BEIR's layout"
         )
     if len(set(files.values())) < len(files):
-        raise InputError(f"{path}: one file is named after two splits: {rows.shown([file.name for file in files.values()])}")
+        raise InputError(f"{path}: one file is named after two splits: {formats.shown([file.name for file in files.values()])}")
     return files
-
-
-def _look_at_spans(path: Path, examples: list[TaggedWords], tags: tuple[str, ...]) -> None:
-    """Say how many I- begin a span themselves, as in IOB1: seqeval and conlleval read them as beginnings."""
-    loose = 0
-    for example in examples:
-        before = "O"
-        for tag in (tags[index] for index in example.tags):
-            loose += tag.startswith("I-") and before[1:] != tag[1:]
-            before = tag
-    if loose:
-        say_once(f"{path}: {loose:,} tags I- without a B- or I- of their type before them; metrics read them as beginnings")

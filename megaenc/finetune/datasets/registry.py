@@ -1,7 +1,6 @@
 """Data sets by name: the study's twelve, the demo sets, and whatever a path leads to."""
 
 import difflib
-import functools
 import os
 import re
 from dataclasses import replace
@@ -10,9 +9,8 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo, formats, hub, local
-from megaenc.finetune.datasets.base import Dataset
 from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Examples, Family, SplitName
+from megaenc.finetune.examples import Dataset, Family
 
 DATASETS = (*(name for name in hub.HUB_SETS if name != hub.TRAINING_PAIRS), *demo.NAMES)
 """What can be fine-tuned for by name alone."""
@@ -20,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
 def find(name_or_path: str, **options: Any) -> Dataset:
-    """The data set that a command line calls `name_or_path`; `options` are fields of DataFlags.
+    """Return the data set that a command line calls `name_or_path`; `options` are fields of DataFlags.
 
     It is a name of DATASETS (`sst2`, or `sst2@REVISION` for a commit, branch or tag of the Hub), a path to local data, whose
     folder's name is the set's, or `NAME=PATH`. A name of the study before a path has the study's text for pairs. Raises
@@ -28,37 +26,34 @@ def find(name_or_path: str, **options: Any) -> Dataset:
     """
     flags = DataFlags(**options)
     flags.check()
-    found = _find(name_or_path, flags)
+    name, path = name_and_path(name_or_path)
+    if path is not None:
+        _check_place(name_or_path, name, path)
+        known = hub.HUB_SETS.get(name)
+        is_pair = known is not None and "text_pair" in known.fields
+        found = local.load(name, path, flags, known.template if is_pair else flags.pair_template)
+    elif name in demo.NAMES:
+        made = demo.ensure_demo_sets(flags.demo_folder, (name,))
+        found = local.load(name, made / name, replace(flags, task=""), local.PAIR_TEMPLATE)
+    else:
+        found = hub.load(name, name_or_path.partition("@")[2])
     if not flags.train_on or found.family is not Family.IR:
         return found
     training = find(flags.train_on, **(options | {"train_on": ""}))
     if training.family is not Family.IR:
         raise InputError(f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)")
-    read = functools.partial(_trained_elsewhere, found, training)
-    return replace(found, train_on=training.train_on, train_fingerprint=training.train_fingerprint, load=read)
-
-
-def _trained_elsewhere(evaluated: Dataset, training: Dataset, split: SplitName) -> Examples:
-    return (training if split == "train" else evaluated).load(split)
-
-
-def _find(given: str, flags: DataFlags) -> Dataset:
-    name, path = name_and_path(given)
-    if path is not None:
-        _check_place(given, name, path)
-        known = hub.HUB_SETS.get(name)
-        is_pair = known is not None and "text_pair" in known.fields
-        return local.load(name, path, flags, known.template if is_pair else flags.pair_template)
-    if name in demo.NAMES:
-        made = demo.ensure_demo_sets(flags.demo_folder, (name,))
-        return local.load(name, made / name, replace(flags, task=""), local.PAIR_TEMPLATE)
-    return hub.load(name, given.partition("@")[2])
+    return replace(
+        found,
+        train_on=training.train_on,
+        train_fingerprint=training.train_fingerprint,
+        load=lambda split: (training if split == "train" else found).load(split),
+    )
 
 
 def name_and_path(given: str) -> tuple[str, Path | None]:
-    """The name that results have for the data set `given`, and where it is unless it is a known name. Nothing is read.
+    """Return the name of the data set `given` in results, and where it is unless it is a known name. Nothing is read.
 
-    A file or folder need not be there; then it is called as it would be if it were a folder.
+    What is not there is named as a folder would be.
     """
     base = given.partition("@")[0]
     if given in DATASETS or base in hub.HUB_SETS:
@@ -71,7 +66,7 @@ def name_and_path(given: str) -> tuple[str, Path | None]:
 
 
 def _check_place(given: str, name: str, path: Path) -> None:
-    """Raise InputError for a path that leads to nothing, and for a name that is none for a folder of results."""
+    """Raise InputError for a path that leads to nothing, and for a name that no folder of results can have."""
     if not os.path.exists(path):
         if given.partition("=")[1] or "/" in given:
             raise InputError(f"data set {given}: found no file or folder {path}, expected one with labelled data")

@@ -1,4 +1,4 @@
-"""The base of the four families: a model with a head, the loss of a batch in parts that fit, predictions of a split, scores."""
+"""The base of the four families of tasks: model with head, loss of a batch in parts that fit, predictions, scores."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +14,7 @@ from megaenc.finetune.backbone import Backbone, Packed, forwards, pack
 from megaenc.finetune.encoded import Encoded, Parts, TextEncoder
 from megaenc.finetune.examples import Examples, Family
 from megaenc.finetune.options import Protocol
+from megaenc.finetune.results import Split
 
 if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset
@@ -23,17 +24,9 @@ NO_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Scores of one split, in the order in which results have them; all shares are fractions."""
+class Scores(Split):
+    """Scores of one split, in the order in which results have them, with those of the examples."""
 
-    score: float
-    """The study's metric."""
-    metrics: dict[str, float]
-    """The field's standard metrics by name."""
-    collapsed: str | None
-    """Why the predictions are worthless, as "constant prediction positive"; None where they are not."""
-    baseline: dict[str, float]
-    """What the family's trivial baseline gets on the same examples: "score" and each name in `metrics`."""
     scores_i: list[float]
     """The study's metric of each example, in the order of the examples."""
     metrics_i: dict[str, list[float]]
@@ -46,18 +39,17 @@ class Scores:
         metrics_i: Mapping[str, Sequence[float]],
         *,
         collapsed: str | None,
-        baseline: Mapping[str, float],
-        metrics: Mapping[str, float] | None = None,
+        baseline: dict[str, float],
+        metrics: dict[str, float] | None = None,
     ) -> Self:
         """Average what each example scores; `metrics` are given only where they are not the means of `metrics_i`."""
-        means = metrics if metrics is not None else {name: float(np.mean(values)) for name, values in metrics_i.items()}
         by_example = {name: [float(value) for value in values] for name, values in metrics_i.items()}
-        listed = [float(value) for value in scores_i]
-        return cls(float(np.mean(scores_i)), dict(means), collapsed, dict(baseline), listed, by_example)
+        metrics = metrics or {name: float(np.mean(values)) for name, values in metrics_i.items()}
+        return cls(float(np.mean(scores_i)), metrics, collapsed, baseline, [float(score) for score in scores_i], by_example)
 
 
 class NotFinite(ArithmeticError):
-    """What a model predicts is no number: its last update was one too many. The message says what was found."""
+    """A prediction that is nan or inf: the last update was one too many."""
 
 
 class Model(nn.Module):
@@ -79,10 +71,7 @@ class Model(nn.Module):
 
 
 class Task(ABC):
-    """A family of tasks on one data set; megaenc.finetune.tasks.TASKS has the class of each family.
-
-    Unless a family has its own loss, it is the cross-entropy of `outputs` and `targets`.
-    """
+    """A family of tasks on one data set. Unless a family has its own loss, it is the cross-entropy of `outputs` and `targets`."""
 
     family: ClassVar[Family]
 
@@ -101,7 +90,7 @@ class Task(ABC):
         """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
 
     def head(self, hidden_size: int) -> nn.Module:
-        """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), no bias to begin with."""
+        """Draw a new head in float32 by torch's own generator: weights from N(0, 0.02), zero bias."""
         head = nn.Linear(hidden_size, self.outputs_of_head)
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -109,7 +98,7 @@ class Task(ABC):
 
     @property
     def outputs_of_head(self) -> int:
-        """Return how many numbers the head gives: one for each label."""
+        """The numbers that the head gives: one for each label."""
         return len(self.dataset.labels)
 
     def count(self, data: Parts) -> int:
@@ -117,7 +106,7 @@ class Task(ABC):
         return len(data)
 
     def outputs(self, model: Model, packed: Packed) -> Tensor:
-        """Compute the logits of each token of a pack, float32[tokens, labels]; some families: something of each text."""
+        """Compute the logits of each token of a pack, float32[tokens, labels]; in some families, an output of each text."""
         return model.logits(model.backbone.states(packed))
 
     def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
@@ -125,10 +114,7 @@ class Task(ABC):
         raise NotImplementedError
 
     def backward(self, model: Model, data: Parts, rows: np.ndarray) -> float:
-        """Add the gradients of the mean loss of the batch `rows` (int[batch]) to the weights' and return that loss.
-
-        The mean is over all that is predicted in the batch, however many forward passes it takes.
-        """
+        """Add the gradients of the mean loss over all that the batch `rows` (int[batch]) predicts, and return that loss."""
         count = max(1, int((self.targets(data, rows) != NO_LABEL).sum()))
         total = torch.zeros((), device=model.device)
         for part in self.forwards(data.lengths[rows]):
@@ -166,7 +152,7 @@ class Task(ABC):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)
 
     def constant(self, predicted: np.ndarray, gold: np.ndarray) -> str | None:
-        """Return what is wrong with predictions that are one label for everything, unless that is right; None if nothing is."""
+        """Word what is wrong with predictions that are one label for everything; None if they are not, or that is right."""
         collapsed = (predicted == predicted[0]).all() and not (gold == gold[0]).all()
         return f"constant prediction {self.dataset.labels[predicted[0]]}" if collapsed else None
 

@@ -1,7 +1,9 @@
 """Retrieval: texts are the mean of their states, and a query is nearest, by cosine, to the document that answers it."""
 
 import hashlib
-from contextlib import contextmanager
+import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -13,15 +15,6 @@ from megaenc.finetune.backbone import Packed, pack
 from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, Pair
 from megaenc.finetune.examples import Retrieval as Queries
-from megaenc.finetune.metrics.retrieval import (
-    best_first,
-    expected_by_chance,
-    in_trec_order,
-    ndcg,
-    recall,
-    reciprocal_rank,
-    retrieved_ndcg,
-)
 from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
 
 _DEPTH = 100
@@ -32,9 +25,9 @@ _ALIKE = 1e-4
 class Retrieval(Task):
     """InfoNCE: cross-entropy of `scale` times the cosines of a query with the documents of the batch, of which one is its own.
 
-    All other documents of the batch are negatives, also one that happens to be the same. A batch that does not fit one forward
-    pass gives the gradients of one that does: embeddings first, without a graph; the gradients of the loss with respect to
-    them; then each part again, from there on back (gradient caching, Gao et al. 2021, 2101.06983).
+    All other documents of the batch are negatives, even an equal one. A batch that does not fit one forward pass gives the same
+    gradients: embeddings first, without a graph; the gradients of the loss with respect to them; then each part again, from there
+    on back (gradient caching, Gao et al. 2021, 2101.06983).
     """
 
     family: ClassVar[Family] = Family.IR
@@ -42,7 +35,7 @@ class Retrieval(Task):
     _documents: tuple[Model, bytes, Tensor] | None = None
 
     def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, Encoded]:
-        """`queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
+        """Return `queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
         if isinstance(examples, Queries):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
         else:
@@ -50,11 +43,11 @@ class Retrieval(Task):
         return {name: encoder.encode(some) for name, some in texts.items()}
 
     def head(self, hidden_size: int) -> nn.Module:
-        """None: embeddings are states."""
+        """Return the identity: embeddings are states."""
         return nn.Identity()
 
     def count(self, data: dict[str, Encoded]) -> int:
-        """Training pairs."""
+        """Return the number of training pairs."""
         return len(data["queries"])
 
     def backward(self, model: Model, data: dict[str, Encoded], rows: np.ndarray) -> float:
@@ -68,17 +61,21 @@ class Retrieval(Task):
             loss = self._loss(self.outputs(model, packs[0])[order])
             loss.backward()
             return loss.item()
+        on_gpu = model.device.type == "cuda"
         random_states, embedded = [], []
         with torch.no_grad():
             for packed in packs:
-                random_states.append(_random_state(model.device))
+                random_states.append((torch.get_rng_state(), torch.cuda.get_rng_state(model.device) if on_gpu else None))
                 embedded.append(self.outputs(model, packed))
         vectors = torch.cat(embedded).requires_grad_()
         loss = self._loss(vectors[order])
         loss.backward()
         gradients = vectors.grad.split([len(part) for part in parts])
-        for packed, state, gradient in zip(packs, random_states, gradients, strict=True):
-            with _from_random_state(state, model.device):
+        for packed, (state, gpu_state), gradient in zip(packs, random_states, gradients, strict=True):
+            with torch.random.fork_rng([model.device] if on_gpu else []):
+                torch.set_rng_state(state)
+                if on_gpu:
+                    torch.cuda.set_rng_state(gpu_state, model.device)
                 self.outputs(model, packed).backward(gradient)
         return loss.item()
 
@@ -109,7 +106,7 @@ class Retrieval(Task):
         return Scores.of(values.pop("score"), values, collapsed=collapsed, baseline=baseline)
 
     def _loss(self, vectors: Tensor) -> Tensor:
-        """`vectors` is [2 * batch, hidden]: the queries, then their documents."""
+        """Compute the loss of `vectors`, [2 * batch, hidden]: the queries, then their documents."""
         queries, documents = vectors.chunk(2)
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
@@ -119,27 +116,101 @@ class Retrieval(Task):
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
     def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, **others: int) -> Tensor:
-        """float32[rows, hidden] on the model's device."""
+        """Compute float32[rows, hidden] on the model's device."""
         parts, embedded = zip(*self.predictions(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
     def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
-        """In `order`. The documents are those of both splits: their embeddings are kept until the next `backward`."""
+        """Embed documents in `order`. Both splits have the same: their embeddings are kept until the next `backward`."""
         digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
         if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:
             self._documents = (model, digest, self._embed_all(model, data, order, after=queries))
         return self._documents[2]
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+def _discounts(count: int) -> np.ndarray:
+    return 1 / np.log2(np.arange(2, count + 2))
 
 
-@contextmanager
-def _from_random_state(state: tuple[Tensor, Tensor | None], device: torch.device):
-    """Draw as once before; afterwards torch goes on where it was."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.set_rng_state(state[0])
-        if state[1] is not None:
-            torch.cuda.set_rng_state(state[1], device)
-        yield
+def _ideal(grades: Sequence[float], depth: int) -> float:
+    best = np.sort(np.asarray(grades, dtype=np.float64))[::-1][:depth]
+    return float((best * _discounts(len(best))).sum())
+
+
+def retrieved_ndcg(relevant: np.ndarray, scores: np.ndarray, depth: int = 10) -> float:
+    """The study's NDCG@10: normalised by the best order of the documents it retrieved, not of all that are relevant.
+
+    `relevant` is bool[documents], best first, and `scores` float[documents] what ranked them. A query whose only retrieved
+    positive stands first scores 1, whatever it missed; 0 if none is among the first `depth`. Documents of one score share their
+    discounts. The same as scikit-learn's `ndcg_score([relevant], [scores])` on the first `depth` alone.
+    """
+    gains, scores = relevant[:depth].astype(np.float64), scores[:depth]
+    if not gains.any():
+        return 0.0
+    first = np.flatnonzero(np.concatenate([[True], scores[1:] != scores[:-1]]))
+    sizes = np.diff(np.append(first, len(scores)))
+    shared = np.repeat(np.add.reduceat(gains, first) / sizes, sizes)
+    return float((shared * _discounts(len(gains))).sum() / _ideal(gains, depth))
+
+
+def ndcg(grades: np.ndarray, all_grades: Sequence[int], depth: int = 10) -> float:
+    """trec_eval's ndcg_cut: gains are grades, discounts 1 / log2(1 + rank), normalised by the best order of all judged documents.
+
+    `grades` is int[documents], best first, 0 where not relevant; `all_grades` are those of all relevant documents.
+    """
+    ideal = _ideal(all_grades, depth)
+    top = grades[:depth]
+    return float((top * _discounts(len(top))).sum() / ideal) if ideal else 0.0
+
+
+def reciprocal_rank(grades: np.ndarray, depth: int = 10) -> float:
+    """1 over the rank of the first relevant document, 0 if none is among the first `depth`."""
+    found = np.flatnonzero(grades[:depth])
+    return 1 / (int(found[0]) + 1) if len(found) else 0.0
+
+
+def recall(grades: np.ndarray, relevant: int, depth: int = 100) -> float:
+    """The share of the `relevant` documents that are among the first `depth`."""
+    return float(np.count_nonzero(grades[:depth]) / relevant) if relevant else 0.0
+
+
+def in_trec_order(names: Sequence[str]) -> np.ndarray:
+    """int64[documents]: the order in which trec_eval takes documents of one score, the greater name first (bytes of UTF-8)."""
+    keys = [name.encode("utf-8", "surrogatepass") for name in names]
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__, reverse=True), dtype=np.int64)
+
+
+def best_first(scores: np.ndarray, depth: int) -> np.ndarray:
+    """int64[min(depth, documents)]: where the greatest scores are, the greatest first, equal ones in the order they are in.
+
+    Documents laid out by in_trec_order are so ranked as trec_eval ranks them.
+    """
+    depth = min(depth, len(scores))
+    least = np.partition(scores, len(scores) - depth)[len(scores) - depth]
+    candidates = np.flatnonzero(scores >= least)
+    return candidates[np.argsort(-scores[candidates], kind="stable")[:depth]]
+
+
+@lru_cache(maxsize=1 << 16)
+def expected_by_chance(documents: int, all_grades: tuple[int, ...]) -> dict[str, float]:
+    """What a random order of `documents` gets on average, in closed form: the study's score and trec_eval's measures."""
+    relevant, depth = len(all_grades), min(10, documents)
+    discounts = float(_discounts(depth).sum())
+    # k positives among the first ten: hypergeometric; each then stands at any of the ten ranks alike.
+    score = sum(
+        math.comb(depth, k) * math.comb(documents - depth, relevant - k) / math.comb(documents, relevant)
+        * k / depth * discounts / _ideal([1] * k, depth)
+        for k in range(1, min(depth, relevant) + 1)
+    )  # fmt: skip
+    none_yet, first = 1.0, 0.0
+    for rank in range(1, depth + 1):
+        first += none_yet * relevant / (documents - rank + 1) / rank
+        none_yet *= max(0, documents - relevant - rank + 1) / (documents - rank + 1)
+        if not none_yet:
+            break
+    return {
+        "score": score,
+        "ndcg@10": sum(all_grades) / documents * discounts / _ideal(all_grades, 10),
+        "mrr@10": first,
+        "recall@100": min(100, documents) / documents,
+    }

@@ -1,5 +1,4 @@
 import json
-import pickle
 
 import pytest
 
@@ -47,10 +46,3 @@ def test_names_of_the_study_come_before_folders_of_that_name(folder, monkeypatch
     monkeypatch.chdir(folder.parent)
     assert find("sst2").labels == ("negative", "positive") and find("./sst2").labels == ("yes",)
     assert find("sst2=sst2").labels == ("yes",)
-
-
-def test_a_found_set_can_be_handed_to_another_process(folder):
-    found = find(str(folder))
-    again = pickle.loads(pickle.dumps(found))
-    assert again == found and again.split("train") == found.split("train")
-    assert pickle.loads(pickle.dumps(find("nq"))).train_on == "msmarco_pairs"

@@ -10,9 +10,8 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
-from megaenc.finetune.datasets.base import Unreachable
 from megaenc.finetune.datasets.registry import DATASETS, find
-from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords
+from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords, Unreachable
 
 ROWS = 40
 httpx = importlib.import_module(HfHubHTTPError.__mro__[1].__module__)  # whichever of its versions the Hub's client uses

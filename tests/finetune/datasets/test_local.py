@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.datasets.base import validation_share
 from megaenc.finetune.datasets.registry import find
-from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, Retrieval, TaggedWords
+from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, Retrieval, TaggedWords, validation_share
 
 
 def write(folder, **files):

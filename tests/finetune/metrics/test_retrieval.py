@@ -8,7 +8,7 @@ import pytest
 from ir_measures import RR, R, nDCG
 from sklearn.metrics import ndcg_score
 
-from megaenc.finetune.metrics.retrieval import (
+from megaenc.finetune.tasks.retrieval import (
     best_first,
     expected_by_chance,
     in_trec_order,
