@@ -8,10 +8,9 @@ from typing import Any
 from megaenc.study.cost import amount
 from megaenc.study.grid_stage import GridNode, LabelledData
 from megaenc.study.manifest import Manifest
-from megaenc.study.node import Node
+from megaenc.study.node import CorpusNode, ExportNode, Node
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.sharing import maker, starts_of
-from megaenc.study.stages import CorpusNode, ExportNode
 
 
 @dataclass(frozen=True)

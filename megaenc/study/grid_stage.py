@@ -60,42 +60,42 @@ class GridNode(Node):
 
     @property
     def id(self) -> str:
-        """That of the stage, or of its part."""
         return f"{super().id}@{self.part}" if self.part else super().id
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its model."""
         return (f"export/{self.name}",)
 
     @property
     def runs(self) -> int:
         """Trainings: retrieval trains once for all the sets that share its pairs."""
-        return len(self.trainings) * len(self.flags["learning_rates"]) * self.flags["seeds"]
+        return len(self.trainings) * self._settings
 
     @property
     def results(self) -> int:
         """Results: one for each data set, rate and seed."""
-        sets = sum(len(training.datasets) for training in self.trainings)
-        return sets * len(self.flags["learning_rates"]) * self.flags["seeds"]
+        return sum(len(training.datasets) for training in self.trainings) * self._settings
+
+    @property
+    def _settings(self) -> int:
+        return len(self.flags["learning_rates"]) * self.flags["seeds"]
 
     @property
     def work(self) -> float:
-        """Runs."""
         return float(self.runs)
 
     @property
     def planned(self) -> float | None:
-        """Seconds, by the manifest's of one run."""
         return self.runs * self.seconds or None
 
     def parts(self) -> list["GridNode"]:
         """Return the same in parts: one for each set that is trained on."""
-        return [self._part(training) for training in self.trainings]
-
-    def _part(self, training: Training) -> "GridNode":
-        datasets = tuple(text for text in self.flags["datasets"] if name_in_results(text) in training.datasets)
-        return replace(self, trainings=(training,), flags={**self.flags, "datasets": datasets}, part=training.train_on)
+        found = []
+        for training in self.trainings:
+            datasets = tuple(text for text in self.flags["datasets"] if name_in_results(text) in training.datasets)
+            flags = {**self.flags, "datasets": datasets}
+            found.append(replace(self, trainings=(training,), flags=flags, part=training.train_on))
+        return found
 
     @property
     def _export(self) -> Path:
@@ -103,16 +103,11 @@ class GridNode(Node):
 
     def command(self) -> list[str]:
         """Return the words of `megaenc finetune grid`, which does what is missing."""
-        where = {
-            "model": self._export,
-            "output": self.folder.parent,
-            "jobs": self.jobs,
-            "demo_folder": self.data.flags.demo_folder,
-        }
-        return megaenc("finetune", "grid", *arguments({**where, **self.flags}))
+        where = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
+        demo_folder = {"demo_folder": self.data.flags.demo_folder}
+        return megaenc("finetune", "grid", *arguments({**where, **demo_folder, **self.flags}))
 
     def progress(self) -> tuple[float, float]:
-        """Return the runs that have a result or are written down as failed, and all."""
         return len(self._files()), self.results
 
     def failed(self) -> int:
@@ -127,15 +122,14 @@ class GridNode(Node):
         sets = [(training, dataset) for training in self.trainings for dataset in training.datasets]
         rates, seeds = map(float, self.flags["learning_rates"]), range(self.flags["seeds"])
         for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
-            families = [training.family] if training.family else list(Family)
             run = (dataset, training.train_on, rate, seed)
-            folders = [results.run_folder(self.folder, family, *run) for family in families]
+            folders = [results.run_folder(self.folder, kind, *run) for kind in ([training.family] if training.family else Family)]
             files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
             found += [file for file in files if file.is_file()][:1]
         return found
 
     def check(self) -> None:
-        """What each result was made with: the protocol, the model, the data."""
+        """Compare what each result was made with: the protocol, the model, the data."""
         files = self._files()
         of_model = self._of_model() if files and (self._export / "config.json").is_file() else {}
         for file in files:

@@ -25,8 +25,7 @@ from megaenc import flags
 from megaenc.console import printable
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.entries import Model, models_of, nearest
-from megaenc.study.entry import Entry
+from megaenc.study.entries import Entry, Model, models_of, nearest
 from megaenc.study.pretrain_flags import check_pretrain_flags, located_errors, located_flags
 from megaenc.study.setting import Setting
 from megaenc.study.tasks import Training, located, trainings

@@ -73,7 +73,8 @@ class _Work:
         self.study, self.free, self.places, self.tries = study, slots, len(slots), tries
         self.finished = finished(nodes)
         self.remaining = Remaining(nodes, study)
-        order = sorted((node for node in nodes if node.id not in self.finished), key=self.remaining.after, reverse=True)
+        after = self.remaining.chains()
+        order = sorted((node for node in nodes if node.id not in self.finished), key=lambda node: -after[node.id])
         self.waiting = {node.id: node for node in order}
         self.known = {node.id for node in nodes}
         self.running: dict[str, _Running] = {}

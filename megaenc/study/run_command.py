@@ -29,12 +29,11 @@ from megaenc.processes import accelerators, check_process_count, python_command,
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import Manifest, read_manifest
-from megaenc.study.node import Node, check, finished, name_of
+from megaenc.study.node import CorpusNode, Node, check, finished
 from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
-from megaenc.study.stages import CorpusNode
 
 _TEXT = ("data_path", "tokenizer")  # flags of pretraining that say what it reads
 
@@ -196,10 +195,11 @@ def study_folder(output: str, command: str) -> Path:
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
     """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
     wanted: list[str] = [] if only else list(nodes)
+    names = {id: id.rpartition("/")[2] for id in nodes}
     for pattern in only:
-        found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
+        found = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
         if not found:
-            near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
+            near = difflib.get_close_matches(pattern, [*names.values(), *names], n=1)
             raise InputError(f"--only: found {pattern}, {f'did you mean {near[0]}?' if near else 'expected a name of the plan'}")
         wanted += found
     return needed(nodes, wanted)
