@@ -52,16 +52,12 @@ def build_graph(
         paths = tuple(manifest.data / path for path in manifest.corpus.text)
         corpus = CorpusNode(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
         text = corpus.flags
-    exports = {
-        model.name: ExportNode(study=study, name=model.name, setting=model.setting, run=model.name, step=model.steps)
-        for model in manifest.models
-        if model.evaluate
-    }
     keep: dict[str, set[int]] = {name: set() for name in starts}
-    for model in manifest.models:
-        for step in model.checkpoints:
-            name, run = model.checkpoint_name(step), maker(starts, model.name, step)
-            exports[name] = ExportNode(study=study, name=name, setting=model.checkpoint_setting(step), run=run, step=step)
+    exports = {}
+    for name, setting, model, step in manifest.checkpoints():
+        run = maker(starts, model.name, step)
+        exports[name] = ExportNode(study=study, name=name, setting=setting, run=run, step=step)
+        if not setting.decayed:
             keep[run].add(step)
     for _, parent, at in starts.values():
         if at:
@@ -86,8 +82,15 @@ def build_graph(
     if manifest.finetune:
         flags = manifest.finetune_flags
         places = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
-        data = LabelledData(flags["datasets"], replace(manifest.finetune.data, **places))
-        what = {"trainings": manifest.trainings, "flags": flags, "protocol": manifest.finetune.protocol, "data": data}
-        for name in exports:
-            grids[name] = GridNode(study=study, name=name, jobs=grid_jobs, seconds=hardware.finetune_seconds, **what)
+        grid = GridNode(
+            study=study,
+            name="",
+            trainings=manifest.trainings,
+            flags=flags,
+            protocol=manifest.finetune.protocol,
+            data=LabelledData(flags["datasets"], replace(manifest.finetune.data, **places)),
+            jobs=grid_jobs,
+            seconds=hardware.finetune_seconds,
+        )
+        grids = {name: replace(grid, name=name) for name in exports}
     return Graph(manifest, corpus, runs, exports, grids)

@@ -48,7 +48,7 @@ class Remaining:
         return max([sum(processes * seconds for processes, seconds in left) / places, *self.chains().values()])
 
     def chains(self) -> dict[str, float]:
-        """Return, by id, seconds from a stage's beginning to the end of the longest chain of stages that need it; 0 if unknown."""
+        """Return, by id, seconds from a stage's beginning to the end of the longest chain that needs it; unknown ones are 0."""
         found: dict[str, float] = {}
         behind: dict[str, float] = defaultdict(float)
         for id, node in reversed(self._nodes.items()):

@@ -5,6 +5,7 @@ same rate up to there. So each model is a branch of the run with which it shares
 longer runs come first and are the trunks. What is continued from a decayed end is a run of its own, which others can branch.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Literal
@@ -26,10 +27,9 @@ def starts_of(models: Iterable[Model], study: Path | None = None) -> dict[str, S
     left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals the one
     with the fewest objectives, which checkpoints on the way are named after.
     """
-    by_name = {model.name: model for model in models}
-    families: dict[tuple, list[Model]] = {}
-    for model in by_name.values():
-        families.setdefault(_family(model), []).append(model)
+    families: dict[tuple, list[Model]] = defaultdict(list)
+    for model in models:
+        families[_family(model)].append(model)
     kept = _kept_starts([model for members in families.values() for model in members], study)
     found = dict(kept)
     for members in families.values():
@@ -38,20 +38,17 @@ def starts_of(models: Iterable[Model], study: Path | None = None) -> dict[str, S
             if model.name not in kept:
                 found[model.name] = _best_start(model, placed, found, study)
             placed.append(model)
-    # In this order, but for parents that come later: what is continued may be a branch.
-    return {one: found[one] for name in found for one in reversed(_line(found, name))}
-
-
-def _line(starts: Mapping[str, Start], name: str) -> list[str]:
-    """Return a run, the one that it begins with, the one that this begins with, and so on."""
-    line = [name]
-    while parent := starts[line[-1]][1]:
-        line.append(parent)
-    return line
+    ordered: dict[str, Start] = {}
+    for name in found:  # in this order, but for parents that come later: what is continued may be a branch
+        line = [name]
+        while parent := found[line[-1]][1]:
+            line.append(parent)
+        ordered |= {each: found[each] for each in reversed(line)}
+    return ordered
 
 
 def _family(model: Model) -> tuple:
-    """What runs that can share a beginning have in common."""
+    """Return what runs that can share a beginning have in common."""
     # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
     flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
     return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
@@ -77,12 +74,12 @@ def _kept_starts(models: Iterable[Model], study: Path | None) -> dict[str, Start
     def fits(name: str) -> bool:
         children: set[str] = set()
         while said[name][0] == "branch":
+            children.add(name)
             model, (_, parent, at) = by_name[name], said[name]
             if parent not in said or parent in children or _family(model) != _family(by_name[parent]):
                 return False
             if not 0 < at <= shared_steps(model, by_name[parent]):
                 return False
-            children.add(name)
             name = parent
         return said[name] == _own_start(by_name[name])
 
@@ -129,7 +126,7 @@ def shared_steps(one: Model, other: Model) -> int:
 
 
 def maker(starts: Mapping[str, Start], name: str, step: int) -> str:
-    """The run that makes `step` of the run `name`."""
+    """Return the run that makes `step` of the run `name`."""
     while starts[name][0] == "branch" and step <= starts[name][2]:
         name = starts[name][1]
     return name
