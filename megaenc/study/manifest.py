@@ -16,9 +16,9 @@ from megaenc.console import printable, shortened
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
 from megaenc.study.entries import Entry, Model, models_of, nearest
+from megaenc.study.grid_stage import Training, located, trainings
 from megaenc.study.pretrain_flags import check_pretrain_flags, located_errors, located_flags
 from megaenc.study.setting import Setting
-from megaenc.study.tasks import Training, located, trainings
 
 _MOST_SEEDS = 10_000
 _LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats

@@ -11,9 +11,9 @@ from megaenc.console import clock
 from megaenc.errors import InputError
 from megaenc.processes import Child, below, how_it_ended, python_environment, usable_cores, visible_devices
 from megaenc.study import journal
+from megaenc.study.journal import Remaining
 from megaenc.study.node import Node, finished
 from megaenc.study.record import record
-from megaenc.study.remaining import Remaining
 from megaenc.study.screen import StudyProgress
 
 _TRIES = 2

@@ -9,11 +9,10 @@ import runs
 
 from megaenc import flags
 from megaenc.model.config import preset
-from megaenc.study.graph import build_graph
+from megaenc.study.graph import build_graph, shared_steps
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import arguments
 from megaenc.study.pretrain_flags import OF_THE_STUDY
-from megaenc.study.sharing import shared_steps
 from megaenc.training.settings import PretrainSettings, read_settings
 
 
