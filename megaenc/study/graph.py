@@ -2,8 +2,8 @@
 
 Every shared beginning is trained once. A run of N steps that decays over the last D has the same first N - D steps as any other
 that trains the same objectives at the same rate up to there. So each model is a branch of the run with which it shares most, or
-all of its own where it shares nothing; longer runs come first and are the trunks. What is continued from a decayed end is a run of
-its own, which others can branch.
+all of its own where it shares nothing; longer runs come first and are the trunks. What is continued from a decayed end is a run
+of its own, which others can branch.
 """
 
 import contextlib
