@@ -24,8 +24,8 @@ from megaenc.study.grid_stage import GridNode
 from megaenc.study.journal import Remaining, spent
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
+from megaenc.study.run import amount
 from megaenc.study.run_command import choose, study_folder
-from megaenc.study.screen import amount
 
 _STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # of states, in the order of the table
 _EVERY = 2.0  # seconds
