@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model
-from megaenc.study.manifest import Manifest, Reported
+from megaenc.study.manifest import Manifest
 
 if TYPE_CHECKING:
     from megaenc.study.graph import Graph
@@ -135,13 +135,12 @@ def _longest(graph: "Graph", wait_for_end: bool) -> Chain:
 
 def explained(graph: "Graph") -> dict[str, str]:
     """Say for each group of models how its shared steps come about, and how they compare with what was reported."""
-    groups: dict[str, list[PretrainNode]] = {model.group: [] for model in graph.manifest.models}
-    for run in graph.runs.values():
-        groups[run.model.group].append(run)
-    return {group: _explain(runs, group, graph.manifest.reported) for group, runs in groups.items()}
+    groups = dict.fromkeys(model.group for model in graph.manifest.models)
+    return {group: _explain(graph, group) for group in groups}
 
 
-def _explain(runs: list["PretrainNode"], group: str, reported: Reported) -> str:
+def _explain(graph: "Graph", group: str) -> str:
+    runs, reported = [run for run in graph.runs.values() if run.model.group == group], graph.manifest.reported
     guessed = [run for run in runs if run.model.inferred]
     counted = [run for run in runs if not run.model.inferred]
     text = f"{_steps(runs):,} steps: {_split(counted)}"
@@ -188,10 +187,8 @@ def _split(runs: list["PretrainNode"]) -> str:
 
 def _starts(runs: list["PretrainNode"]) -> dict[str, int]:
     """Return the steps by the model that is continued, where all continue finished models."""
-    found = Counter()
-    for run in runs:
-        found[run.model.after] += run.steps
-    return {} if "" in found else found
+    names = dict.fromkeys(run.model.after for run in runs)
+    return {} if "" in names else {name: _steps([run for run in runs if run.model.after == name]) for name in names}
 
 
 def _times(runs: list["PretrainNode"]) -> str:

@@ -221,7 +221,11 @@ def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any],
     runs: dict[tuple, PretrainSettings] = {}  # reading flags takes most of a model's time
     begins, rates = entry.after or entry.size, entry.peak_rate or (None,)
     for begin, steps, rate, seed in itertools.product(begins, entry.steps, rates, entry.seed):
-        parent = _parent(begin, models) if entry.after else None
+        parent = models.get(begin) if entry.after else None
+        if entry.after and not parent:
+            raise InputError(f"field `after`: found {begin}{nearest(begin, models)}")
+        if parent and parent.after:
+            raise InputError(f"field `after`: found {begin}, which is continued itself; give one longer `schedule`")
         base = parent.setting if parent else Setting(begin, seed=seed)
         if base.size not in sizes:
             raise InputError(f"field `size`: found {base.size}{nearest(base.size, sizes)}")
@@ -260,14 +264,6 @@ def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any],
                 inferred=entry.inferred,
                 own=", ".join(filter(None, words)),
             )
-
-
-def _parent(name: str, models: Mapping[str, Model]) -> Model:
-    if name not in models:
-        raise InputError(f"field `after`: found {name}{nearest(name, models)}")
-    if models[name].after:
-        raise InputError(f"field `after`: found {name}, which is continued itself; give one longer `schedule`")
-    return models[name]
 
 
 def _schedules(entry: Entry, steps: int) -> list[str]:

@@ -171,7 +171,13 @@ def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
     sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
     models = models_of(entries, sizes, located_flags(top.pretrain, folder))
     corpus = _part(Corpus(), top.corpus, "corpus")
-    _check_corpus(corpus, top.pretrain, models)
+    if corpus.demo and corpus.text:
+        raise InputError("corpus: found `demo` beside `text`, expected one of them")
+    for name in ("data_path", "tokenizer"):
+        if corpus.made and name in top.pretrain:
+            raise InputError(f"pretrain: found `{name}` beside a corpus that the study makes, expected one of them")
+    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
+        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
     hardware, reported = _part(Hardware(), top.hardware, "hardware"), _part(Reported(), top.reported, "reported")
     _check_numbers(hardware, reported, sizes, {model.group for model in models})
     grid = _grid(top.finetune) if top.finetune else None
@@ -242,16 +248,6 @@ def _entry(number: int, given: Any, folder: Path) -> Entry:
     entry = flags.replace_fields(Entry(), {str(key): value for key, value in given.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
     return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=located_flags(entry.pretrain, folder))
-
-
-def _check_corpus(corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
-    if corpus.demo and corpus.text:
-        raise InputError("corpus: found `demo` beside `text`, expected one of them")
-    given = [name for name in ("data_path", "tokenizer") if name in pretrain]
-    if corpus.made and given:
-        raise InputError(f"pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
-    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
-        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
 
 
 def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str], groups: set[str]) -> None:

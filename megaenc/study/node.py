@@ -186,13 +186,11 @@ class CorpusNode(Node):
         [data], tokenizer = self.flags.values()
         demo, prefix = self.folder / "corpus.jsonl", data.removesuffix("_text_document")
         text = [str(path) for path in self.text] or [str(demo)]
+        read = ("preprocess", "--input", *text, "--output-prefix", prefix, "--tokenizer", tokenizer, "--append-eod")
         return {
             **({demo: ("demo", "--output", str(self.folder))} if self.demo else {}),
             Path(tokenizer): ("tokenizer", "--input", *text, "--vocab-size", str(self.vocab_size), "--output", tokenizer),
-            Path(f"{data}.idx"): (
-                *("preprocess", "--input", *text, "--output-prefix", prefix),
-                *("--tokenizer", tokenizer, "--append-eod"),
-            ),
+            Path(f"{data}.idx"): read,
         }
 
     def prepare(self) -> None:
@@ -206,7 +204,7 @@ class CorpusNode(Node):
 
     def command(self) -> list[str]:
         """Return the first that is left; the last where none is."""
-        return (self.commands_left() or [megaenc(*words) for words in self.commands.values()][-1:])[0]
+        return [*self.commands_left(), megaenc(*[*self.commands.values()][-1])][0]
 
     def progress(self) -> tuple[float, float]:
         there = [makes.exists() for makes in self.commands]
