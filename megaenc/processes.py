@@ -157,7 +157,10 @@ class Child:
         """Return the exit code, negative for a signal, or None while the process runs."""
         if self.process.returncode is None:
             # Not yet reaped: its number, which is its session's too, stays its own until `kill`.
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            try:
+                ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # reaped by somebody else in this process
+                return self.process.poll()
             return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         return self.process.returncode
 
