@@ -5,13 +5,12 @@ predictions. Hours follow from the tokens a second that the manifest states, byt
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaenc.finetune.grid import count
 from megaenc.study.entries import Model
-from megaenc.study.manifest import Manifest, Reported
+from megaenc.study.manifest import Manifest
 
 if TYPE_CHECKING:
     from megaenc.study.graph import Graph
@@ -33,12 +32,8 @@ class Amount:
 
     def __add__(self, other: "Amount") -> "Amount":
         hours = (self.device_hours, other.device_hours)
-        return Amount(
-            self.steps + other.steps,
-            self.tokens + other.tokens,
-            self.flops + other.flops,
-            None if None in hours else sum(hours),
-        )
+        known = None if None in hours else sum(hours)
+        return Amount(self.steps + other.steps, self.tokens + other.tokens, self.flops + other.flops, known)
 
 
 class Chain(NamedTuple):
@@ -56,9 +51,8 @@ class Cost:
     """Pretraining by group of models: every beginning trained once; every model from its own first step, what is continued
     still from the study's own parent."""
     shared: Amount
-    """The first of all groups."""
     alone: Amount
-    """The second."""
+    """The first and the second of all groups."""
     trainings: int
     """Fine-tuning runs, retrieval once for all its sets."""
     finetune_hours: float | None
@@ -86,8 +80,8 @@ def cost_of(graph: "Graph") -> Cost:
         trainings=trainings,
         finetune_hours=trainings * seconds / 3600 if seconds or not trainings else None,
         disk=_disk(graph),
-        at_the_branch=_longest(graph, lambda run, parent: (run.at or parent.model.steps) - parent.at),
-        at_the_end=_longest(graph, lambda run, parent: parent.steps),
+        at_the_branch=_longest(graph, wait_for_end=False),
+        at_the_end=_longest(graph, wait_for_end=True),
     )
 
 
@@ -95,11 +89,8 @@ def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
     """Return what the updates after + 1..last of a model's run take."""
     run, rate = model.run, manifest.hardware.rate(model.setting.size)
     packs, vocab_size = run.global_batch_size, manifest.vocab_size(model)
-    flops = sum(
-        share * steps * packs * work.flops(run.shape, vocab_size)
-        for phase, share in model.trained(after, last)
-        for work, steps in phase.parts
-    )
+    parts = ((share, *part) for phase, share in model.trained(after, last) for part in phase.parts)
+    flops = sum(share * steps * packs * work.flops(run.shape, vocab_size) for share, work, steps in parts)
     tokens = (last - after) * packs * run.data.seq_length
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
 
@@ -116,43 +107,40 @@ def _disk(graph: "Graph") -> dict[str, int]:
     return {"checkpoints with optimizer": checkpoints, "exports": exports, "results": results}
 
 
-def _longest(graph: "Graph", until: Callable[["PretrainNode", "PretrainNode"], int]) -> Chain:
-    """Return the chain that ends last; `until`: steps that a parent makes itself before its child can begin."""
+def _longest(graph: "Graph", wait_for_end: bool) -> Chain:
+    """Return the chain that ends last; `wait_for_end`: branches begin when their parent has ended."""
+    if any(run.amount.device_hours is None for run in graph.runs.values()):
+        return Chain(None, ())
     hardware = graph.manifest.hardware
     begins: dict[str, Chain] = {}
 
-    def hours(run: "PretrainNode", steps: int) -> float:
-        return (run.amount.device_hours or 0.0) / hardware.devices * steps / run.steps
+    def end(run: "PretrainNode", step: int) -> float:
+        took = (run.amount.device_hours or 0.0) / hardware.devices * (step - run.at) / run.steps
+        return begins[run.name].hours + took
 
-    ends = [Chain(0.0, ())]
+    ends = []
     for run in graph.runs.values():
-        wait, chain = 0.0, ()
+        begins[run.name] = Chain(0.0, (run.id,))
         if run.parent:
             parent = graph.runs[run.parent]
-            before, chain = begins[run.parent]
-            wait = before + hours(parent, until(run, parent))
-        begins[run.name] = Chain(wait, (*chain, run.id))
-        ends.append(Chain(wait + hours(run, run.steps), begins[run.name].stages))
+            at = parent.model.steps if wait_for_end or not run.at else run.at
+            begins[run.name] = Chain(end(parent, at), (*begins[run.parent].stages, run.id))
+        ends.append(Chain(end(run, run.model.steps), begins[run.name].stages))
     for grid in graph.grids.values():
         export = graph.exports[grid.name]
-        run = graph.runs[export.run]
-        wait, chain = begins[run.name]
-        end = wait + hours(run, export.step - run.at) + hardware.finetune_seconds / 3600
-        ends.append(Chain(end, (*chain, export.id, grid.id)))
-    longest = max(ends, key=lambda end: end.hours)
-    known = all(run.amount.device_hours is not None for run in graph.runs.values())
-    return longest if known else longest._replace(hours=None)
+        stages = (*begins[export.run].stages, export.id, grid.id)
+        ends.append(Chain(end(graph.runs[export.run], export.step) + hardware.finetune_seconds / 3600, stages))
+    return max(ends, key=lambda chain: chain.hours)
 
 
 def explained(graph: "Graph") -> dict[str, str]:
-    """For each group of models, in words, how its shared steps come about, and how they compare with what was reported."""
-    groups: dict[str, list[PretrainNode]] = {model.group: [] for model in graph.manifest.models}
-    for run in graph.runs.values():
-        groups[run.model.group].append(run)
-    return {group: _explain(runs, group, graph.manifest.reported) for group, runs in groups.items()}
+    """Say for each group of models how its shared steps come about, and how they compare with what was reported."""
+    groups = dict.fromkeys(model.group for model in graph.manifest.models)
+    return {group: _explain(graph, group) for group in groups}
 
 
-def _explain(runs: list["PretrainNode"], group: str, reported: Reported) -> str:
+def _explain(graph: "Graph", group: str) -> str:
+    runs, reported = [run for run in graph.runs.values() if run.model.group == group], graph.manifest.reported
     guessed = [run for run in runs if run.model.inferred]
     counted = [run for run in runs if not run.model.inferred]
     text = f"{_steps(runs):,} steps: {_split(counted)}"
@@ -183,25 +171,24 @@ def _split(runs: list["PretrainNode"]) -> str:
         decays, decay = [min(run.model.decay, run.steps) for run in runs if run.model.after == first], runs[0].model.decay
         inside = f" ({each - sum(decays):,} undecayed and {len(decays)} x {decay:,} of decay)" if set(decays) == {decay} else ""
         return f"{each:,}{inside}" + (f" for each of {len(starts)} starts" if len(starts) > 1 else "")
-    new = [run for run in runs if run.start == "new"]
-    tails = [run for run in runs if run.is_tail]
-    branches = [run for run in runs if run.start == "branch" and not run.is_tail]
-    others = [run for run in runs if run.start == "weights"]
+    kinds: dict[str, list[PretrainNode]] = {"new": [], "branch": [], "tail": [], "weights": []}
+    for run in runs:
+        kinds["tail" if run.is_tail else run.start].append(run)
+    new, branches, tails, others = kinds.values()
     said = [
         f"{_times(new)} from new weights" if new else "",
         f"{_steps(branches):,} in {len(branches)} {'branches' if len(branches) > 1 else 'branch'}" if branches else "",
         f"{_times(tails)} of decay alone" if tails else "",
         f"{_steps(others):,} in {count(len(others), 'run')} on finished models" if others else "",
     ]
-    return f"{', '.join(filter(None, said))}" + (f" ({_steps(runs):,})" if sum(map(bool, said)) > 1 else "")
+    said = [words for words in said if words]
+    return ", ".join(said) + (f" ({_steps(runs):,})" if len(said) > 1 else "")
 
 
 def _starts(runs: list["PretrainNode"]) -> dict[str, int]:
     """Return the steps by the model that is continued, where all continue finished models."""
-    found: dict[str, int] = {}
-    for run in runs:
-        found[run.model.after] = found.get(run.model.after, 0) + run.steps
-    return {} if "" in found else found
+    names = dict.fromkeys(run.model.after for run in runs)
+    return {} if "" in names else {name: _steps([run for run in runs if run.model.after == name]) for name in names}
 
 
 def _times(runs: list["PretrainNode"]) -> str:

@@ -1,6 +1,7 @@
 """The graph of a study to look at: a tree of runs as text, and bars over steps as a picture."""
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,26 +31,25 @@ class Row:
 
     @property
     def start(self) -> int:
-        """Its first step less one, on the axis of all."""
+        """Return its first step less one, on the axis of all."""
         return self.offset + self.run.at
 
     @property
     def end(self) -> int:
-        """Its last."""
         return self.offset + self.run.model.steps
 
 
 def rows_of(graph: Graph) -> list[Row]:
     """Every run, trunks in the order of the graph. Under each those that leave it, the latest first: so no line crosses a bar."""
-    children: dict[str, list[PretrainNode]] = {}
+    children: dict[str, list[PretrainNode]] = defaultdict(list)
     for run in graph.runs.values():
-        children.setdefault(run.parent, []).append(run)
+        children[run.parent].append(run)
     rows: list[Row] = []
-    left = [Row(trunk) for trunk in reversed(children.get("", []))]
+    left = [Row(trunk) for trunk in reversed(children[""])]
     while left:  # no recursion: a chain of branches may be long
         row = left.pop()
         rows.append(row)
-        below = [(row.offset if child.start == "branch" else row.end, child) for child in children.get(row.run.name, [])]
+        below = [(row.offset if child.start == "branch" else row.end, child) for child in children[row.run.name]]
         for number, (offset, child) in enumerate(reversed(sorted(below, key=lambda one: -one[0] - one[1].at))):
             rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
             left.append(Row(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
@@ -59,10 +59,10 @@ def rows_of(graph: Graph) -> list[Row]:
 def tree(graph: Graph) -> Iterator[str]:
     """Return the runs as lines of text: name, where each begins, what it trains, the steps that it makes, what is evaluated."""
     rows = rows_of(graph)
-    on_the_way: dict[str, list[int]] = {}
+    on_the_way: dict[str, list[int]] = defaultdict(list)
     for export in graph.exports.values():
         if not export.setting.decayed:
-            on_the_way.setdefault(export.run, []).append(export.step)
+            on_the_way[export.run].append(export.step)
     width = max(len(row.rails + row.run.name) for row in rows)
     size = ""
     for row in rows:
@@ -73,13 +73,13 @@ def tree(graph: Graph) -> Iterator[str]:
         begins = {"new": "", "branch": f"from step {run.at:,}", "weights": f"after its {row.offset:,}"}[run.start]
         what = _phases(run) + (", all of it decay" if run.steps <= model.decay else "")
         what += "" if model.evaluate else "  (not evaluated)"
-        if steps := on_the_way.get(run.name):
+        if steps := on_the_way[run.name]:
             what += f"  evaluated at {' '.join(f'{step:,}' for step in sorted(steps))} too"
         yield f"  {row.rails + run.name:<{width}}  {begins:<16}  {f'+{run.steps:,}':>9}  {what}"
 
 
 def _phases(run: PretrainNode) -> str:
-    """What the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
+    """Say what the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
     made = [phase for phase in run.model.phases if phase.last > run.at]
     texts = [f"{label(phase)} to {phase.last:,}" for phase in made[:_SHOWN_PHASES]]
     more = len(made) - _SHOWN_PHASES
@@ -87,7 +87,7 @@ def _phases(run: PretrainNode) -> str:
 
 
 def label(phase: PhaseWork) -> str:
-    """What a phase trains, for the eye: `CLM`, `MLM 40 %`, or as a schedule spells it."""
+    """Say what a phase trains, for the eye: `CLM`, `MLM 40 %`, or as a schedule spells it."""
     name, (work, _) = phase.text.partition("(")[0], phase.parts[0]
     if name in ("mlm", "mntp") and not re.search(",|->", phase.text):
         return f"{name.upper()} {100 * work.predicted / work.tokens:g} %"
@@ -96,15 +96,13 @@ def label(phase: PhaseWork) -> str:
 
 @verbatim
 def picture(graph: Graph, title: str) -> Any:
-    """matplotlib's Figure: each run is a bar from the step where it begins to its end, its height the learning rate."""
+    """Return matplotlib's Figure: each run is a bar from the step where it begins to its end, its height the learning rate."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     rows = rows_of(graph)
-    last = max(row.end for row in rows)
-    colours = _colours(rows)
-    places = _places(rows)
+    last, colours, places = max(row.end for row in rows), _colours(rows), _places(rows)
     figure = Figure(figsize=(11, 2.0 + 0.235 * places[-1]), dpi=130, layout="constrained")
     panel = figure.subplots()
     for row, y in zip(rows, places, strict=True):
@@ -123,11 +121,9 @@ def picture(graph: Graph, title: str) -> Any:
     on_the_way = [(export.step, *at[export.run]) for export in graph.exports.values() if not export.setting.decayed]
     dot = {"facecolor": "white", "edgecolor": "black", "linewidth": 0.7}
     panel.scatter([step + offset for step, offset, _ in on_the_way], [y for *_, y in on_the_way], s=14, zorder=3, **dot)
-    panel.set_ylim(places[-1] + 0.7, -0.9)
-    panel.set_xlim(0, last * 1.3)
-    panel.set_yticks([])
+    label_of_x = "steps of pretraining; a bar is as high as the learning rate"
+    panel.set(ylim=(places[-1] + 0.7, -0.9), xlim=(0, last * 1.3), yticks=[], xlabel=label_of_x)
     plain_counts(panel.xaxis)
-    panel.set_xlabel("steps of pretraining; a bar is as high as the learning rate")
     panel.set_xticks([tick for tick in panel.get_xticks() if tick <= last])
     panel.spines[["top", "right", "left"]].set_visible(False)
     panel.grid(axis="x", color="#dddddd", linewidth=0.6)

@@ -1,7 +1,9 @@
-"""The fine-tuning of one model as a stage of a study."""
+"""The fine-tuning of one model as a stage of a study, and what it trains, known without opening a data set."""
 
 import contextlib
+import difflib
 import itertools
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -10,13 +12,73 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.finetune import results
-from megaenc.finetune.datasets import demo
+from megaenc.finetune.datasets import beir, demo, hub
 from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.datasets.registry import find, name_and_path
 from megaenc.finetune.examples import Family
+from megaenc.finetune.grid import GridSettings
 from megaenc.finetune.model_folder import model_fingerprints, tokenizer_fingerprint
 from megaenc.finetune.options import Protocol
 from megaenc.study.node import Changed, Node, arguments, megaenc
-from megaenc.study.tasks import Training, name_in_results
+
+
+@dataclass(frozen=True)
+class Training:
+    """A data set that models are trained on, and those that they are then evaluated on: several in retrieval."""
+
+    train_on: str
+    family: str
+    """SC, TC, QA or IR; "" for local files that do not tell before they are read"""
+    datasets: tuple[str, ...]
+
+
+def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
+    """Return the trainings of a grid for each model, rate and seed. Raises InputError for an unknown data set."""
+    members: dict[tuple[str, str], list[str]] = {}
+    for dataset in settings.datasets:
+        name, family, train_on = _look_at(dataset, settings, data)
+        for part in (name, train_on):
+            if part.startswith(".") or "/" in part or not part.isprintable() or not 0 < len(part.encode()) <= 180:
+                found = f"finetune: field `datasets`: {dataset[:60]}: found the name {part[:60]!r}"
+                raise InputError(f"{found}, expected one for a folder of at most 180 bytes; name the set with NAME=PATH")
+        members.setdefault((train_on, family), []).append(name)
+    return tuple(Training(*key, tuple(sets)) for key, sets in members.items())
+
+
+def located(dataset: str, data: Path) -> str:
+    """As `megaenc finetune grid` is to be told it: a path begins in the folder `data`."""
+    if name_and_path(dataset)[1] is None:
+        return dataset
+    name, equals, place = dataset.partition("=")
+    return f"{name}={data / place}" if equals and "/" not in name else str(data / dataset)
+
+
+def name_in_results(dataset: str) -> str:
+    """What results call a data set that `megaenc finetune grid` is told as `located` says."""
+    return name_and_path(dataset)[0]
+
+
+def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str, str]:
+    """Return the name of a data set, its kind, and what models are trained on before they read it."""
+    name, path = name_and_path(located(dataset, data))
+    on_the_hub = path is None and name in hub.HUB_SETS
+    if on_the_hub:
+        family = str(hub.HUB_SETS[name].family)
+    elif path is None:
+        family = name.removeprefix("demo_").upper()
+    else:
+        if "=" not in dataset and "/" not in dataset:  # otherwise a path, which may come into being until the study is run
+            names = [*hub.HUB_SETS, *demo.NAMES]
+            near = difflib.get_close_matches(dataset.lower(), names, n=1)
+            if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
+                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
+                raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")
+        family = settings.data.task or ("IR" if os.path.isdir(path) and beir.is_beir(path) else "")
+    if family != Family.IR:
+        return name, family, name
+    if settings.data.train_on:
+        return name, family, name_in_results(located(settings.data.train_on, data))
+    return name, family, hub.TRAINING_PAIRS if on_the_hub else name
 
 
 @dataclass(frozen=True)
@@ -29,8 +91,6 @@ class LabelledData:
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
         """By name, as results have them; of those that are there to be looked at. Read once."""
-        from megaenc.finetune.datasets.registry import find
-
         found = {}
         for text in self.datasets:
             asked = {text, self.flags.train_on}.intersection(demo.NAMES)
@@ -60,42 +120,42 @@ class GridNode(Node):
 
     @property
     def id(self) -> str:
-        """That of the stage, or of its part."""
         return f"{super().id}@{self.part}" if self.part else super().id
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Its model."""
         return (f"export/{self.name}",)
 
     @property
     def runs(self) -> int:
         """Trainings: retrieval trains once for all the sets that share its pairs."""
-        return len(self.trainings) * len(self.flags["learning_rates"]) * self.flags["seeds"]
+        return len(self.trainings) * self._settings
 
     @property
     def results(self) -> int:
         """Results: one for each data set, rate and seed."""
-        sets = sum(len(training.datasets) for training in self.trainings)
-        return sets * len(self.flags["learning_rates"]) * self.flags["seeds"]
+        return sum(len(training.datasets) for training in self.trainings) * self._settings
+
+    @property
+    def _settings(self) -> int:
+        return len(self.flags["learning_rates"]) * self.flags["seeds"]
 
     @property
     def work(self) -> float:
-        """Runs."""
         return float(self.runs)
 
     @property
     def planned(self) -> float | None:
-        """Seconds, by the manifest's of one run."""
         return self.runs * self.seconds or None
 
     def parts(self) -> list["GridNode"]:
         """Return the same in parts: one for each set that is trained on."""
-        return [self._part(training) for training in self.trainings]
-
-    def _part(self, training: Training) -> "GridNode":
-        datasets = tuple(text for text in self.flags["datasets"] if name_in_results(text) in training.datasets)
-        return replace(self, trainings=(training,), flags={**self.flags, "datasets": datasets}, part=training.train_on)
+        found = []
+        for training in self.trainings:
+            datasets = tuple(text for text in self.flags["datasets"] if name_in_results(text) in training.datasets)
+            flags = {**self.flags, "datasets": datasets}
+            found.append(replace(self, trainings=(training,), flags=flags, part=training.train_on))
+        return found
 
     @property
     def _export(self) -> Path:
@@ -103,16 +163,11 @@ class GridNode(Node):
 
     def command(self) -> list[str]:
         """Return the words of `megaenc finetune grid`, which does what is missing."""
-        where = {
-            "model": self._export,
-            "output": self.folder.parent,
-            "jobs": self.jobs,
-            "demo_folder": self.data.flags.demo_folder,
-        }
-        return megaenc("finetune", "grid", *arguments({**where, **self.flags}))
+        where = {"model": self._export, "output": self.folder.parent, "jobs": self.jobs}
+        demo_folder = {"demo_folder": self.data.flags.demo_folder}
+        return megaenc("finetune", "grid", *arguments({**where, **demo_folder, **self.flags}))
 
     def progress(self) -> tuple[float, float]:
-        """Return the runs that have a result or are written down as failed, and all."""
         return len(self._files()), self.results
 
     def failed(self) -> int:
@@ -127,15 +182,14 @@ class GridNode(Node):
         sets = [(training, dataset) for training in self.trainings for dataset in training.datasets]
         rates, seeds = map(float, self.flags["learning_rates"]), range(self.flags["seeds"])
         for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
-            families = [training.family] if training.family else list(Family)
             run = (dataset, training.train_on, rate, seed)
-            folders = [results.run_folder(self.folder, family, *run) for family in families]
+            folders = [results.run_folder(self.folder, kind, *run) for kind in ([training.family] if training.family else Family)]
             files = (folder / name for folder in folders for name in (results.RESULTS, results.FAILED))
             found += [file for file in files if file.is_file()][:1]
         return found
 
     def check(self) -> None:
-        """What each result was made with: the protocol, the model, the data."""
+        """Compare what each result was made with: the protocol, the model, the data."""
         files = self._files()
         of_model = self._of_model() if files and (self._export / "config.json").is_file() else {}
         for file in files:

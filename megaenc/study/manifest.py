@@ -1,35 +1,29 @@
 """The study as one file: which models, trained how, evaluated on what, and what the plan's hours and bytes are counted with.
 
-    title: what the study asks
-    sizes: {610M: {model: 610m}}            a name and the flags of `megaenc pretrain` that make this size
-    pretrain: {lr: 5e-4, ...}               flags of every pretraining run
-    corpus: {demo: true}                    or text files to make one of; or data_path and tokenizer under `pretrain`
-    models:                                 every combination of an entry's lists is a model
-      - {size: [210M, 610M], steps: 42000, clm_share: [0, 1], mask: [0.2, 0.4], checkpoints: [1000, 20000]}
-      - {after: [610m-clm-42k], steps: [2000, 22000], mask: 0.4}
-    finetune: {datasets: [sst2], ...}       flags of `megaenc finetune grid`
-    hardware: {devices: 192, ...}           and `reported`: what somebody else counted, to be laid beside the plan's numbers
-
 docs/study-plan.md has every key.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from megaenc import flags
-from megaenc.console import printable
+from megaenc.console import printable, shortened
 from megaenc.errors import InputError
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.entries import Model, models_of, nearest
-from megaenc.study.entry import Entry
+from megaenc.study.entries import Entry, Model, models_of, nearest
+from megaenc.study.grid_stage import Training, located, trainings
 from megaenc.study.pretrain_flags import check_pretrain_flags, located_errors, located_flags
 from megaenc.study.setting import Setting
-from megaenc.study.tasks import Training, located, trainings
+
+_MOST_SEEDS = 10_000
+_LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
+_LONGEST = 10_000  # values of a list, and letters of a text
+_NOT_HERE = {"config", "model", "output", *flags.flatten(GridSettings().local), *flags.flatten(GridSettings().slurm)}
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class Hardware:
     """where these numbers are from"""
 
     def rate(self, size: str) -> float:
-        """Tokens a second of one device in pretraining; 0 where nobody said."""
+        """Return tokens a second of one device in pretraining; 0 where nobody said."""
         return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
 
 
@@ -106,16 +100,21 @@ class Manifest:
     reported: Reported
 
     def settings(self) -> dict[str, Setting]:
-        """Every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
-        models = [model for model in self.models if model.evaluate]
-        found = {model.name: model.setting for model in models}
+        """Return every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
+        return {name: setting for name, setting, *_ in self.checkpoints()}
+
+    def checkpoints(self) -> Iterator[tuple[str, Setting, Model, int]]:
+        """Yield name, setting, model and step of every evaluated checkpoint: of models first, then those on the way."""
+        yield from ((model.name, model.setting, model, model.steps) for model in self.models if model.evaluate)
         for model in self.models:
-            found |= {model.checkpoint_name(step): model.checkpoint_setting(step) for step in model.checkpoints}
-        return found
+            for step in model.checkpoints:
+                yield model.checkpoint_name(step), model.checkpoint_setting(step), model, step
 
     def vocab_size(self, model: Model) -> int:
-        """Ids of its tokenizer."""
         return model.run.shape.vocab_size or self.corpus.vocab_size
+
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True)
@@ -144,10 +143,17 @@ def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
     values = {str(key): value for key, value in values.items()}
     with located_errors(str(path)):
         _check_values(values)
-    top = flags.replace_fields(_Top(), values, source=str(path))
+    top = _part(_Top(), values, str(path))
     folder = (path.parent if data is None else Path(data)).absolute()
     with located_errors(str(path)):
         return _manifest(path, top, folder)
+
+
+def _part(empty: _Part, values: Mapping[str, Any], place: str) -> _Part:
+    """Return `empty` with `values`, its texts on one line."""
+    part = flags.replace_fields(empty, dict(values), source=place)
+    texts = {name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)}
+    return replace(part, **texts)
 
 
 def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
@@ -164,17 +170,20 @@ def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
     entries = [_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
     sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
     models = models_of(entries, sizes, located_flags(top.pretrain, folder))
-    corpus = flags.replace_fields(Corpus(), top.corpus, source="corpus")
-    _check_corpus(corpus, top.pretrain, models)
-    hardware = flags.replace_fields(Hardware(), top.hardware, source="hardware")
-    hardware = replace(hardware, device=_one_line(hardware.device), source=_one_line(hardware.source))
-    reported = flags.replace_fields(Reported(), top.reported, source="reported")
-    reported = replace(reported, source=_one_line(reported.source))
+    corpus = _part(Corpus(), top.corpus, "corpus")
+    if corpus.demo and corpus.text:
+        raise InputError("corpus: found `demo` beside `text`, expected one of them")
+    for name in ("data_path", "tokenizer"):
+        if corpus.made and name in top.pretrain:
+            raise InputError(f"pretrain: found `{name}` beside a corpus that the study makes, expected one of them")
+    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
+        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
+    hardware, reported = _part(Hardware(), top.hardware, "hardware"), _part(Reported(), top.reported, "reported")
     _check_numbers(hardware, reported, sizes, {model.group for model in models})
     grid = _grid(top.finetune) if top.finetune else None
     return Manifest(
         path=path,
-        title=_one_line(top.title),
+        title=top.title,
         models=models,
         corpus=corpus,
         data=folder,
@@ -208,12 +217,16 @@ def _check_values(values: Mapping[str, Any]) -> None:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            pairs = value.items() if isinstance(value, dict) else enumerate(value, 1)
-            left += [(f"{place}.{_short(key)}" if isinstance(value, dict) else f"{place} {key}", part) for key, part in pairs]
-            left += [(place, key) for key in value] if isinstance(value, dict) else []
+        if isinstance(value, dict):
+            left += [(f"{place}.{_short(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
+        elif isinstance(value, list):
+            left += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
         for wrong, expected in (
             (isinstance(value, list | dict) and len(value) > _LONGEST, f"at most {_LONGEST:,} values"),
-            (isinstance(value, str) and not _is_plain(value), f"a text of at most {_LONGEST:,} printable letters"),
+            (
+                isinstance(value, str) and (len(value) > _LONGEST or value != printable(value, keep="\n\t")),
+                f"a text of at most {_LONGEST:,} printable letters",
+            ),
             (isinstance(value, int) and abs(value) > _LARGEST, f"a number of at most {_LARGEST:,}"),
             (isinstance(value, float) and not math.isfinite(value), "a finite number"),
         ):
@@ -221,23 +234,11 @@ def _check_values(values: Mapping[str, Any]) -> None:
                 raise InputError(f"field `{place}`: found {_short(value)}, expected {expected}")
 
 
-_LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
-_LONGEST = 10_000  # values of a list, and letters of a text
-
-
-def _is_plain(text: str) -> bool:
-    return len(text) <= _LONGEST and text == printable(text, keep="\n\t")
-
-
 def _short(value: Any) -> str:
     if isinstance(value, list | dict):
         return f"{len(value):,} values"
     text = value if isinstance(value, str) and value.isprintable() else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return shortened(text, 60)
 
 
 def _entry(number: int, given: Any, folder: Path) -> Entry:
@@ -246,17 +247,7 @@ def _entry(number: int, given: Any, folder: Path) -> Entry:
         raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
     entry = flags.replace_fields(Entry(), {str(key): value for key, value in given.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
-    return replace(entry, place=place, group=_one_line(entry.group), pretrain=located_flags(entry.pretrain, folder))
-
-
-def _check_corpus(corpus: Corpus, pretrain: Mapping[str, Any], models: tuple[Model, ...]) -> None:
-    if corpus.demo and corpus.text:
-        raise InputError("corpus: found `demo` beside `text`, expected one of them")
-    given = [name for name in ("data_path", "tokenizer") if name in pretrain]
-    if corpus.made and given:
-        raise InputError(f"pretrain: found `{given[0]}` beside a corpus that the study makes, expected one of them")
-    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
-        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
+    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=located_flags(entry.pretrain, folder))
 
 
 def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str], groups: set[str]) -> None:
@@ -273,10 +264,6 @@ def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str],
                 raise InputError(f"{place}: unknown name `{key}`{nearest(str(key), sorted(known))}")
             if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
                 raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
-
-
-_MOST_SEEDS = 10_000
-_NOT_HERE = {"config", "model", "output", *flags.flatten(GridSettings().local), *flags.flatten(GridSettings().slurm)}
 
 
 def _grid(given: Mapping[str, Any]) -> GridSettings:
@@ -301,8 +288,8 @@ def _grid(given: Mapping[str, Any]) -> GridSettings:
 
 
 def _grid_flags(grid: GridSettings, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    names, values = [name.replace("-", "_") for name in given], flags.flatten(grid)
-    found = {name: values[name] for name in names}
+    values = flags.flatten(grid)
+    found = {name: values[name] for name in given}
     found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
     found |= {"train_on": located(grid.data.train_on, folder)} if grid.data.train_on else {}
     found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}

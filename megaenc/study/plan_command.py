@@ -42,13 +42,8 @@ def lines(graph: Graph, cost: Cost) -> Iterator[str]:
     """Return the plan as text: the runs, then what they take."""
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_counts(graph)}"
-    yield ""
-    yield from tree(graph)
-    yield ""
-    yield from _pretraining(graph, cost)
-    if graph.grids:
-        yield ""
-        yield from _finetuning(graph, cost)
+    for part in (tree(graph), _pretraining(graph, cost), _finetuning(graph, cost) if graph.grids else ()):
+        yield from ("", *part) if part else ()
     yield ""
     kinds = [f"{_bytes(size)} of {what}" for what, size in cost.disk.items() if size]
     yield f"disk: {_bytes(sum(cost.disk.values()))}: {', '.join(kinds)}"
@@ -154,22 +149,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study plan`."""
     quiet()
     settings = flags.parse(PlanFlags, argv, prog="megaenc study plan", description=__doc__)
-    output = Path(settings.picture)
-    if settings.picture and output.suffix.lower() not in _FORMATS:
+    output = Path(settings.picture) if settings.picture else None
+    if output and output.suffix.lower() not in _FORMATS:
         raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
-    if settings.picture:
+    if output:
         check_output_file(output, "--picture")
-    with created_parent(output, "--picture") if settings.picture else contextlib.nullcontext():
+    with created_parent(output, "--picture") if output else contextlib.nullcontext():
         graph = build_graph(read_manifest(settings.manifest, settings.data or None))
         cost = cost_of(graph)
-        if settings.picture:
+        if output:
             title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(graph)}: {cost.shared.steps:,} steps"
-            if cost.alone.steps != cost.shared.steps:
-                title += f", {cost.alone.steps:,} without sharing"
-            drawn = picture(graph, title)
+            more = f", {cost.alone.steps:,} without sharing" if cost.alone.steps != cost.shared.steps else ""
             with whole_files(output) as [temporary]:
-                drawn.savefig(temporary, format=output.suffix.lower().removeprefix("."))
-    for line in lines(graph, cost):
+                picture(graph, title + more).savefig(temporary, format=output.suffix.lower().removeprefix("."))
+    for line in [*lines(graph, cost), *([f"{output}: the runs over their steps"] if output else [])]:
         say(line)
-    if settings.picture:
-        say(f"{output}: the runs over their steps")

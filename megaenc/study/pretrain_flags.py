@@ -13,18 +13,16 @@ from megaenc.training.learning_rate import steps_of
 from megaenc.training.options import OptimizerSettings
 from megaenc.training.settings import PretrainSettings, with_preset
 
-OF_THE_STUDY = frozenset(
-    (
-        *("config", "objective_schedule", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
-        *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
-        *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
-    )
-)
+OF_THE_STUDY = {
+    *("config", "objective_schedule", "train_iters", "train_tokens", "seed", "rampup_batch_size"),
+    *("branch_from", "branch_at", "init_from", "init_at", "skip_samples", "skip_packs"),
+    *("save", "save_steps", "keep_last", "keep_every", "exit_interval", "exit_duration_in_mins", "dry_run"),
+}
 """Flags that follow from the models and from where runs are put."""
 
 
 def check_pretrain_flags(source: str, given: Mapping[str, Any]) -> None:
-    """InputError in one line for a flag that there is not, of another type, or that the study decides; `source` is the place."""
+    """Raise InputError for a flag that there is not, of another type, or that the study decides; `source` is the place."""
     for name in given:
         if name in OF_THE_STUDY:
             raise InputError(f"{source}: field `{name}`: found here, expected nowhere: it follows from `models` and the run")
@@ -32,7 +30,7 @@ def check_pretrain_flags(source: str, given: Mapping[str, Any]) -> None:
 
 
 def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSettings:
-    """`given` over the preset of its `model` over the defaults of `megaenc pretrain`. Raises InputError.
+    """Return `given` over the preset of its `model` over the defaults of `megaenc pretrain`. Raises InputError.
 
     bf16 is on unless given, as if the processor had it: to ask takes torch, and another machine may do the run.
     """
@@ -45,21 +43,16 @@ def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSet
 def check_plan_flags(run: PretrainSettings) -> None:
     """Raise InputError, naming the flag, for a shape or a size of a step that cannot be: the plan computes with them."""
     run.shape.check()
-    sizes = {
-        "seq-length": run.data.seq_length,
-        "global-batch-size": run.global_batch_size,
-        "micro-batch-size": run.micro_batch_size,
-        "vocab-size": run.shape.vocab_size,
-    }
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise InputError(f"--{name}: found {value}, expected 1 or more")
+    values = flags.flatten(run)
+    for name in ("seq_length", "global_batch_size", "micro_batch_size", "vocab_size"):
+        if values[name] is not None and values[name] < 1:
+            raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected 1 or more")
     if run.data.packing == "random-length":
         check_two_chunks(run.data.seq_length)
 
 
 def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`given` with the corpora, and a tokenizer that is a folder there, where they are: relative paths begin in `folder`."""
+    """Return `given` with the corpora, and a tokenizer that is a folder there, where they are: paths begin in `folder`."""
     found = {str(name): value for name, value in given.items()}
     if words := found.get("data_path"):
         words = [words] if isinstance(words, str) else words

@@ -1,5 +1,6 @@
 """A pretraining run as a stage of a study."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,12 +12,12 @@ from megaenc.data.blend import parse_data_path
 from megaenc.data.sidecar import read_sidecar, sidecar_path
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.json_files import parse_json, read_json
+from megaenc.json_files import parse_json
 from megaenc.objectives import Schedule
 from megaenc.study.cost import Amount
 from megaenc.study.entries import Model
 from megaenc.study.metrics import read_run_json
-from megaenc.study.node import Changed, Node, arguments, changed, megaenc
+from megaenc.study.node import Changed, Node, arguments, changed, identity_of, megaenc
 from megaenc.training.checkpoint_folder import CheckpointFolder
 from megaenc.training.run_folder import FACTS, METRICS, difference
 from megaenc.training.start import Start, digest
@@ -32,7 +33,7 @@ class PretrainNode(Node):
     model: Model
     start: Literal["new", "branch", "weights"]
     parent: str
-    """Name of the run that it branches off or begins with the weights of; "" for new weights."""
+    """The run that it branches off or begins with the weights of; "" for new weights."""
     at: int
     """The parent's step at which it branches; 0 otherwise."""
     keep: tuple[int, ...]
@@ -50,7 +51,6 @@ class PretrainNode(Node):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The run that it begins with, or the corpus."""
         return (f"{self.kind}/{self.parent}",) if self.parent else ("corpus",) if self.corpus else ()
 
     @property
@@ -64,37 +64,39 @@ class PretrainNode(Node):
         return self.start == "branch" and self.steps <= self.model.decay
 
     @property
-    def work(self) -> float:
-        """FLOP."""
+    def work(self) -> float:  # FLOP
         return self.amount.flops
 
     @property
-    def planned(self) -> float | None:
-        """Seconds, by the manifest's tokens a second."""
+    def planned(self) -> float | None:  # by the manifest's tokens a second
         hours = self.amount.device_hours
         return None if hours is None else 3600 * hours / self.processes
 
     @property
     def flags(self) -> dict[str, Any]:
         """Flags of `megaenc pretrain`, by field name; `arguments` spells them."""
-        model, parent = self.model, str(self._parent)
+        parent = str(self._parent)
         starts = {
+            "new": {},
             "branch": {"branch_from": parent, "branch_at": self.at},
             "weights": {"init_from": parent, "skip_samples": "parent"},
         }
         return {
-            **model.flags,
-            "objective_schedule": model.schedule,
-            "train_iters": model.steps,
-            "seed": model.setting.seed,
-            "lr_warmup_iters": model.warmup,
-            "lr_wsd_decay_iters": model.decay,
+            **self.model.flags,
+            "objective_schedule": self.model.schedule,
+            **self._lengths,
             "save_steps": list(self.keep),
             "keep_last": 1,
             "save": str(self.folder),
             **self.text,
-            **starts.get(self.start, {}),
+            **starts[self.start],
         }
+
+    @property
+    def _lengths(self) -> dict[str, int]:
+        model = self.model
+        rates = {"lr_warmup_iters": model.warmup, "lr_wsd_decay_iters": model.decay}
+        return {"train_iters": model.steps, "seed": model.setting.seed, **rates}
 
     @property
     def _parent(self) -> Path:
@@ -110,15 +112,13 @@ class PretrainNode(Node):
         return checkpoints.is_whole(self.model.steps) and checkpoints.latest() == self.model.steps
 
     def progress(self) -> tuple[float, float]:
-        """Return its own steps, by the last row of metrics.jsonl."""
         if self.done():
             return self.steps, self.steps
         return max(0, _last_step(self.folder / METRICS) - self.at), self.steps
 
     def check(self) -> None:
         """Compare its flags with those in run.json, and what it began with and reads with what is there."""
-        start = read_start(self.folder)
-        if start is None:
+        if (start := read_start(self.folder)) is None:
             return
         identity = identity_of(self.folder) or {}
         wanted = {name: value for name, value in self._identity().items() if name in identity}
@@ -151,8 +151,8 @@ class PretrainNode(Node):
             return found | {"data": prints[0]}
         if None in weights:
             return found  # their shares are those of the tokens that are trained on
-        shares = (weight / sum(weights) for weight in weights)
-        return found | {"data": ", ".join(f"{share} {each}" for share, each in zip(shares, prints, strict=True))}
+        parts = [f"{weight / sum(weights)} {each}" for weight, each in zip(weights, prints, strict=True)]
+        return found | {"data": ", ".join(parts)}
 
     def _identity(self) -> dict[str, Any]:
         """What makes it this run, of what the manifest decides, as run.json has it."""
@@ -162,13 +162,7 @@ class PretrainNode(Node):
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in known.items()}
         if "bf16" in model.flags:
             values["bf16"] = model.run.bf16
-        return values | {
-            "train_iters": model.steps,
-            "seed": model.setting.seed,
-            "lr_warmup_iters": model.warmup,
-            "lr_wsd_decay_iters": model.decay,
-            "objective_schedule": schedule.canonical,
-        }
+        return values | self._lengths | {"objective_schedule": schedule.canonical}
 
 
 # Of bf16 and of the rows of the vocabulary a run has what fits machine and tokenizer, unless it was given; the tokenizer is known
@@ -176,47 +170,28 @@ class PretrainNode(Node):
 _FOUND_OUT = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
 
 
-def identity_of(run: Path) -> dict[str, Any] | None:
-    """What makes it this run, by its folder; None where it has not begun."""
-    found = read_json(run / FACTS).get("identity")
-    return found if isinstance(found, dict) else None
-
-
 def read_start(run: Path) -> Start | None:
     """Return how a run began, by its run.json; None for a run that has not begun. Raises InputError for a damaged file."""
     if not (run / FACTS).exists():
         return None
-    facts, expected = read_run_json(run), "expected what a run wrote there"
+    facts, place, expected = read_run_json(run), f"{run / FACTS}: field", "expected what a run wrote there"
     try:
         start = Start.read(facts)
     except (TypeError, AttributeError):
-        raise InputError(f"{run / FACTS}: field `start`: found an unknown form; {expected}") from None
-    start.check(f"{run / FACTS}: field `start`")
+        raise InputError(f"{place} `start`: found an unknown form; {expected}") from None
+    start.check(f"{place} `start`")
     if not facts["identity"]:
-        raise InputError(f"{run / FACTS}: field `identity`: missing; {expected}")
+        raise InputError(f"{place} `identity`: missing; {expected}")
     return start
-
-
-def check_kept(run: Path, step: int, what: str) -> None:
-    """Raise InputError where a run is beyond `step` and has no checkpoint of it."""
-    checkpoints = CheckpointFolder(run / "checkpoints")
-    latest = checkpoints.latest()
-    if latest is not None and latest >= step and not checkpoints.is_whole(step):
-        raise InputError(
-            f"{run}: trained to step {latest} without keeping step {step}, where {what}: the manifest did not ask for it then; "
-            "remove that folder to train it again, or choose another --output"
-        )
 
 
 def _last_step(metrics: Path) -> int:
     """Of the last whole row; 0 where there is none."""
-    if not metrics.is_file():
-        return 0
-    try:
-        with open(metrics, "rb") as stream:
-            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LAST_ROW))
-            rows = stream.read(_LAST_ROW).split(b"\n")[:-1]
-        step = parse_json(rows[-1])["step"]
-    except (OSError, IndexError, ValueError, KeyError, TypeError):
-        return 0
-    return step if type(step) is int else 0
+    with contextlib.suppress(OSError, IndexError, ValueError, KeyError, TypeError):
+        if metrics.is_file():
+            with open(metrics, "rb") as stream:
+                stream.seek(max(0, os.fstat(stream.fileno()).st_size - _LAST_ROW))
+                rows = stream.read(_LAST_ROW).split(b"\n")[:-1]
+            step = parse_json(rows[-1])["step"]
+            return step if type(step) is int else 0
+    return 0

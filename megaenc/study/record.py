@@ -4,8 +4,8 @@ import contextlib
 import json
 import os
 import platform
+import re
 import subprocess
-import time
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -15,7 +15,7 @@ import psutil
 
 import megaenc
 from megaenc.errors import InputError
-from megaenc.files import locked, write_whole
+from megaenc.files import wait_for_lock, write_whole
 from megaenc.json_files import read_json, read_json_object
 from megaenc.processes import accelerators, usable_cores
 
@@ -23,7 +23,6 @@ NOTES = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
 
 _LIBRARIES = ("torch", "megatron-core", "transformers")
-_PATIENCE = 10.0  # seconds that another may take to write
 
 
 def record(study: Path) -> None:
@@ -31,13 +30,10 @@ def record(study: Path) -> None:
 
     A file that somebody has made unreadable is left alone, and said by the report.
     """
-    file, deadline = study / NOTES, time.monotonic() + _PATIENCE
-    while _extended(file) and time.monotonic() < deadline:
-        with locked(study / ".locks" / "record") as mine:  # jobs of a cluster begin at the same time
-            if mine and (values := _extended(file)):
-                write_whole(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-                return
-        time.sleep(0.05)
+    if _extended(study / NOTES):
+        with wait_for_lock(study / ".locks" / "record"):  # jobs of a cluster begin at the same time
+            if values := _extended(study / NOTES):
+                write_whole(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def _extended(file: Path) -> dict:
@@ -55,7 +51,7 @@ def _extended(file: Path) -> dict:
 
 
 def noted(file: Path) -> dict[str, str]:
-    """What stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
+    """Return what stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
     if not file.is_file():
         return {}
     values = read_json_object(file, "an object of texts")
@@ -64,44 +60,35 @@ def noted(file: Path) -> dict[str, str]:
 
 
 def here() -> dict[str, str]:
-    """hardware, date (UTC), commit and libraries, as they are now."""
-    versions = [f"{name} {_version(name)}" for name in _LIBRARIES]
-    return {
-        "hardware": _hardware(),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": _commit(),
-        "libraries": ", ".join([f"Python {platform.python_version()}", *versions]),
-    }
-
-
-def _version(package: str) -> str:
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "missing"
+    """Return hardware, date (UTC), commit and libraries, as they are now."""
+    libraries = [f"Python {platform.python_version()}"]
+    for name in _LIBRARIES:
+        try:
+            libraries.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            libraries.append(f"{name} missing")
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"hardware": _hardware(), "date": today, "commit": _commit(), "libraries": ", ".join(libraries)}
 
 
 @cache
 def _hardware() -> str:
-    """Processor, cores and memory; accelerators by name."""
+    """Return accelerators by name, processor, cores and memory."""
     cores, memory = usable_cores(), psutil.virtual_memory().total / 2**30
     names: list[str] = []
     with contextlib.suppress(InputError):  # whoever needs them says so
         names = accelerators()
-    several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {_processor()}", f"{memory:.0f} GiB of memory"])
-
-
-def _processor(cpuinfo: str = "/proc/cpuinfo") -> str:
+    processor = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        for line in Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        found = re.search(r"^model name.*: *(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        processor = found[1].strip() if found else processor
+    several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {processor}", f"{memory:.0f} GiB of memory"])
 
 
 @cache
 def _commit() -> str:
-    """Of the checkout that this package is run from, and whether files differ from it; "" for an installed package."""
+    """Return that of the checkout that this code is run from, and whether files differ from it; "" for an installed package."""
     root = Path(megaenc.__file__).parents[1]
 
     def git(*words: str) -> str:

@@ -1,22 +1,23 @@
 """A study's stages done on this machine, some at a time, each in a process of its own that does not outlive this one."""
 
 import contextlib
+import os
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from megaenc.console import clock
+from megaenc.console import ProgressLine, Row, clock
 from megaenc.errors import InputError
 from megaenc.processes import Child, below, how_it_ended, python_environment, usable_cores, visible_devices
 from megaenc.study import journal
+from megaenc.study.journal import Remaining
 from megaenc.study.node import Node, finished
 from megaenc.study.record import record
-from megaenc.study.remaining import Remaining
-from megaenc.study.screen import StudyProgress
 
-_TRIES = 2
 _WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
 _LOOK, _PICTURE = 0.2, 1.0  # seconds between looks at what is running, and between pictures of it on a terminal
 _TO_SAVE = 300.0  # seconds that a run is given when it is told to stop
@@ -36,7 +37,41 @@ class _Running:
     began: float = field(default_factory=time.monotonic)
 
 
-def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: int = _TRIES) -> dict[str, str]:
+class _Screen(ProgressLine):
+    """A row for each stage under way and one for the whole, or plain lines where nobody watches.
+
+    Whoever reads may leave, as `| head` or a terminal does: the study goes on, and its logs are files.
+    """
+
+    def __exit__(self, *error: object) -> None:
+        with _for_whoever_reads():
+            super().__exit__(*error)
+
+    def say(self, text: str) -> None:
+        with _for_whoever_reads():
+            super().say(text)
+
+    def update(self, *done: Any, **more: Any) -> None:
+        with _for_whoever_reads():
+            super().update(*done, **more)
+
+
+@contextlib.contextmanager
+def _for_whoever_reads() -> Iterator[None]:
+    """Have what is still said go nowhere once nobody reads any more."""
+    try:
+        yield
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def amount(done: float, total: float, unit: str) -> str:
+    """Return `120 of 300 steps`."""
+    return f"{done:,.0f} of {total:,.0f} {unit}"
+
+
+def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: int = 2) -> dict[str, str]:
     """Do `nodes`, each when what it needs is done; returns why some were not done, by id. study.json says where and when.
 
     A slot is a place for one process: the device that it sees, or "". Of those that can begin, the one goes first after which
@@ -47,33 +82,34 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
     if len(_different(slots, widest)) < widest:
         has = f"{len(set(slots))} devices and " if slots[0] else ""
         raise InputError(f"--jobs: found {has}{len(slots)}, expected as many as one pretraining run has processes: {widest}")
-    work = _Work(nodes, study, list(slots), tries)
-    if work.waiting:
-        record(study)
-    with StudyProgress(len(nodes)) as screen:
+    with _Screen("study", total=None, every=30.0, closing=False, rows=(0, 20)) as screen:
+        work = _Work(nodes, study, list(slots), tries, screen)
+        if work.waiting:
+            record(study)
         try:
-            while work.running or work.can_go_on():
-                for said in work.begin():
-                    screen.say(said)
+            while work.running or work.ready():
+                work.begin()
                 if screen.is_due(_PICTURE):
-                    left = work.remaining.seconds(len(slots))
-                    screen.show(work.progress(), len(work.finished), len(work.failed), left)
+                    work.show()
                 time.sleep(_LOOK)
-                for said in work.look():
-                    screen.say(said)
+                for running in list(work.running.values()):
+                    if (code := running.child.code()) is not None:
+                        running.child.kill()
+                        work.ended(running, code)
         finally:
-            work.stop(screen.say)
+            work.stop()
     return work.failed
 
 
 class _Work:
     """What is waiting, running and done."""
 
-    def __init__(self, nodes: Sequence[Node], study: Path, slots: list[str], tries: int) -> None:
-        self.study, self.free, self.places, self.tries = study, slots, len(slots), tries
+    def __init__(self, nodes: Sequence[Node], study: Path, slots: list[str], tries: int, screen: _Screen) -> None:
+        self.study, self.free, self.places, self.tries, self.screen = study, slots, len(slots), tries, screen
         self.finished = finished(nodes)
         self.remaining = Remaining(nodes, study)
-        order = sorted((node for node in nodes if node.id not in self.finished), key=self.remaining.after, reverse=True)
+        after = self.remaining.chains()
+        order = sorted((node for node in nodes if node.id not in self.finished), key=lambda node: -after[node.id])
         self.waiting = {node.id: node for node in order}
         self.known = {node.id for node in nodes}
         self.running: dict[str, _Running] = {}
@@ -82,34 +118,27 @@ class _Work:
         """Stages that another process was seen at."""
         self._tried: dict[str, int] = defaultdict(int)
 
-    def can_go_on(self) -> bool:
-        """Whether anything that waits is not waiting for what has failed."""
-        return any(True for _ in self._next())
+    def ready(self) -> list[Node]:
+        """Return those for which all that they need is done. What is not among the nodes is taken for done."""
+        return [node for node in self.waiting.values() if self.finished.issuperset(self.known.intersection(node.needs))]
 
-    def _next(self) -> Iterator[Node]:
-        """Those for which all that they need is done. What is not among the nodes is taken for done."""
-        for node in list(self.waiting.values()):
-            if all(need in self.finished or need not in self.known for need in node.needs):
-                yield node
-
-    def begin(self) -> Iterator[str]:
-        """Begin what can begin and has room; what there is to say of it."""
-        for node in list(self._next()):
+    def begin(self) -> None:
+        """Begin what can begin and has room."""
+        for node in self.ready():
             slots = _different(self.free, node.processes)
             if len(slots) < node.processes:
                 return  # it is its turn: smaller ones behind it would keep it waiting for ever
             with contextlib.ExitStack() as stack:
                 if not stack.enter_context(journal.lock(self.study, node.id)):
                     if node.id not in self.elsewhere:
-                        yield f"{node.id}: another process is at it; waiting for that"
+                        self.screen.say(f"{node.id}: another process is at it; waiting for that")
                     self.elsewhere.add(node.id)
                     continue
                 del self.waiting[node.id]
                 try:
                     node.check()  # against what it needs, which may have been made meanwhile
                 except InputError as error:
-                    self.failed[node.id] = str(error)
-                    yield f"{node.id}: failed: {error}"
+                    self._fail(node, str(error))
                     continue
                 if node.done():  # before, or by that other
                     self.finished.add(node.id)
@@ -119,28 +148,29 @@ class _Work:
                     self.free.remove(slot)
                 self._launch(node, slots, stack.pop_all())
 
+    def _fail(self, node: Node, why: str) -> None:
+        self.failed[node.id] = why
+        self.screen.say(f"{node.id}: failed: {why}")
+
     def _launch(self, node: Node, slots: list[str], lock: contextlib.ExitStack) -> None:
         command, log = node.command(), journal.log_of(self.study, node.id)
         journal.begin(log, command)
         with open(log, "ab") as stream:
             child = Child(below(command), environment(slots, self.places), stream)
-        self.running[node.id] = _Running(node, command, child, slots, lock, _share(node))
+        done, total = node.progress()
+        self.running[node.id] = _Running(node, command, child, slots, lock, done / total if total else 0.0)
 
-    def look(self) -> Iterator[str]:
-        """See to those that have ended; what there is to say of them."""
-        for running in list(self.running.values()):
-            if (code := running.child.code()) is not None:
-                running.child.kill()
-                yield from self._ended(running, code)
-
-    def _ended(self, running: _Running, code: int) -> Iterator[str]:
+    def ended(self, running: _Running, code: int) -> None:
+        """See to one that has ended with the exit code `code`."""
         node = running.node
         seconds, log = time.monotonic() - running.began, journal.log_of(self.study, node.id)
         done = node.done()
         more = not done and not code and node.command() != running.command  # this was one of several commands
         last = journal.tries(log)[-1]
         stopped = code == _STOPPED or (code != 0 and last.told)
-        how = journal.FINISHED if done or more else journal.STOPPED if stopped else _failure(code)
+        how = how_it_ended(code).removeprefix("ended with ").removeprefix("was ")  # exit code 1, killed by SIGKILL
+        how = how if code else "ended well, but what it makes is not there"
+        how = journal.FINISHED if done or more else journal.STOPPED if stopped else how
         journal.end(log, how)
         if more:
             self._launch(node, running.slots, running.lock)
@@ -151,30 +181,36 @@ class _Work:
         if done:
             self.finished.add(node.id)
             self.remaining.measured(node, seconds, 1 - running.share)
-            yield f"{node.id}: done in {clock(seconds)}"
+            self.screen.say(f"{node.id}: done in {clock(seconds)}")
             return
         self._tried[node.id] += 1
         refused = stopped or code == _WRONG_INPUT
         refused |= node.processes > 1 and last.said.startswith("error: ")  # torchrun makes a 1 of every code
         if not refused and self._tried[node.id] < self.tries:
             self.waiting[node.id] = node  # behind the others
-            yield f"{node.id}: {how}: {last.said}; is tried once more"
+            self.screen.say(f"{node.id}: {how}: {last.said}; is tried once more")
             return
         why = "was told to stop, and has saved" if stopped else last.said if refused else f"{how}: {last.said}"
-        self.failed[node.id] = f"{why} ({log})"
-        yield f"{node.id}: failed: {self.failed[node.id]}"
+        self._fail(node, f"{why} ({log})")
 
-    def progress(self) -> Mapping[str, tuple[float, float, str, float]]:
-        """Of those under way: done, of how much, the unit, and seconds."""
-        now = time.monotonic()
-        found = {}
+    def show(self) -> None:
+        """Show how far those under way are, and the whole."""
+        share, rows, parts = float(len(self.finished)), {}, []
         for id, running in self.running.items():
             done, total = running.node.progress()
-            self.remaining.under_way(running.node, done / total if total else 0.0)
-            found[id] = (done, total, running.node.unit, now - running.began)
-        return found
+            part = done / total if total else 0.0
+            self.remaining.under_way(running.node, part)
+            share += part
+            words = amount(done, total, running.node.unit)
+            rows[id] = Row(id, done, total, f"{words}  {clock(time.monotonic() - running.began)}")
+            parts.append(f"{id} {words}")
+        left, stages = self.remaining.seconds(self.places), len(self.known)
+        tail = "" if left is None else f"about {clock(left)} left"
+        words = f"study: {len(self.finished):,} of {stages:,} stages" + (f", {len(self.failed):,} failed" if self.failed else "")
+        whole = {None: Row(words, share, stages, tail)}
+        self.screen.update(share, description="  ".join(filter(None, [words, tail, *parts])), rows=whole | rows)
 
-    def stop(self, say: Callable[[str], None]) -> None:
+    def stop(self) -> None:
         """Tell what is running to stop, wait until it has saved, and kill what has not ended then."""
         if not self.running:
             return
@@ -182,7 +218,7 @@ class _Work:
             running.child.terminate()
         deadline = time.monotonic() + _TO_SAVE
         try:
-            say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
+            self.screen.say(f"stopping: {', '.join(self.running)}; what can be saved is saved first (again Ctrl-C: at once)")
             for running in self.running.values():
                 running.child.wait(deadline - time.monotonic())
         except (KeyboardInterrupt, SystemExit):
@@ -194,37 +230,26 @@ class _Work:
                 running.lock.close()
 
 
-def _share(node: Node) -> float:
-    done, total = node.progress()
-    return done / total if total else 0.0
-
-
 def _different(slots: Sequence[str], count: int) -> list[str]:
-    """`count` of `slots`, or as many as there are, no two of the same device."""
+    """Return `count` of `slots`, or as many as there are, no two of the same device."""
     return (list(dict.fromkeys(slots)) if slots and slots[0] else list(slots))[:count]
 
 
 def environment(slots: Sequence[str], places: int) -> dict[str, str]:
-    """That of a process in `slots` where `places` are in use on this machine: its devices, its share of the cores, this code."""
-    threads = str(max(1, usable_cores() // places))
+    """Return that of a process in `slots` of `places` on this machine: its devices, its share of the cores, this code."""
     devices = {visible_devices(0)[0]: ",".join(dict.fromkeys(slots))} if slots[0] else {}
-    torchrun = {
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_TO_SAVE:.0f}"
-    }  # for which it waits when told to stop; read from torch 2.12 on
-    return {"OMP_NUM_THREADS": threads, **torchrun, **python_environment(), "PYTHONUNBUFFERED": "1", **devices}
-
-
-def _failure(code: int) -> str:
-    """How what has not done its work ended: `exit code 1`, `killed by SIGKILL, as the kernel does when memory runs out`."""
-    how = how_it_ended(code).removeprefix("ended with ").removeprefix("was ")
-    return how if code else "ended well, but what it makes is not there"
+    return {
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // places)),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": f"{_TO_SAVE:.0f}",  # of torchrun, when told to stop; read from torch 2.12 on
+        **python_environment(),
+        "PYTHONUNBUFFERED": "1",
+        **devices,
+    }
 
 
 def needed(nodes: Mapping[str, Node], wanted: Iterable[str]) -> list[Node]:
-    """Those that are wanted and all that they need, in the order of `nodes`."""
-    found, left = set(), list(wanted)
-    while left:
-        if (id := left.pop()) not in found:
-            found.add(id)
-            left += nodes[id].needs
+    """Return those that are wanted and all that they need, in the order of `nodes`: each after what it needs."""
+    found = set(wanted)
+    for id, node in reversed(nodes.items()):
+        found.update(node.needs if id in found else ())
     return [node for id, node in nodes.items() if id in found]

@@ -11,7 +11,7 @@ import fnmatch
 import shlex
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,14 +29,11 @@ from megaenc.processes import accelerators, check_process_count, python_command,
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import Manifest, read_manifest
-from megaenc.study.node import Node, check, finished, name_of
+from megaenc.study.node import CorpusNode, Node, check, finished
 from megaenc.study.pretrain_flags import located_flags
 from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.study.run import execute, needed
 from megaenc.study.slurm import submit
-from megaenc.study.stages import CorpusNode
-
-_TEXT = ("data_path", "tokenizer")  # flags of pretraining that say what it reads
 
 
 @dataclass(frozen=True)
@@ -77,14 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             check_process_count(flag, value)
     _check_cluster(cluster, settings.jobs)
     manifest = read_manifest(settings.manifest, settings.data or None)
-    text = text_of(manifest, settings)
+    text = _text_of(manifest, settings)
     nodes = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, text=text).nodes
     chosen = choose(nodes, settings.only)
     check(chosen, nodes, study)
     if settings.dry_run:
-        done = finished(chosen)
-        for line in (line for node in chosen for line in _what_would_be_done(node, done)):
-            say(line)
+        _say_what_would_be_done(chosen)
         return
     _check_text(chosen, settings.manifest)
     lock = study / ".locks" / "study"
@@ -94,7 +89,37 @@ def main(argv: Sequence[str] | None = None) -> None:
         if cluster.slurm:
             submit(chosen, study, cluster)
         else:
-            run_here(chosen, study, settings)
+            _run_here(chosen, study, settings)
+
+
+def _check_cluster(cluster: Cluster, jobs: int) -> None:
+    """Raise InputError for numbers that cannot be, and for flags that would change nothing."""
+    cluster.check()
+    if cluster.slurm and jobs:
+        instead = "--slurm-parallel says how many tasks of a grid go at a time"
+        raise InputError(f"--jobs: found beside --slurm, expected nothing: {instead}")
+    for one in fields(cluster):
+        if not cluster.slurm and getattr(cluster, one.name) != one.default:
+            raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
+
+
+def _text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
+    """Return data_path and tokenizer that the flags give pretraining.
+
+    Raises InputError for what the manifest has no use for, and where neither says what is trained on.
+    """
+    given = {name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))}
+    for name in ("data_path", "tokenizer"):
+        flag = f"--{name.replace('_', '-')}"
+        if manifest.corpus.made:
+            if name in given:
+                raise InputError(f"{flag}: found here, and {settings.manifest} makes its own corpus; expected one")
+        elif name not in given and (without := [model.name for model in manifest.models if not model.flags.get(name)]):
+            raise InputError(
+                f"{flag}: missing, and {settings.manifest} says no `{name}` for {without[0]}; expected a "
+                "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
+            )
+    return located_flags(given, Path.cwd())
 
 
 def _check_text(nodes: Sequence[Node], manifest: str) -> None:
@@ -107,47 +132,32 @@ def _check_text(nodes: Sequence[Node], manifest: str) -> None:
     for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
         for _, prefix in parse_data_path(data_path):
             if not Path(f"{prefix}.idx").exists():
-                raise InputError(
-                    f"--data-path {prefix}: no {prefix}.idx; expected the prefix of a corpus of `megaenc preprocess`"
-                )
+                expected = "the prefix of a corpus of `megaenc preprocess`"
+                raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")
     for tokenizer in dict.fromkeys(str(each["tokenizer"]) for each in to_train):
         from megaenc.data.tokenizer import load_tokenizer
 
         load_tokenizer(tokenizer)
 
 
-def text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
-    """Return data_path and tokenizer that the flags give pretraining.
-
-    Raises InputError for what the manifest has no use for, and where neither says what is trained on.
-    """
-    given = {name: value for name in _TEXT if (value := getattr(settings, name))}
-    made = manifest.corpus.made
-    for name in given if made else ():
-        raise InputError(f"--{name.replace('_', '-')}: found here, and {settings.manifest} makes its own corpus; expected one")
-    for model in () if made else manifest.models:
-        for name in _TEXT:
-            if not (given.get(name) or model.flags.get(name)):
-                raise InputError(
-                    f"--{name.replace('_', '-')}: missing, and {settings.manifest} says no `{name}` for {model.name}; expected a "
-                    "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
-                )
-    return located_flags(given, Path.cwd())
+def _say_what_would_be_done(nodes: Sequence[Node]) -> None:
+    """Say the state of each stage, with a command, as a person would type it, to a line."""
+    done, start = finished(nodes), python_command("-m")
+    for node in nodes:
+        if node.id in done:
+            say(f"{node.id}: done")
+        elif node.done():
+            say(f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}")
+        else:
+            part, total = node.progress()
+            begun = f" ({part:,.0f} of {total:,.0f} {node.unit} are done)" if part else ""
+            for command in node.commands_left():
+                program, *words = command[len(start) :]
+                typed = "torchrun" if program == "torch.distributed.run" else program
+                say(f"{node.id}: would run{begun}: {shlex.join([typed, *words])}")
 
 
-def _check_cluster(cluster: Cluster, jobs: int) -> None:
-    """InputError for numbers that cannot be, and for flags that would change nothing."""
-    cluster.check()
-    if cluster.slurm and jobs:
-        raise InputError(
-            "--jobs: found beside --slurm, expected nothing: --slurm-parallel says how many tasks of a grid go at a time"
-        )
-    for one in fields(cluster):
-        if not cluster.slurm and getattr(cluster, one.name) != one.default:
-            raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
-
-
-def run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
+def _run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
     """Do `nodes` on this machine and say how it went."""
     slots, began = places(settings.jobs), time.monotonic()
     left = len(nodes) - len(finished(nodes))
@@ -163,16 +173,15 @@ def run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
 def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seconds: float, settings: RunFlags) -> None:
     """Say what is missing and what to do next. Ends with exit code 1 if something is."""
     done = finished(nodes).difference(failed)
-    missing = [node.id for node in nodes if node.id not in done]
-    worthless = {node.id: node.failed() for node in nodes if isinstance(node, GridNode) and node.done() and node.failed()}
-    for id, count in worthless.items():
-        say(f"{id}: {count} runs without a score: their rate made the loss no number")
+    for node in nodes:
+        if isinstance(node, GridNode) and node.done() and (count := node.failed()):
+            say(f"{node.id}: {count} runs without a score: their rate made the loss no number")
     for id, why in failed.items():
         say(f"failed: {id}: {why}")
-    if waiting := [id for id in missing if id not in failed]:
+    if waiting := [node.id for node in nodes if node.id not in done and node.id not in failed]:
         say(f"not done, as they need what failed: {', '.join(waiting)}")
     say(f"{len(done):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
-    if missing:
+    if failed or waiting:
         say("the same command tries again what failed, and goes on")
         sys.exit(1)
     where = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
@@ -196,10 +205,11 @@ def study_folder(output: str, command: str) -> Path:
 def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
     """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
     wanted: list[str] = [] if only else list(nodes)
+    names = {id: id.rpartition("/")[2] for id in nodes}
     for pattern in only:
-        found = [id for id, node in nodes.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name_of(node)))]
+        found = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
         if not found:
-            near = difflib.get_close_matches(pattern, [*map(name_of, nodes.values()), *nodes], n=1)
+            near = difflib.get_close_matches(pattern, [*names.values(), *names], n=1)
             raise InputError(f"--only: found {pattern}, {f'did you mean {near[0]}?' if near else 'expected a name of the plan'}")
         wanted += found
     return needed(nodes, wanted)
@@ -207,28 +217,6 @@ def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
 
 def places(jobs: int) -> list[str]:
     """Return a slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as devices or cores."""
-    devices = _devices()
+    devices = visible_devices(len(accelerators()))[1]
     count = jobs or len(devices) or usable_cores()
     return [devices[number % len(devices)] if devices else "" for number in range(count)]
-
-
-def _devices() -> list[str]:
-    """The accelerators that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    return visible_devices(len(accelerators()))[1]
-
-
-def _what_would_be_done(node: Node, finished: Collection[str]) -> Iterator[str]:
-    """Return the state of a stage, with a command, as a person would type it, to a line."""
-    if node.id in finished:
-        yield f"{node.id}: done"
-        return
-    if node.done():
-        yield f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}"
-        return
-    done, total = node.progress()
-    begun = f" ({done:,.0f} of {total:,.0f} {node.unit} are done)" if done else ""
-    start = python_command("-m")
-    for command in node.commands_left():
-        program, *words = command[len(start) :]
-        typed = "torchrun" if program == "torch.distributed.run" else program
-        yield f"{node.id}: would run{begun}: {shlex.join([typed, *words])}"

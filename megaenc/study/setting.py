@@ -54,7 +54,7 @@ class Setting:
 
 
 def name_of(setting: Setting) -> str:
-    """The name that the study's artefacts give this setting, or would.
+    """Return the name that the study's artefacts give this setting, or would.
 
     Raises ValueError where there is MLM without a mask ratio, or an intermediate checkpoint lies behind the end of its run.
     """
@@ -64,7 +64,10 @@ def name_of(setting: Setting) -> str:
     end = at if setting.decayed else setting.budget or BUDGET
     if not setting.decayed and at >= end:
         raise ValueError(f"{setting}: step {at} is not on the way to {end}")
-    label = _slug(setting.schedule) if setting.schedule else _mlm(setting) if setting.mlm_steps or last else "clm"
+    if setting.schedule:  # letters, digits, points and single hyphens of it
+        label = re.sub(r"[^a-z0-9.]+", "-", setting.schedule.lower().replace("->", "to")).strip("-.") or "model"
+    else:
+        label = _mlm(setting) if setting.mlm_steps or last else "clm"
     parts = [size]
     if setting.clm_steps and setting.mlm_steps and (last or not setting.schedule):
         parts.append(f"clm-{_count(setting.clm_steps)}")
@@ -80,7 +83,7 @@ def name_of(setting: Setting) -> str:
 
 
 def setting_of(name: str) -> Setting | None:
-    """The setting that a name stands for; None where it is no such name. `name_of` gives the name back."""
+    """Return the setting that a name stands for; None where it is no such name. `name_of` gives the name back."""
     if not (match := _NAME.fullmatch(name)):
         return None
     size, stages, step, seed = match.groups()
@@ -122,8 +125,3 @@ def _count(steps: int) -> str:
 
 def _number(count: str) -> int:
     return 1000 * int(count[:-1]) if count.endswith("k") else int(count)
-
-
-def _slug(text: str) -> str:
-    """Letters, digits, points and single hyphens."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower().replace("->", "to")).strip("-.") or "model"

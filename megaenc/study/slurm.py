@@ -44,15 +44,12 @@ class Task:
         """
         quiet()
         self.node.check()
-        if self.machines > 1:
-            self._with_others()
-        else:
-            self._do(self.node)
+        self._with_others() if self.machines > 1 else self._do(self.node)
 
     def _do(self, node: Node, **how: int) -> None:
         """Do it to its end. Told to stop by another than this process (scancel, preemption), it saves and waits to be ended."""
         while failed := execute([node], self.study, [""] * node.processes, **how):
-            if journal.tries(journal.log_of(self.study, node.id))[-1].how != journal.STOPPED:
+            if self._tries()[-1].how != journal.STOPPED:
                 raise RuntimeError(failed[node.id])
             time.sleep(_TO_BE_ENDED)  # an end before that would be a failure in the eyes of Slurm
 
@@ -72,12 +69,14 @@ class Task:
                 time.sleep(_TO_BE_ENDED)
             raise RuntimeError(f"{node.id}: exit code {code} on {job.hostname}")
 
+    def _tries(self) -> list[journal.Try]:
+        return journal.tries(journal.log_of(self.study, self.node.id))
+
     def _first_was_stopped(self) -> bool:
-        """What the first machine writes in the log, when it does."""
+        """Wait for what the first machine writes in the log."""
         deadline = time.monotonic() + _TO_SAVE
         while time.monotonic() < deadline:
-            tries = journal.tries(journal.log_of(self.study, self.node.id))
-            if tries and tries[-1].ended is not None:
+            if (tries := self._tries()) and tries[-1].ended is not None:
                 return tries[-1].how == journal.STOPPED
             time.sleep(_LOOK)
         return False
@@ -95,13 +94,12 @@ class Task:
 
 def machines(cluster: Cluster, node: Node) -> int:
     """Of a stage's job: as many as its processes take, without GPUs one. InputError where they cannot be shared out."""
-    if not cluster.slurm_gpus or node.processes <= cluster.slurm_gpus:
+    gpus = cluster.slurm_gpus
+    if not gpus or node.processes <= gpus:
         return 1
-    if node.processes % cluster.slurm_gpus:
-        raise InputError(
-            f"--slurm-gpus {cluster.slurm_gpus}: {node.id} has {node.processes} processes, expected a number that divides it"
-        )
-    return node.processes // cluster.slurm_gpus
+    if node.processes % gpus:
+        raise InputError(f"--slurm-gpus {gpus}: {node.id} has {node.processes} processes, expected a number that divides it")
+    return node.processes // gpus
 
 
 def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
@@ -119,18 +117,18 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
     for node in left:
         if node.id in before:
             continue
-        needs = [need for need in node.needs if need in ids or need in jobs]
+        needs = [need for need in node.needs if need in ids]
         if not on_slurm and not all(_ended_well(job) for need in needs for job in jobs[need]):
             say(f"{node.id}: not submitted, as what it needs has failed")
             continue
+        after = [ids[need] for need in needs]
         try:
             with environment_for_children(python_environment()):
-                jobs[node.id] = _submit_one(submitit, node, study, cluster, [ids[need] for need in needs] if on_slurm else [])
+                jobs[node.id] = _submit_one(submitit, node, study, cluster, after)
         except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
             raise InputError(f"--slurm: {node.id} could not be submitted: {error}") from None
         ids[node.id] = jobs[node.id][0].job_id.partition("_")[0]
-        after = f" after {', '.join(ids[need] for need in needs)}" if needs else ""
-        say(f"{node.id}: job {ids[node.id]}{after}")
+        say(f"{node.id}: job {ids[node.id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
         for job in (job for several in jobs.values() for job in several):
             _ended_well(job)
@@ -142,14 +140,10 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
 
 
 def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
-    """The job of a stage, or the array of a grid's parts."""
-    together = machines(cluster, node)
+    """Return the job of a stage, or those of the array of a grid's parts."""
+    together, asked = machines(cluster, node), cluster.asked()
     parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else []
-    parts = parts or [node]  # a grid that is all there is still to be compared with what is made before
-    executor = submitit.AutoExecutor(
-        folder=study / ".slurm" / "%j", cluster=cluster.slurm_cluster, slurm_max_num_timeout=_TIMEOUTS
-    )
-    asked = cluster.asked()
+    tasks = [Task(part, study, together) for part in parts or [node]]  # a grid that is all there is still to be compared
     if cluster.slurm_cluster == "slurm":
         extra = asked.pop("slurm_additional_parameters", {})
         if after:
@@ -157,8 +151,9 @@ def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after:
         per_machine = min(cluster.slurm_gpus, node.processes) if isinstance(node, PretrainNode) else cluster.slurm_gpus
         asked |= {"gpus_per_node": per_machine} if per_machine else {}
         asked |= {"nodes": together, "tasks_per_node": 1, "slurm_additional_parameters": extra}
+    logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster
+    executor = submitit.AutoExecutor(folder=logs, cluster=kind, slurm_max_num_timeout=_TIMEOUTS)
     executor.update_parameters(name=job_name(study, node.id), timeout_min=cluster.slurm_minutes, **asked)
-    tasks = [Task(part, study, together) for part in parts]
     with executor.batch() if len(tasks) > 1 else contextlib.nullcontext():
         return [executor.submit(task) for task in tasks]
 
@@ -174,7 +169,7 @@ def _ended_well(job: Any) -> bool:
 
 
 def job_name(study: Path, stage: str) -> str:
-    """What a stage's job is called in the queue, unlike those of other studies."""
+    """Return what a stage's job is called in the queue, unlike those of other studies."""
     return f"{stage}:{hashlib.sha256(str(study).encode()).hexdigest()[:8]}"
 
 

@@ -21,15 +21,13 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.study import journal
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
+from megaenc.study.journal import Remaining, spent
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import Node
-from megaenc.study.remaining import Remaining, spent
+from megaenc.study.run import amount
 from megaenc.study.run_command import choose, study_folder
-from megaenc.study.screen import amount
 
-State = Literal["failed", "running", "waiting", "done"]
-_ORDER: tuple[State, ...] = ("failed", "running", "waiting", "done")
-_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}
+_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # of states, in the order of the table
 _EVERY = 2.0  # seconds
 
 
@@ -52,7 +50,7 @@ class Row:
     """A stage, as its folder and its log say."""
 
     stage: str
-    state: State
+    state: Literal["failed", "running", "waiting", "done"]
     progress: str
     share: float
     """from 0 to 1"""
@@ -63,15 +61,36 @@ class Row:
 
 
 def rows(nodes: Iterable[Node], study: Path, unfit: Mapping[str, str] | None = None) -> list[Row]:
-    """Every stage, in the given order; `unfit`: what is wrong with what is there of some."""
+    """Return every stage, each after what it needs; `unfit`: what is wrong with what is there of some."""
     found: dict[str, Row] = {}
     for node in nodes:
-        found[node.id] = _row(node, study, found, (unfit or {}).get(node.id))
+        grid = node if isinstance(node, GridNode) else None
+        names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
+        tries = {name: journal.tries(journal.log_of(study, name)) for name in names}
+        last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
+        done, total = node.progress()
+        seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
+        needs = [need for need in node.needs if need in found and found[need].state != "done"]
+        state, why = "waiting", f"needs {', '.join(needs)}" if needs else ""
+        if any(found[need].state == "failed" for need in needs):
+            why += ", which failed"
+        if unfit and node.id in unfit:
+            state, why = "failed", unfit[node.id]
+        elif node.done() and not needs:
+            state, share = "done", 1.0
+            why = f"{lost} runs have no score: their rate made the loss no number" if grid and (lost := grid.failed()) else ""
+        elif running := [name for name in names if journal.is_locked(study, name)]:
+            state, why = "running", ""
+            seconds += sum(time.time() - last[name].began for name in running if name in last and last[name].ended is None)
+        elif failed := [name for name in last if last[name].failed]:
+            one, log = last[failed[-1]], journal.log_of(study, failed[-1])
+            state, why = "failed", f"{one.how}: {one.said} ({log})"
+        found[node.id] = Row(node.id, state, amount(done, total, node.unit), share, seconds, why)
     return list(found.values())
 
 
 def unfit(nodes: Iterable[Node]) -> dict[str, str]:
-    """Why stages that are there are not those of the manifest, or not of what is there of those that they need."""
+    """Return why stages that are there are not those of the manifest, or not of what is there of those that they need."""
     found = {}
     for node in nodes:
         try:
@@ -81,33 +100,8 @@ def unfit(nodes: Iterable[Node]) -> dict[str, str]:
     return found
 
 
-def _row(node: Node, study: Path, before: Mapping[str, Row], unfit: str | None) -> Row:
-    grid = node if isinstance(node, GridNode) else None
-    names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
-    tries = {name: journal.tries(journal.log_of(study, name)) for name in names}
-    last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
-    done, total = node.progress()
-    seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
-    needs = [need for need in node.needs if need in before and before[need].state != "done"]
-    state, why = "waiting", f"needs {', '.join(needs)}" if needs else ""
-    if any(before[need].state == "failed" for need in needs):
-        why += ", which failed"
-    if unfit:
-        state, why = "failed", unfit
-    elif node.done() and not needs:
-        state, share = "done", 1.0
-        why = f"{lost} runs have no score: their rate made the loss no number" if grid and (lost := grid.failed()) else ""
-    elif running := [name for name in names if journal.is_locked(study, name)]:
-        state, why = "running", ""
-        seconds += sum(time.time() - last[name].began for name in running if name in last and last[name].ended is None)
-    elif failed := [name for name in last if last[name].failed]:
-        one, log = last[failed[-1]], journal.log_of(study, failed[-1])
-        state, why = "failed", f"{one.how}: {one.said} ({log})"
-    return Row(node.id, state, amount(done, total, node.unit), share, seconds, why)
-
-
 def headline(table: Sequence[Row], left: float | None) -> str:
-    """The whole in one line."""
+    """Say the whole in one line."""
     counts = Counter(row.state for row in table)
     words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
     share = sum(row.share for row in table) / len(table)
@@ -135,11 +129,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _left(nodes: Sequence[Node], study: Path, table: Sequence[Row]) -> float | None:
-    """Seconds that are left at the present pace: with as many at a time as run now."""
-    running = sum(row.state == "running" for row in table)
+    """Return the seconds that are left at the present pace: with as many at a time as run now."""
     remaining = Remaining(nodes, study)
     for node, row in zip(nodes, table, strict=True):
         remaining.under_way(node, row.share)
+    running = sum(row.state == "running" for row in table)
     return remaining.seconds(running) if running else None
 
 
@@ -149,25 +143,22 @@ def _cells(row: Row) -> tuple[str, str, str, str, str]:
 
 def _watch(nodes: Sequence[Node], study: Path, unfit: Mapping[str, str] | None = None) -> None:
     """Show the table until all is done; what needs attention stands first."""
+    from rich.box import SIMPLE_HEAD
     from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
 
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             table = rows(nodes, study, unfit)
-            live.update(_table(table, headline(table, _left(nodes, study, table))), refresh=True)
+            title = headline(table, _left(nodes, study, table))
+            drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
+            for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
+                drawn.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
+            for row in sorted(table, key=lambda row: [*_STYLES].index(row.state)):
+                stage, state, *rest = _cells(row)
+                drawn.add_row(Text(stage), Text(state, style=_STYLES[state]), *map(Text, rest))
+            live.update(drawn, refresh=True)
             if all(row.state == "done" for row in table):
                 return
             time.sleep(_EVERY)
-
-
-def _table(table: Sequence[Row], title: str):
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
-    for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
-        drawn.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
-    for row in sorted(table, key=lambda row: _ORDER.index(row.state)):
-        drawn.add_row(*(Text(cell, style=_STYLES[row.state] if at == 1 else "") for at, cell in enumerate(_cells(row))))
-    return drawn

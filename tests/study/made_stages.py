@@ -10,9 +10,8 @@ from megaenc.finetune import results
 from megaenc.study.graph import build_graph
 from megaenc.study.grid_stage import GridNode
 from megaenc.study.manifest import read_manifest
-from megaenc.study.node import Node
-from megaenc.study.pretrain_stage import PretrainNode, identity_of
-from megaenc.study.stages import ExportNode
+from megaenc.study.node import ExportNode, Node, identity_of
+from megaenc.study.pretrain_stage import PretrainNode
 from megaenc.training.checkpoint_folder import json_digest
 from megaenc.training.start import Start, digest
 
@@ -42,8 +41,8 @@ def make(*made: Node, identity: dict | None = None) -> None:
             make_results(node)
         else:
             node.prepare()
-            for command in node.commands:
-                command.makes.touch()
+            for made in node.commands:
+                made.touch()
 
 
 def make_run(node: PretrainNode, step: int, identity: dict | None = None) -> None:

@@ -9,11 +9,10 @@ import runs
 
 from megaenc import flags
 from megaenc.model.config import preset
-from megaenc.study.graph import build_graph
+from megaenc.study.graph import build_graph, shared_steps
 from megaenc.study.manifest import read_manifest
 from megaenc.study.node import arguments
 from megaenc.study.pretrain_flags import OF_THE_STUDY
-from megaenc.study.sharing import shared_steps
 from megaenc.training.settings import PretrainSettings, read_settings
 
 
@@ -171,17 +170,13 @@ def test_a_plan_needs_no_torch():
 
 def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
     found = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
-    made = found.corpus.commands
-    assert [command.arguments[0] for command in made] == ["tokenizer", "preprocess"]
-    assert made[0].arguments[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
+    (tokenizer, learn), (index, read) = found.corpus.commands.items()
+    assert (learn[0], read[0]) == ("tokenizer", "preprocess")
+    assert learn[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
     given = found.runs["toy-clm-400"].flags
-    assert f"{given['data_path'][0]}.idx" == str(made[1].makes) and given["tokenizer"] == str(made[0].makes)
+    assert f"{given['data_path'][0]}.idx" == str(index) and given["tokenizer"] == str(tokenizer)
     assert found.runs["toy-clm-400"].needs == ("corpus",)
-    assert [command.arguments[0] for command in graph(tmp_path).corpus.commands] == [
-        "demo",
-        "tokenizer",
-        "preprocess",
-    ]
+    assert [words[0] for words in graph(tmp_path).corpus.commands.values()] == ["demo", "tokenizer", "preprocess"]
 
 
 def test_fine_tuning_counts_retrieval_once(tmp_path):

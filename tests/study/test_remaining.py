@@ -7,8 +7,8 @@ from fake_nodes import Fake
 
 from megaenc.study import journal
 from megaenc.study.graph import build_graph
+from megaenc.study.journal import Remaining
 from megaenc.study.manifest import read_manifest
-from megaenc.study.remaining import Remaining
 
 
 def test_time_left_follows_what_was_measured(tmp_path):

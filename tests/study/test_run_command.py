@@ -24,9 +24,10 @@ def test_only_takes_what_is_needed_along(tmp_path):
 
 
 def test_places(monkeypatch):
-    monkeypatch.setattr("megaenc.study.run_command._devices", lambda: ["3", "5"])
+    monkeypatch.setattr("megaenc.study.run_command.accelerators", lambda: ["one", "another"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert places(0) == ["3", "5"] and places(3) == ["3", "5", "3"]
-    monkeypatch.setattr("megaenc.study.run_command._devices", list)
+    monkeypatch.setattr("megaenc.study.run_command.accelerators", list)
     assert places(2) == ["", ""]
 
 

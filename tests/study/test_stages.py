@@ -69,17 +69,6 @@ def test_results_of_another_export_are_not_this_models(study):
         found["finetune/more"].check()
 
 
-def test_an_export_that_does_not_say_of_which_run_it_is(study):
-    """Of an earlier version: taken while the run is there, refused when it is to be made again."""
-    found = nodes(study)
-    certificate = found["export/base"].folder / "conversion.json"
-    certificate.write_text(json.dumps({"run": "base", "step": 100}))
-    found["export/base"].check()
-    shutil.rmtree(study / STUDY / "runs" / "base")
-    with pytest.raises(Changed, match="does not say of which base it was made"):
-        found["export/base"].check()
-
-
 def test_every_result_is_compared_and_not_the_first_alone(study):
     two_seeds = {**GRID, "seeds": 2}
     found = nodes(study, finetune=two_seeds)
@@ -132,19 +121,6 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
         corpus(tmp_path).check()
     text.unlink()
     corpus(tmp_path).check()
-
-
-def test_a_corpus_from_before_it_remembered(tmp_path):
-    (tmp_path / "text.jsonl").write_text('{"text": "the cat sat on the mat"}\n')
-    node = corpus(tmp_path)
-    make(node)
-    (node.folder / "asked.json").unlink()
-    (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
-    node.prepare()
-    assert not (node.folder / "asked.json").exists()  # it is too late to say
-    node.check()
-    with pytest.raises(Changed, match="vocab_size is 270 there, 260 here"):
-        corpus(tmp_path, 260).check()
 
 
 def test_a_run_on_another_corpus_is_told(study):

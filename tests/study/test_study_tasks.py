@@ -8,7 +8,7 @@ import pytest
 from megaenc.finetune.datasets import registry
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.grid import GridSettings
-from megaenc.study.tasks import located, name_in_results, trainings
+from megaenc.study.grid_stage import located, name_in_results, trainings
 
 
 @pytest.fixture
