@@ -15,7 +15,7 @@ import numpy as np
 
 from megaenc.study import statistics
 from megaenc.study.comparisons import Comparison, Line, Terms
-from megaenc.study.score import Score, examples_of
+from megaenc.study.evidence import Score
 from megaenc.study.statistics import Components, Test
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
@@ -46,7 +46,7 @@ Lent = Mapping[str, Mapping[Seeds, float]]
 
 
 def lending(lines: Sequence[Line]) -> Lent:
-    """What lines with several runs of the pretraining say of how far these differ, for lines that have one; empty where none is.
+    """Return what lines with several runs of the pretraining say of how far these differ, for lines that have one.
 
     The mean over the lines of a family with the same seeds, and over sets of seeds.
     """
@@ -79,7 +79,7 @@ def test(
     pool = [(weight, line) for weight, line in zip(weights, lines, strict=True) if weight]
     compared = functools.partial(_comparison, lines, pretrained=min(len(line.seeds) for _, line in pool))
     lent = lending([line for _, line in pool]) if lent is None else lent
-    if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
+    if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):  # published tables
         return compared(*_printed(pool, margin))
     groups: dict[Seeds, list[tuple[float, Line]]] = defaultdict(list)
     for weight, line in pool:
@@ -113,7 +113,7 @@ def _comparison(lines: Sequence[Line], made: Test, effect: float, **more: Any) -
 
 
 def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], lent: Lent) -> list[tuple[float, float]]:
-    """(variance, degrees of freedom) of a pooled contrast, by where it is estimated.
+    """Return (variance, degrees of freedom) of a pooled contrast, by where it is estimated.
 
     Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
     counts as often as there are such parts. For the same reason the lines of one size and one run count as correlated.
@@ -136,20 +136,19 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], len
 
 
 def _of_examples(rows: Sequence[Rows]) -> float:
-    """The variance that examples add; nan where some of the rows have none."""
-    if any(not one.examples for one in rows):
-        return math.nan
+    """Return the variance that examples add; nan if some of the rows have none, or other ones."""
     by_place: dict[Place, list[np.ndarray]] = defaultdict(list)
     for one in rows:
-        for place, block in one.examples.items():
+        for place, block in (one.examples or {}).items():
             by_place[place].append(block)
-    if any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values()):
+    other = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values())
+    if other or any(not one.examples for one in rows):
         return math.nan
     return math.fsum(statistics.shared(blocks) for blocks in by_place.values())
 
 
 def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
-    """Of lines that have these seeds, or one run each; None where the fine-tunings of a run have no seed in common."""
+    """Return those of lines that have these seeds, or one run each; None if the fine-tunings of a run have no seed in common."""
     if not seeds:
         return _run([(weight, line, line.seeds[0]) for weight, line in lines], examples)
     runs = [_run([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
@@ -165,7 +164,7 @@ def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
 
 
 def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | None:
-    """By fine-tuning seed, of one run of the pretraining for each line."""
+    """Return the same by fine-tuning seed, of one run of the pretraining for each line."""
     terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
     seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
     if not seeds:
@@ -178,7 +177,7 @@ def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | Non
 
 
 def _merged(terms: Terms) -> list[tuple[float, Score]]:
-    """Averages as the sets that they are formed over, and each score once with all its weight."""
+    """Return averages as the sets that they are formed over, and each score once with all its weight."""
     found: dict[int, tuple[float, Score]] = {}
     for weight, score in terms:
         for member in score.members or (score,):
@@ -188,20 +187,19 @@ def _merged(terms: Terms) -> list[tuple[float, Score]]:
 
 
 def _blocks(terms: Terms, seeds: Sequence[int]) -> dict[Place, np.ndarray] | None:
-    """The contrast of the examples of each data set; None where some score has none, or other ones."""
+    """Return the contrast of the examples of each data set; None if some score has none, or other ones."""
     found: dict[Place, np.ndarray] = {}
     for weight, score in terms:
-        if (block := examples_of(score, seeds)) is None:
+        block, place = score.examples_of(seeds), (score.family, score.dataset)
+        before = found.get(place)
+        if block is None or (before is not None and before.shape != block.shape):
             return None
-        place = (score.family, score.dataset)
-        if place in found and found[place].shape != block.shape:
-            return None
-        found[place] = found[place] + weight * block if place in found else weight * block
+        found[place] = weight * block if before is None else before + weight * block
     return found
 
 
 def _printed(pool: Weighted, margin: float) -> tuple[Test, float]:
-    """The test of published means, and its effect size."""
+    """Return the test of published means, and its effect size."""
     first = _merged([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
     weights = [weight for weight, _ in first]
     halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]
