@@ -36,82 +36,63 @@ class Verdict:
     """what the verdict rests on: all comparisons pooled; p corrected over the claims"""
 
 
-@dataclass(frozen=True)
-class _Claim:
-    name: str
-    """its number, and a letter if it says several things"""
-    title: str
-    question: str
-    """`{mlm}` is MLM at the ratio that stands for it"""
-    missing: str
-    """what it takes, for evidence that lacks it"""
-    draft: Callable[[Models, int], Draft]
-    """from the models and the draws of the bootstrap"""
-
-
 _BOTH = "an MLM and a CLM model of one size and as many steps"
 
-CLAIMS = (
-    *(
-        _Claim(
-            name,
+_CLAIMS: dict[str, tuple[str, str, str, Callable[[Models, int], Draft]]] = {
+    **{
+        name: (
             f"MLM is above CLM on {family}",
             f"Is {{mlm}} above CLM on {FAMILIES[family].lower()}, trained for as many steps?",
             f"{_BOTH}, both decayed and evaluated on {family}",
             partial(claim_tests.mlm_above, family=family),
         )
         for name, family in (("1a", Family.SC), ("1b", Family.QA))
-    ),
-    _Claim(
-        "1c",
+    },
+    "1c": (
         "MLM and CLM are about equal on TC",
         f"Do {{mlm}} and CLM differ by less than {100 * MARGIN:g} point on token classification?",
         f"{_BOTH}, both decayed and evaluated on TC",
         claim_tests.about_equal,
     ),
-    _Claim(
-        "1d",
+    "1d": (
         "The gap on IR narrows with size",
         "Is the difference between {mlm} and CLM on retrieval smaller in larger models?",
         "MLM and CLM models of at least two sizes, decayed and evaluated on IR",
         claim_tests.gap_narrows,
     ),
-    _Claim(
-        "2",
+    "2": (
         "CLM learns faster early",
         "Is CLM above {mlm} after as many of the first steps?",
         f"intermediate checkpoints of CLM and MLM runs of one size at the same steps, in the first {EARLY:.0%} of them",
         claim_tests.early,
     ),
-    _Claim(
-        "3",
+    "3": (
         "CLM is less sensitive to the fine-tuning rate",
         "Are the mean scores of {mlm} further apart over the learning rates than those of CLM?",
         f"results of two or more seeds at two or more learning rates, of {_BOTH}",
         claim_tests.sensitivity,
     ),
-    _Claim(
-        "4",
+    "4": (
         "25 % CLM, then MLM, beats MLM alone",
         "At equal steps, is a quarter of CLM and then MLM above MLM from the start?",
         f"a decayed model with {QUARTER[0]:.0%} to {QUARTER[1]:.0%} CLM before MLM, and MLM alone of that size, ratio and steps",
         claim_tests.quarter_first,
     ),
-    _Claim(
-        "5",
+    "5": (
         "MLM on a finished CLM model beats more MLM",
         "After as many more MLM steps, the most there are, is a model that began as CLM above one that began as MLM?",
         "models of continued pretraining from a CLM and from an MLM model, of one size and as many steps before and after",
         claim_tests.continued,
     ),
-    _Claim(
-        "6",
+    "6": (
         "There is no single best mask ratio",
         "Is every mask ratio beaten by another one on some task or at some size?",
         "MLM models of two or more mask ratios, of one size and as many steps, decayed and evaluated on the same sets",
         claim_tests.no_best_ratio,
     ),
-)
+}
+"""By number and part: title, question (`{mlm}` is MLM at the ratio that stands for it), what it takes, and how it is judged from
+the models with so many draws of the bootstrap."""
 
 
 def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
@@ -120,17 +101,17 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
     Takes the examples' scores out of the results of every model that it compares.
     """
     models = Models(evidence)
-    drafts = [claim.draft(models, draws) for claim in CLAIMS]
-    corrected = statistics.holm([draft.p for draft in drafts])
+    drafts = {name: draft(models, draws) for name, (*_, draft) in _CLAIMS.items()}
+    corrected = statistics.holm([draft.p for draft in drafts.values()])
     count = sum(not math.isnan(p) for p in corrected)
-    return [_verdict(models, *each, count) for each in zip(CLAIMS, drafts, corrected, strict=True)]
+    return [_verdict(models, name, draft, p, count) for (name, draft), p in zip(drafts.items(), corrected, strict=True)]
 
 
-def _verdict(models: Models, claim: _Claim, draft: Draft, p: float, claims: int) -> Verdict:
-    question = claim.question.format(mlm=models.mlm)
-    made = Verdict(int(claim.name[0]), claim.title, question, draft.comparisons, "no data", "", claim.name[1:])
+def _verdict(models: Models, name: str, draft: Draft, p: float, claims: int) -> Verdict:
+    title, question, missing, _ = _CLAIMS[name]
+    made = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
     if not draft.comparisons:
-        return replace(made, reason=f"Needs {draft.missing or claim.missing}.")
+        return replace(made, reason=f"Needs {draft.missing or missing}.")
     against = "reversed" if draft.way == "holds" else "holds"
     mixed = p < LEVEL and any(one.verdict == against for one in draft.decisive)
     verdict = draft.way if p < LEVEL and not mixed else "not resolved"
