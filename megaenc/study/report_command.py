@@ -22,7 +22,7 @@ from megaenc.output_paths import created_parent
 from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results, without_score
-from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
+from megaenc.study.figures.every import figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
 from megaenc.study.page import Report, page
 from megaenc.study.published import published
@@ -71,35 +71,45 @@ def report_of(settings: ReportFlags) -> Report:
         given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
         if given:
             raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
-        evidence = published()
-        figures = figures_of(evidence, {}, flops_by_shape(evidence))
-        return _report("The published tables", _PUBLISHED, evidence, figures, made.of_published())
-    if not settings.results:
-        raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-    scope, title = Scope(), ""
-    if settings.manifest:
-        from megaenc.study.manifest import read_manifest
+        title, lead, evidence, beside = "The published tables", _PUBLISHED, published(), None
+        facts, standard, runs, flops = made.of_published(), [], {}, flops_by_shape(evidence)
+    else:
+        if not settings.results:
+            raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
+        scope, title = _planned(settings.manifest)
+        results, beside, lead = scan(settings.results), published(), _OURS
+        models = list(dict.fromkeys(one.model for one in results))
+        known = named_settings(sorted(models), scope.names)
+        evidence = of_results(results, known.get, PAPER, settings.interval, scope)
+        _check(evidence, results, models, settings)
+        runs = read_runs(Path(settings.runs)) if settings.runs else {}
+        flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+        there = {name for one in results if one.test is not None for name in one.test.metrics}
+        metrics = [name for names in STANDARD.values() for name in names if name in there]
+        standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
+        facts = [
+            *made.noted(Path(settings.results), settings.about),
+            *made.of_results(results, evidence),
+            *made.of_runs(runs),
+            ("Intervals", f"of tables and figures: {made.words(evidence, beside)}"),
+        ]
+    figures = figures_of(evidence, runs, flops, beside)
+    with ProgressLine("judging", total=None, closing=False) as progress:
+        progress.update(0)
+        verdicts = judge(evidence)
+        tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
+    printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
+    return Report(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
 
-        manifest = read_manifest(settings.manifest)
-        scope, title = scope_of(manifest), manifest.title
-    results = scan(settings.results)
-    models = list(dict.fromkeys(one.model for one in results))
-    known = named_settings(sorted(models), scope.names)
-    evidence = of_results(results, known.get, PAPER, settings.interval, scope)
-    _check(evidence, results, models, settings)
-    runs = read_runs(Path(settings.runs)) if settings.runs else {}
-    there = {name for one in results if one.test is not None for name in one.test.metrics}
-    metrics = [name for names in STANDARD.values() for name in names if name in there]
-    standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
-    facts = [
-        *made.noted(Path(settings.results), settings.about),
-        *made.of_results(results, evidence),
-        *made.of_runs(runs),
-        ("Intervals", f"of tables and figures: {made.words(evidence, published())}"),
-    ]
-    flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
-    figures = figures_of(evidence, runs, flops, published())
-    return _report(title or "Results of a study", _OURS, evidence, figures, facts, standard, published())
+
+def _planned(path: str) -> tuple[Scope, str]:
+    """Return what a manifest set out to measure, and its title."""
+    if not path:
+        return Scope(), "Results of a study"
+    from megaenc.study.manifest import read_manifest
+
+    manifest = read_manifest(path)
+    return scope_of(manifest), manifest.title or "Results of a study"
 
 
 def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportFlags) -> None:
@@ -119,23 +129,6 @@ def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str],
 
 def _grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
     return f"rates {', '.join(map(rate_name, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
-
-
-def _report(
-    title: str,
-    lead: str,
-    evidence: Evidence,
-    figures: Sequence[Shown],
-    facts: Sequence[made.Fact],
-    standard: Sequence[Evidence] = (),
-    beside: Evidence | None = None,
-) -> Report:
-    with ProgressLine("judging", total=None, closing=False) as progress:
-        progress.update(0)
-        verdicts = judge(evidence)
-        tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
-    printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
-    return Report(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
 
 
 def write(report: Report, output: Path) -> None:

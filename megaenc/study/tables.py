@@ -1,8 +1,6 @@
 """The tables of a report: scores as in the study's appendix, the effect of rates, collapses and seeds, all scores as one file."""
 
-import csv
 import functools
-import io
 import itertools
 import math
 import operator
@@ -19,7 +17,7 @@ from megaenc.study.made import words
 from megaenc.study.setting import Setting
 from megaenc.study.setups import FAMILIES, METRICS, SETUPS, STANDARD, Setup, dataset_label, datasets_of, objective, percent
 from megaenc.study.statistics import Components, collapse_rate, components, seeds_needed
-from megaenc.study.table import Column, Row, Table, Value, score
+from megaenc.study.table import Column, Row, Table, Value, csv_of, score
 
 _TEXT = ("Size", "Objective", "Schedule", "Model")
 _HEADS: dict[str, Callable[[Setting], Value]] = {
@@ -154,18 +152,15 @@ def tidy(evidence: Sequence[Evidence]) -> str:
 
     `collapsed_runs` are those at the chosen rate, `ended_trainings` of `planned_trainings` those of all rates.
     """
-    stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow([*TIDY, *_MORE])
+    lines: list[list[object]] = [[*TIDY, *_MORE]]
     for each in evidence:
         setups: list[tuple[str, Setting | None]] = [(setup, one) for setup, of in each.grouped().items() for one in of]
         for setup, setting in [*setups, ("other", None)]:
             scores = [one for one in each.scores if one.setting == setting]
             for family, names in datasets_of((one.family, one.dataset) for one in scores).items():
-                for name in names:
-                    found = [one for one in scores if (one.family, one.dataset) == (family, name)]
-                    writer.writerows(_line(setup, one, each.metric) for one in found)
-    return stream.getvalue()
+                found = sorted((one for one in scores if one.family == family), key=lambda one: names.index(one.dataset))
+                lines += [_line(setup, one, each.metric) for one in found]
+    return csv_of(lines)
 
 
 def _line(setup: str, one: Score, metric: str) -> list[object]:

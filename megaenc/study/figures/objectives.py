@@ -41,8 +41,7 @@ def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> Pictur
         panels = _by_dataset(evidence, published, models)
         said = f"{hidden} {bars(evidence, published, panels)}"
         return Picture(key, title, f"Base models of size {sizes[0]} on every data set. {said}", panels)
-    places = {name: tuple((sizes.index(one.size), one) for one in found) for name, found in models.items()}
-    series = [Series(name, *OBJECTIVES[name], of) for name, of in places.items()]
+    series = [(name, OBJECTIVES[name], [(sizes.index(one.size), one) for one in found]) for name, found in models.items()]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
     return picture_of(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
 
@@ -72,7 +71,7 @@ def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> Pictur
     if len({one.mask_ratio for one in base}) < 2:
         return Picture(key, title, "No size has MLM models of two mask ratios with scores yet.")
     style = styles(evidence.sizes_of(base))
-    series = [Series(size, *look, _at_masks(one for one in base if one.size == size)) for size, look in style.items()]
+    series = [(size, look, _at_masks(one for one in base if one.size == size)) for size, look in style.items()]
     return picture_of(key, title, "MLM base models of each size.", evidence, series, published, **_mask_axis(series))
 
 
@@ -88,7 +87,7 @@ def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) 
     if not with_clm:
         return Picture(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({where[:2] for where in with_clm}) > 1
-    series: dict[str, Series] = {}
+    series: dict[str, tuple] = {}
     colours = iter(_styles(2 * len(with_clm)))
     for size, steps, of in with_clm:
         for share in (0.0, of):
@@ -96,18 +95,18 @@ def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) 
             name = f"{percent(share)} CLM, then MLM" if share else "MLM alone"
             name += f" ({size}, {steps_of(steps)} steps)" if named else ""
             style = next(colours) if named else OBJECTIVES[objective(members[0])]
-            series.setdefault(name, Series(name, *style, _at_masks(members)))
-    axis = _mask_axis(series.values()) | {"x_label": "tokens hidden in MLM"}
-    return picture_of(key, title, "Models of the same budget.", evidence, list(series.values()), published, **axis)
+            series.setdefault(name, (name, style, _at_masks(members)))
+    axis = _mask_axis([*series.values()]) | {"x_label": "tokens hidden in MLM"}
+    return picture_of(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
 
 
-def _at_masks(models: Iterable[Setting]) -> tuple[tuple[float, Setting], ...]:
-    return tuple((100 * one.mask_ratio, one) for one in models)
+def _at_masks(models: Iterable[Setting]) -> list[tuple[float, Setting]]:
+    return [(100 * one.mask_ratio, one) for one in models]
 
 
-def _mask_axis(series: Iterable[Series]) -> dict[str, Any]:
+def _mask_axis(series: Series) -> dict[str, Any]:
     """Return an axis of the mask ratios of all models, on which series are a sixtieth apart."""
-    ratios = sorted({one.mask_ratio for each in series for _, one in each.places})
+    ratios = sorted({one.mask_ratio for *_, places in series for _, one in places})
     ticks = {100 * ratio: percent(ratio) for ratio in ratios}
     return {"dodge": 100 * (ratios[-1] - ratios[0]) / 60, "ticks": ticks, "x_label": "tokens hidden"}
 
@@ -155,7 +154,7 @@ def _efficiency(
         label = name + (f" {percent(mask)}" if mask is not None and len(masks) > 1 else "")
         if len(sizes) > 1:
             label, marker = f"{label}, {size}", _styles(len(sizes))[sizes.index(size)][1]
-        series.append(Series(label, colour, marker, tuple(groups[kind])))
+        series.append((label, (colour, marker), groups[kind]))
     log = max(places.values()) >= 8 * min(places.values())
     caption = "Checkpoints before any decay of the learning rate."
     return picture_of(key, title, caption, evidence, series, published, log=log, **axis)
@@ -175,7 +174,7 @@ def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Picture
         return Picture(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
     names = _names_of(evidence, budgets)
     style = styles(list(names.values()))
-    series = [Series(name, *style[name], tuple(budgets[where])) for where, name in names.items()]
+    series = [(name, style[name], budgets[where]) for where, name in names.items()]
     ticks = {float(share): f"{share} %" for share in (0, 25, 50, 75, 100)}
     axis = {"dodge": 1.2, "ticks": ticks, "x_label": "share of the steps that are CLM, before MLM"}
     caption = f"From MLM alone to CLM alone; MLM hides {percent(mask)} of the tokens."
@@ -212,13 +211,11 @@ def continued(evidence: Evidence, published: Evidence | None = None) -> Picture:
             names[at] += f" {steps_of(parent.steps)}" + (f", {parent.size}" if len(sizes) > 1 else "")
             names[at] += f", {percent(mask)} hidden" if len(masks) > 1 else ""
         looks = [styles(names)[name] for name in names]
-    series = [
-        Series(name, *look, tuple((one.cpt_mlm_steps, one) for one in groups[where]))
-        for name, look, where in zip(names, looks, order, strict=True)
-    ]
-    places = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
-    ticks = {float(steps): steps_of(steps) for steps in places}
-    axis = {"dodge": places[-1] / 70, "ticks": ticks, "x_label": "MLM steps after the finished model"}
+    places = ([(one.cpt_mlm_steps, one) for one in groups[where]] for where in order)
+    series = list(zip(names, looks, places, strict=True))
+    lengths = sorted({one.cpt_mlm_steps for members in groups.values() for one in members})
+    ticks = {float(steps): steps_of(steps) for steps in lengths}
+    axis = {"dodge": lengths[-1] / 70, "ticks": ticks, "x_label": "MLM steps after the finished model"}
     return picture_of(key, title, "At 0 the finished, decayed models.", evidence, series, published, **axis)
 
 
@@ -246,11 +243,11 @@ def schedules(evidence: Evidence) -> Picture | None:
             placed[label].append((at + 0.8 * ((labels.index(label) + 0.5) / len(labels) - 0.5), one))
     order = [*(name for name in _LOOKS if name in placed), *(name for name in placed if name not in _LOOKS)]
     free = itertools.cycle(look for look in _styles(42) if look[0] not in (BLUE, ORANGE))
-    series = [Series(name, *(_LOOKS.get(name) or next(free)), tuple(placed[name]), joined=False) for name in order]
+    series = [(name, _LOOKS.get(name) or next(free), placed[name]) for name in order]
     ticks = {float(at): name for at, name in enumerate(budgets.values())}
     hidden = "" if mask is None else f" ({percent(mask)} hidden)"
     caption = f"Each model of another schedule, and CLM and MLM{hidden} after as many steps where there are such."
-    axis = {"ticks": ticks, "x_label": "optimizer steps in all"}
+    axis = {"ticks": ticks, "x_label": "optimizer steps in all", "joined": False}
     return picture_of("other-schedules", "Other schedules", caption, evidence, series, **axis)
 
 

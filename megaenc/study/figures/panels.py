@@ -91,15 +91,8 @@ class Picture:
         return as_svg(self.wide, self.key)
 
 
-@dataclass(frozen=True)
-class Series:
-    """Models that make a line, and where each stands on the axis."""
-
-    name: str
-    colour: str
-    marker: str
-    places: tuple[tuple[float, Setting], ...]
-    joined: bool = True
+Series = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, Setting]]]]
+"""Of each line its name, its colour and marker, and models with their places on the axis."""
 
 
 def headline(evidence: Evidence) -> dict[str, str]:
@@ -113,9 +106,10 @@ def picture_of(
     title: str,
     caption: str,
     evidence: Evidence,
-    series: Sequence[Series],
+    series: Series,
     published: Evidence | None = None,
     dodge: float = 0.0,
+    joined: bool = True,
     **axis: Any,
 ) -> Picture:
     """Return a figure with a panel for each family with a point in it. `published` values of the same models lie lightly behind.
@@ -125,16 +119,16 @@ def picture_of(
     panels = []
     for family, dataset in headline(evidence).items():
         lines = []
-        for at, one in enumerate(series):
+        for at, (name, look, models) in enumerate(series):
             shift = dodge * (at - (len(series) - 1) / 2)
-            places = [(x + shift, setting) for x, setting in sorted(one.places, key=lambda place: place[0])]
+            places = [(x + shift, dataset, setting) for x, setting in sorted(models, key=lambda place: place[0])]
             own: list[Line] = []
-            for seed in sorted({setting.seed for _, setting in places}):  # of the pretraining: the first one's are joined
-                if points := points_of(evidence, family, [(x, dataset, one) for x, one in places if one.seed == seed]):
-                    own.append(Line(one.name, one.colour, one.marker, points, one.joined and not own, bool(own), not own))
+            for seed in sorted({setting.seed for _, setting in models}):  # of the pretraining: the first one's are joined
+                if points := points_of(evidence, family, [place for place in places if place[-1].seed == seed]):
+                    own.append(Line(name, *look, points, joined and not own, bool(own), not own))
             lines += own
-            if published is not None and (points := points_of(published, family, [(x, dataset, one) for x, one in places])):
-                lines.append(Line(behind(one.name), one.colour, one.marker, points, one.joined, light=True))
+            if published is not None and (points := points_of(published, family, places)):
+                lines.append(Line(behind(name), *look, points, joined, light=True))
         if lines:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
     return Picture(key, title, f"{caption} {bars(evidence, published, panels)}", tuple(panels))
