@@ -120,10 +120,7 @@ class Comparison:
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """With which a true difference of this size is seen in 80 % of studies, before any correction; None: not known.
-
-        inf where no number of seeds is enough, as the examples are too few.
-        """
+        """Seeds that see a true difference of this size in 80 % of studies; inf: the examples are too few; None: not known."""
         if self.test.seeds < 2 or math.isnan(self.test.p):
             return None
         needed = statistics.seeds_needed(self.test.difference, self.test.components, self.test.seeds)

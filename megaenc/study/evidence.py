@@ -160,10 +160,7 @@ class Evidence:
 
 
 def read_evidence(results: Path, settings: Mapping[str, Setting], metric: str = PAPER, kind: Kind = "normal") -> Evidence:
-    """Read a tree of results; `settings` says what its models are by name, the others keep None.
-
-    Raises InputError for a tree without results and for a metric that no finished run has.
-    """
+    """Read a tree of results; `settings`: its models by name, others keep None. Raises InputError for no results or metric."""
     return of_results(scan(results), settings.get, metric, kind)
 
 

@@ -20,10 +20,7 @@ _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
 def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
-    """Return the rows of metrics.jsonl, one a logged step, each with the fields `more` too; at least one if `required`.
-
-    Raises InputError for a file that no run wrote.
-    """
+    """Return the rows of metrics.jsonl, with the fields `more` too; at least one if `required`. Raises InputError."""
     path = Path(run) / METRICS
     rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
     if rows or not required:
@@ -34,10 +31,7 @@ def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none.
-
-    Raises InputError for a file that no run wrote.
-    """
+    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none. Raises InputError."""
     return _rows(Path(run) / VALIDATION, ("objectives", *more)) or []
 
 
@@ -70,10 +64,7 @@ def read_facts(run: str | Path) -> dict[str, Any]:
 
 
 def read_beginning(run: str | Path) -> Row:
-    """Return the progress before a run's first step: a branch counts on from its parent, every other run from 0.
-
-    A run without a run.json counts from 0 too. Raises InputError for a run.json that no run wrote.
-    """
+    """Return the progress before a run's first step: that of a branch's parent, else 0. Raises InputError."""
     path = Path(run) / FACTS
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
@@ -107,10 +98,7 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
 
 
 def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
-    """Return the objects of a file, one a line, each with a step and the fields `needed`; None for no file.
-
-    A last line without its end is left out: it is being written.
-    """
+    """Return the rows of a file, with `needed` fields, but not a last line that is being written. None for no file."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):

@@ -55,10 +55,7 @@ class Phase:
 
     @property
     def smoothed(self) -> np.ndarray:
-        """float64[R]: the mean over a window of a twentieth of the phase that never looks across its ends.
-
-        It grows from the first step, where the loss is steep, and keeps looking back at the last, where single steps are noise.
-        """
+        """float64[R]: the mean over a twentieth of the phase, less near its ends, as the loss is steep at the first step."""
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
@@ -164,10 +161,7 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
 
 
 def named(runs: Sequence[str | Path]) -> dict[str, Path]:
-    """Return the runs by the names of their folders, with as much of the path before as tells them apart.
-
-    Raises InputError for a folder that is given twice.
-    """
+    """Return runs by the end of their paths that tells them apart. Raises InputError for a folder that is given twice."""
     paths = [Path(run).resolve() for run in runs]
     for at, path in enumerate(paths):
         if path in paths[:at]:
@@ -222,10 +216,7 @@ def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
 
 
 def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
-    """Write the picture of one run folder, or the comparison of several, to `output`; return what it shows, in one line.
-
-    Raises InputError for a folder or a name that cannot be used.
-    """
+    """Write the picture of one run folder or the comparison of several; return a line on what it shows. Raises InputError."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")

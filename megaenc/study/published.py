@@ -48,10 +48,7 @@ def published() -> Evidence:
 
 
 def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
-    """Read the study's own result files, under the names of its models and over the data sets of its tables alone.
-
-    `folder` is its `results`, as in the repository hgissbkh/EncodEval. Raises InputError for a tree without results.
-    """
+    """Read the study's own result files: `folder` is the `results` of hgissbkh/EncodEval. Raises InputError if there are none."""
     of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
     found = scan(folder)
     return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)

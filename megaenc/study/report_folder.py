@@ -71,10 +71,7 @@ def _others(folder: Path) -> list[str]:
 
 
 def begin(output: Path, earlier: Collection[str], names: Iterable[str]) -> None:
-    """Create the subfolders and list `names`, which are about to be written, with those of the `earlier` report.
-
-    Raises InputError if one of them exists and no report wrote it, and if the folder cannot be written.
-    """
+    """Create the subfolders and list `names`, about to be written, with `earlier` ones. Raises InputError if it cannot."""
     for name in names:
         if name not in earlier and _kind(output / name):
             raise InputError(

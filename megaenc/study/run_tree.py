@@ -52,10 +52,7 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Return the runs in `folder`, each a folder with run.json, by name; those without a step yet are left out.
-
-    Raises InputError where there is none, and for files that no run wrote.
-    """
+    """Return the runs with a step in `folder`, by name. Raises InputError if there is none, and for files that no run wrote."""
     try:
         places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
     except OSError as error:

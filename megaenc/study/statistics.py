@@ -168,10 +168,7 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def standardised(difference: float, sd: float, df: int) -> float:
-    """Return a difference over a standard deviation, times what undoes its bias in small samples.
-
-    Hedges (1981): gamma(df / 2) / (sqrt(df / 2) * gamma((df - 1) / 2)).
-    """
+    """Return a difference over a standard deviation with `df` degrees of freedom, without its small-sample bias (Hedges 1981)."""
     if not sd > _NOTHING:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
