@@ -137,13 +137,8 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     trend = test(sound, lent, draws=draws, weights=weights)
     where = f"{sound[0].where} to {sound[-1].where}"
     overall = replace(trend, left="gap of the smallest", right="that of the largest", where=where)
-    p = _greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
+    p = float(np.max([overall.p, gap.p]))  # without a gap there is nothing to narrow; nan if one is
     return replace(draft, overall=overall, p=p, way=_way(overall), note=f"the mean gap is {points(gap.difference)}")
-
-
-def _greatest(p: Sequence[float]) -> float:
-    """Return what all of several tests say together; nan if one says nothing."""
-    return float(np.max(p))
 
 
 def early(models: Models, draws: int) -> Draft:
@@ -331,7 +326,7 @@ def no_best_ratio(models: Models, draws: int = 0) -> Draft:
             if of_pair := comparable([line for line, names in zip(lines, sides, strict=True) if names == pair]):
                 against.append((test(of_pair, lent), pair[0] == unbeaten[0]))
         if len(against) == len(lost) - 1 and all((one.difference > 0) == first for one, first in against):
-            p, way = _greatest([one.p for one, _ in against]), "reversed"
+            p, way = float(np.max([one.p for one, _ in against])), "reversed"
     return Draft([better_first(one) for one in comparisons], p=p, way=way, note=note, lines=lines)
 
 

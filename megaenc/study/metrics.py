@@ -125,7 +125,8 @@ def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
         raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
     if not isinstance(row, dict):
         raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
-    return row | {name: _field(place, row, name) for name in _KINDS if name in row or name in needed}
+    known = [*needed, *(name for name in row if name in _KINDS and name not in needed)]
+    return row | {name: _field(place, row, name) for name in known}
 
 
 def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:

@@ -62,7 +62,7 @@ def page(report: Report) -> str:
     )
     environment.filters |= {
         "shown": shown,
-        "signed": _signed,
+        "signed": lambda value: "" if math.isnan(value) else _minus(f"{value:+.2f}"),
         "minus": _minus,
         "reach": _reach,
         "twins": _twins,
@@ -93,10 +93,6 @@ def _classes(**on: bool) -> Markup:
 def _minus(said: str) -> str:
     """Return text with the sign that is as wide as a plus before numbers; hyphens in names stay."""
     return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
-
-
-def _signed(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _reach(verdict: Verdict) -> float:

@@ -1,5 +1,6 @@
 """All figures of a report, in the order in which they are shown, with those of learning rates and of losses."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -125,11 +126,12 @@ def rates(evidence: Evidence) -> Picture:
         lines = []
         for kind, models in of_kind.items():
             if 1 < len(models) <= 40:
-                lines += [Line("", _OBJECTIVES[kind][0], "", _points(lost), light=True, labelled=False) for lost in models]
+                points = (tuple(itertools.starmap(Point, lost.items())) for lost in models)
+                lines += [Line("", _OBJECTIVES[kind][0], "", each, light=True, labelled=False) for each in points]
             common = sorted(set.intersection(*map(set, models))) if models else ()
             if common:
-                means = {rate: math.fsum(lost[rate] for lost in models) / len(models) for rate in common}
-                lines.append(Line(kind, *_OBJECTIVES[kind], _points(means)))
+                means = (Point(rate, math.fsum(lost[rate] for lost in models) / len(models)) for rate in common)
+                lines.append(Line(kind, *_OBJECTIVES[kind], tuple(means)))
         if lines:
             ticks = {rate: rate_name(rate).replace("e-0", "e-") for rate in sorted({p.x for line in lines for p in line.points})}
             axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
@@ -152,7 +154,3 @@ def rates(evidence: Evidence) -> Picture:
 
 
 _OBJECTIVES = {kind: OBJECTIVES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")}
-
-
-def _points(by_rate: Mapping[float, float]) -> tuple[Point, ...]:
-    return tuple(Point(rate, lost) for rate, lost in by_rate.items())
