@@ -1,6 +1,6 @@
 """What the pictures have in common: colours, what a loss is drawn against, and plain axes."""
 
-import math
+import itertools
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, Literal
@@ -24,13 +24,12 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")  # one more than colours: the two
 
 
 def styles(names: list[str]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each name, in the order in which they come up."""
-    unique = list(dict.fromkeys(names))
-    return {name: (_COLOURS[at % len(_COLOURS)], _MARKERS[at % len(_MARKERS)]) for at, name in enumerate(unique)}
+    """Return colour and marker of each name, in the order in which they come up."""
+    return dict(zip(dict.fromkeys(names), zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), strict=False), strict=False))
 
 
 def verbatim(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a function that draws: names with dollar signs are written as they are, and not as formulas."""
+    """Wrap a function that draws: names with dollar signs are written as they are, and not as formulas."""
 
     @wraps(draw)
     def drawn(*args: Any, **kwargs: Any) -> Any:
@@ -44,9 +43,16 @@ def verbatim(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 def plain_counts(axis: Any) -> None:
     """Write the ticks of an axis of counts as 1.5M."""
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import EngFormatter
 
-    axis.set_major_formatter(FuncFormatter(lambda count, _: short(count)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def short(count: float) -> str:
+    """Return 1500000 as 1.5M."""
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="").format_eng(count)
 
 
 def clean(*panels: Any) -> None:
@@ -55,12 +61,3 @@ def clean(*panels: Any) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(axis="y", color="#dddddd", linewidth=0.6)
         panel.set_axisbelow(True)
-
-
-def short(count: float) -> str:
-    """1500000 as 1.5M."""
-    if count <= 0:
-        return "0"
-    units = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    power = min(int(math.log10(count)) // 3, len(units) - 1)
-    return f"{count / 1000**power:g}{units[power]}"

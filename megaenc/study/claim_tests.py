@@ -1,5 +1,6 @@
 """The claims of the study one by one: what each compares, and the p and the direction that its verdict will rest on."""
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,10 +10,20 @@ import numpy as np
 
 from megaenc.finetune.examples import Family
 from megaenc.study import statistics
-from megaenc.study.comparisons import Comparison, Line, Outcome, adjusted, better_first, lines_of, of_family
-from megaenc.study.models import Models, Pair, only_clm
+from megaenc.study.comparisons import (
+    Comparison,
+    Line,
+    Models,
+    Outcome,
+    Pair,
+    adjusted,
+    better_first,
+    lines_of,
+    of_family,
+    only_clm,
+)
+from megaenc.study.evidence import Score
 from megaenc.study.pooling import lending, test
-from megaenc.study.score import Score, nothing
 from megaenc.study.setting import Setting
 from megaenc.study.setups import is_average, percent, sizes_known
 from megaenc.study.statistics import LEVEL
@@ -23,8 +34,6 @@ EARLY = 0.25
 """The first quarter of the steps is early."""
 QUARTER = (0.2, 0.3)
 """CLM shares that count as 25 %: the study's own are 10 of 42, 5 of 22 and 3 of 12 thousand steps."""
-
-FAMILIES = tuple(str(family) for family in Family)
 
 
 @dataclass(frozen=True)
@@ -45,17 +54,16 @@ class Draft:
     """what it takes, if that is not what the claim says"""
 
 
-def directional(lines: Sequence[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
+def directional(lines: list[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
     """Test that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
     lent, sound = lending(lines), comparable(decisive or lines)
     comparisons = adjusted([test([line], lent) for line in lines])
-    draft = Draft(comparisons, note=note, lines=list(lines))
+    draft = Draft(comparisons, note=note, lines=lines)
     if not sound:
         return draft
     overall = test(sound, lent, draws=draws)
-    way = "holds" if overall.difference > 0 else "reversed"
     among = [one for one, line in zip(comparisons, lines, strict=True) if line in sound]
-    return replace(draft, overall=overall, p=overall.p, way=way, decisive=among)
+    return replace(draft, overall=overall, p=overall.p, way=_way(overall), decisive=among)
 
 
 def comparable(lines: Sequence[Line]) -> list[Line]:
@@ -67,10 +75,13 @@ def points(difference: float) -> str:
     return f"{difference:+.2f} points"
 
 
+def _way(overall: Comparison) -> Outcome:
+    return "holds" if overall.difference > 0 else "reversed"
+
+
 def _gaps(models: Models, family: Family) -> list[Line]:
     """Return MLM less CLM at equal steps, a line for each size."""
-    sizes, names = models.final().items(), (models.mlm, models.clm)
-    return [line for size, pair in sizes for line in lines_of(models.evidence, names, size, pair, [family])]
+    return lines_of(models.evidence, (models.mlm, models.clm), models.final().items(), [family])
 
 
 def mlm_above(models: Models, draws: int, family: Family) -> Draft:
@@ -82,24 +93,23 @@ def about_equal(models: Models, draws: int) -> Draft:
     """1c: the same on TC, within a margin either way (two one-sided tests)."""
     lines = _gaps(models, Family.TC)
     lent, sound = lending(lines), comparable(lines)
-    each = [test([line], lent, MARGIN) for line in lines]
-    corrected = statistics.holm([_inside(one) for one in each])
-    comparisons = [
-        replace(one, p=_inside(one), p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)
-    ]
+    each = [_within(test([line], lent, MARGIN)) for line in lines]
+    corrected = statistics.holm([one.p for one in each])
+    comparisons = [replace(one, p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)]
     if not sound:
         return Draft(comparisons, lines=lines)
-    overall = test(sound, lent, MARGIN, draws)
+    apart = test(sound, lent, MARGIN, draws)
+    overall, way = _within(apart), "holds"
     note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
-    p, way = _inside(overall), "holds"
     if _equal(overall, math.nan) == "reversed":  # the opposite of what that p is of: of the interval, and of no difference
-        note, p, way = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal", overall.p, "reversed"
-    return Draft(comparisons, replace(overall, p=p), p, way, note, comparisons, lines)
+        note = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal"
+        overall, way = apart, "reversed"
+    return Draft(comparisons, overall, overall.p, way, note, comparisons, lines)
 
 
-def _inside(one: Comparison) -> float:
-    """Return p of a difference beyond the margin; nan where there is no p at all."""
-    return math.nan if math.isnan(one.p) else one.test.margin_p
+def _within(one: Comparison) -> Comparison:
+    """Return the same with the p of a difference beyond the margin; nan where there is no p at all."""
+    return replace(one, p=math.nan if math.isnan(one.p) else one.test.margin_p)
 
 
 def _equal(one: Comparison, p: float) -> Outcome:
@@ -127,14 +137,8 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     trend = test(sound, lent, draws=draws, weights=weights)
     where = f"{sound[0].where} to {sound[-1].where}"
     overall = replace(trend, left="gap of the smallest", right="that of the largest", where=where)
-    p = _greatest([overall.p, gap.p])  # without a gap there is nothing to narrow
-    way = "holds" if overall.difference > 0 else "reversed"
-    return replace(draft, overall=overall, p=p, way=way, note=f"the mean gap is {points(gap.difference)}")
-
-
-def _greatest(p: Sequence[float]) -> float:
-    """Return what all of several tests say together; nan if one says nothing."""
-    return math.nan if any(math.isnan(one) for one in p) else max(p)
+    p = float(np.max([overall.p, gap.p]))  # without a gap there is nothing to narrow; nan if one is
+    return replace(draft, overall=overall, p=p, way=_way(overall), note=f"the mean gap is {points(gap.difference)}")
 
 
 def early(models: Models, draws: int) -> Draft:
@@ -143,13 +147,13 @@ def early(models: Models, draws: int) -> Draft:
         lambda one: not one.decayed and only_clm(one),
         lambda one: not one.decayed and models.only_mlm(one),
     )
-    ends, names = models.ends(), (models.clm, models.mlm)
+    ends: dict[str, int] = defaultdict(int)  # of the longest run from scratch, be it one that has only checkpoints yet
+    for one in models.planned:
+        if not one.cpt_mlm_steps:
+            ends[one.size] = max(ends[one.size], one.steps, 0 if one.decayed else one.budget)
     early = {(size, steps): pair for (size, steps), pair in sorted(pairs.items()) if steps <= EARLY * ends[size]}
-    lines = [
-        line
-        for (size, steps), pair in early.items()
-        for line in lines_of(models.evidence, names, f"{size} at {steps:,} steps", pair, FAMILIES)
-    ]
+    places = [(f"{size} at {steps:,} steps", pair) for (size, steps), pair in early.items()]
+    lines = lines_of(models.evidence, (models.clm, models.mlm), places)
     first = f"early is step {', '.join(f'{steps:,}' for steps in sorted({steps for _, steps in early}))}"
     return directional(lines, draws, "; ".join([first, *_crossings(models, pairs)]))
 
@@ -157,16 +161,15 @@ def early(models: Models, draws: int) -> Draft:
 def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
     """Return for each size and family from which step on the mean of MLM is no longer below that of CLM."""
     found = []
-    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in FAMILIES):
+    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in Family):
         ahead: dict[int, bool] = {}
-        for (of, steps), by_seed in pairs.items():
+        for (of, steps), by_seed in sorted(pairs.items()):
             if of == size and (standing := of_family(models.evidence, family, next(iter(by_seed.values())))) is not None:
                 clm, mlm = (math.fsum(weight * score.mean for weight, score in side) for side in standing[1])
                 ahead[steps] = mlm >= clm
-        steps = sorted(ahead)
-        since = next((at for here, at in enumerate(steps) if all(ahead[later] for later in steps[here:])), None)
-        if steps:
-            when = f"MLM is ahead from step {since:,} on" if since is not None else f"CLM is still ahead at step {steps[-1]:,}"
+        since = [step for step in ahead if all(is_ahead for later, is_ahead in ahead.items() if later >= step)]
+        if ahead:
+            when = f"MLM is ahead from step {since[0]:,} on" if since else f"CLM is still ahead at step {max(ahead):,}"
             found.append(f"{size} on {family}: {when}")
     return found
 
@@ -177,19 +180,21 @@ def sensitivity(models: Models, draws: int = 0) -> Draft:
     lines, variances, unfinished = [], [], 0
     places = [(family, dataset) for family, dataset in evidence.datasets() if not is_average(dataset)]
     for (size, by_seed), (family, dataset) in ((one, place) for one in models.final().items() for place in places):
-        sides = {seed: [evidence.find(setting, dataset, family) for setting in pair] for seed, pair in by_seed.items()}
-        grids = {seed: found for seed, pair in sides.items() if None not in pair and (found := _grids(pair)) is not None}
-        if grids:
-            values, apart = _values(grids)
-            valued = {
-                seed: [replace(side, seeds=of, examples=nothing) for side, of in zip(sides[seed], values[seed], strict=True)]
-                for seed in grids
-            }
-            source, terms = ({seed: [(1.0, of[seed][0]), (-1.0, of[seed][1])] for seed in grids} for of in (sides, valued))
-            lines.append(Line(names, size, family, dataset, size, terms, source))
-            variances.append(apart)
-            tried = {seed: {rate for side in sides[seed] for rate in (*side.rates, *side.rates_failed)} for seed in grids}
-            unfinished += sum(len(tried[seed]) - len(grid) for seed, (grid, _) in grids.items())
+        every = {seed: [evidence.find(setting, dataset, family) for setting in pair] for seed, pair in by_seed.items()}
+        grids = {seed: found for seed, pair in every.items() if None not in pair and (found := _grids(pair)) is not None}
+        if not grids:
+            continue
+        sides = {seed: every[seed] for seed in grids}
+        values, apart = _values(grids)
+        valued = {
+            seed: [replace(side, seeds=of, examples=dict) for side, of in zip(pair, values[seed], strict=True)]
+            for seed, pair in sides.items()
+        }
+        source, terms = ({seed: [(1.0, mlm), (-1.0, clm)] for seed, (mlm, clm) in of.items()} for of in (sides, valued))
+        lines.append(Line(names, size, family, dataset, size, terms, source))
+        variances.append(apart)
+        for seed, pair in sides.items():
+            unfinished += len({rate for side in pair for rate in (*side.rates, *side.rates_failed)}) - len(grids[seed][0])
     notes = []
     if lines:
         spreads = [100 * math.sqrt(max(0.0, float(np.mean(side)))) for side in zip(*variances, strict=True)]
@@ -232,7 +237,7 @@ def _values(grids: Mapping[int, Sequence[np.ndarray]]) -> tuple[dict[int, list[d
     whole = float(np.mean([np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]))
     scale = 2 * math.sqrt(whole) if whole > 0 else 1.0
     between = {seed: [statistics.between(grid) for grid in pair] for seed, pair in grids.items()}
-    means = [float(np.mean([float(pair[side].mean()) for pair in between.values()])) for side in (0, 1)]
+    means = np.mean([[values.mean() for values in pair] for pair in between.values()], axis=0).tolist()
     return {seed: [dict(enumerate(values / scale)) for values in pair] for seed, pair in between.items()}, means
 
 
@@ -253,13 +258,8 @@ def quarter_first(models: Models, draws: int) -> Draft:
         budget,
         shares,
     )
-    names = ("25 % CLM, then MLM", "MLM alone")
-    lines = [
-        line
-        for (size, steps, ratio), pair in sorted(pairs.items())
-        for line in lines_of(models.evidence, names, f"{size}, {steps:,} steps, {percent(ratio)}", pair, FAMILIES)
-    ]
-    return directional(lines, draws)
+    places = [(f"{size}, {steps:,} steps, {percent(ratio)}", pair) for (size, steps, ratio), pair in sorted(pairs.items())]
+    return directional(lines_of(models.evidence, ("25 % CLM, then MLM", "MLM alone"), places), draws)
 
 
 def continued(models: Models, draws: int) -> Draft:
@@ -270,14 +270,13 @@ def continued(models: Models, draws: int) -> Draft:
         lambda one: (one.size, one.clm_steps + one.mlm_steps, one.cpt_mlm_steps, one.mask_ratio or 0.0),
         [one for one in models.settings if one.decayed and one.cpt_mlm_steps > 0],
     )
-    longest: dict[tuple, int] = {}
-    by_length: dict[int, list[Line]] = defaultdict(list)
-    lines, last = [], []
-    for (size, before, more, ratio), _ in pairs.items():
-        longest[size, before, ratio] = max(more, longest.get((size, before, ratio), 0))
+    longest: dict[tuple, int] = defaultdict(int)
+    for size, before, more, ratio in pairs:
+        longest[size, before, ratio] = max(more, longest[size, before, ratio])
+    lines, last, by_length = [], [], defaultdict(list)
     for (size, before, more, ratio), pair in sorted(pairs.items()):
-        where = f"{size}, {more:,} after {before:,} steps"
-        some = lines_of(models.evidence, ("MLM on CLM", "more MLM on MLM"), where, pair, FAMILIES)
+        place = (f"{size}, {more:,} after {before:,} steps", pair)
+        some = lines_of(models.evidence, ("MLM on CLM", "more MLM on MLM"), [place])
         lines += some
         if more == longest[size, before, ratio]:
             last += some
@@ -302,48 +301,37 @@ def no_best_ratio(models: Models, draws: int = 0) -> Draft:
     lines: list[Line] = []
     sides: list[tuple[float, float]] = []
     for size, steps in longest.items():
-        ratios = several[size, steps]
         here = [one for one in models.settings if one in alone and (one.size, one.steps) == (size, steps)]
-        for first, second in [(a, b) for a in ratios for b in ratios if a < b]:
-            [pair] = models.pairs(
-                lambda one, ratio=first: one.mask_ratio == ratio, lambda one, ratio=second: one.mask_ratio == ratio, among=here
-            ).values() or [{}]
-            some = lines_of(models.evidence, (percent(first), percent(second)), size, pair, FAMILIES)
+        for first, second in itertools.combinations(several[size, steps], 2):
+            of = (lambda one, ratio=ratio: one.mask_ratio == ratio for ratio in (first, second))
+            places = [(size, pair) for pair in models.pairs(*of, among=here).values()]
+            some = lines_of(models.evidence, (percent(first), percent(second)), places)
             lines += some
             sides += [(first, second)] * len(some)
     lent = lending(lines)
     comparisons = adjusted([test([line], lent) for line in lines])
-    ratios = sorted({ratio for pair in sides for ratio in pair})
-    beaten = {ratio: _beaten(ratio, sides, comparisons) for ratio in ratios}
-    note = "; ".join(f"{percent(ratio)} {_where_beaten(*worst)}" for ratio, worst in beaten.items())
-    p, way = max((p for p, _ in beaten.values()), default=math.nan), "holds"
+    lost: dict[float, list[Comparison]] = {ratio: [] for ratio in sorted({ratio for pair in sides for ratio in pair})}
+    for (first, second), one in zip(sides, comparisons, strict=True):
+        if not math.isnan(one.p_adjusted):
+            lost[first if one.difference < 0 else second].append(one)
+    clearest = {ratio: min(of_ratio, key=lambda one: one.p_adjusted, default=None) for ratio, of_ratio in lost.items()}
+    note = "; ".join(f"{percent(ratio)} {_where_beaten(one)}" for ratio, one in clearest.items())
+    p, way = max((one.p_adjusted if one else 1.0 for one in clearest.values()), default=math.nan), "holds"
     if all(math.isnan(one.p) for one in comparisons):
         p = math.nan
-    unbeaten = [ratio for ratio in ratios if beaten[ratio][0] >= LEVEL]
+    unbeaten = [ratio for ratio, one in clearest.items() if one is None or one.p_adjusted >= LEVEL]
     if not p < LEVEL and len(unbeaten) == 1:
         against = []
         for pair in dict.fromkeys(pair for pair in sorted(sides) if unbeaten[0] in pair):
             if of_pair := comparable([line for line, names in zip(lines, sides, strict=True) if names == pair]):
                 against.append((test(of_pair, lent), pair[0] == unbeaten[0]))
-        if len(against) == len(ratios) - 1 and all((one.difference > 0) == first for one, first in against):
-            p, way = _greatest([one.p for one, _ in against]), "reversed"
+        if len(against) == len(lost) - 1 and all((one.difference > 0) == first for one, first in against):
+            p, way = float(np.max([one.p for one, _ in against])), "reversed"
     return Draft([better_first(one) for one in comparisons], p=p, way=way, note=note, lines=lines)
 
 
-def _beaten(
-    ratio: float, sides: Sequence[tuple[float, float]], comparisons: Sequence[Comparison]
-) -> tuple[float, Comparison | None]:
-    """Return the smallest corrected p of a comparison that `ratio` loses, and that comparison; 1 where it loses none."""
-    lost = [
-        (one.p_adjusted, one)
-        for pair, one in zip(sides, comparisons, strict=True)
-        if ratio in pair and (one.difference < 0) == (pair[0] == ratio) and not math.isnan(one.p_adjusted)
-    ]
-    return min(lost, key=lambda found: found[0], default=(1.0, None))
-
-
-def _where_beaten(p: float, worst: Comparison | None) -> str:
-    if worst is None or p >= LEVEL:
+def _where_beaten(worst: Comparison | None) -> str:
+    if worst is None or worst.p_adjusted >= LEVEL:
         return "is not shown to be beaten anywhere"
     better = worst.left if worst.difference > 0 else worst.right
     return f"is beaten by {better} on {worst.family} at {worst.where} ({points(abs(worst.difference))})"

@@ -5,23 +5,73 @@ by one and pooled, all of a claim together: see megaenc.study.pooling.
 """
 
 import functools
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
-from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import STUDY
 from megaenc.study import statistics
-from megaenc.study.evidence import AVERAGE, Evidence
-from megaenc.study.score import Score
+from megaenc.study.evidence import AVERAGE, Evidence, Score
 from megaenc.study.setting import Setting
-from megaenc.study.setups import is_average
+from megaenc.study.setups import is_average, percent
 from megaenc.study.statistics import LEVEL, Test
 
 Outcome = Literal["holds", "reversed", "not resolved", "no data"]
 Terms = Sequence[tuple[float, Score]]
+Pair = dict[int, tuple[Setting, Setting]]
+"""By seed of the pretraining, a setting of each side."""
+
+
+class Models:
+    """The settings of the evidence without a schedule, looked at in the ways that the claims ask.
+
+    What stands for MLM, and which models are at their end, is asked of all that the study has planned, where a manifest says it.
+    """
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.settings = [setting for setting in evidence.settings() if not setting.schedule]
+        self.planned = [setting for setting in evidence.planned() if not setting.schedule]
+        self.ratio = evidence.mask_ratio
+        self.mlm, self.clm = f"MLM {percent(self.ratio)}" if self.ratio else "MLM", "CLM"
+
+    def pairs(
+        self,
+        left: Callable[[Setting], bool],
+        right: Callable[[Setting], bool],
+        same: Callable[[Setting], tuple] = attrgetter("size", "steps"),
+        among: Iterable[Setting] | None = None,
+    ) -> dict[tuple, Pair]:
+        """Return the first setting that is `left` and the first `right`, by what `same` says of both, by pretraining seed."""
+        found: dict[tuple, dict[int, list[Setting | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
+        for setting in self.settings if among is None else among:
+            place = found[same(setting)][setting.seed]
+            for side, wanted in enumerate((left, right)):
+                if place[side] is None and wanted(setting):
+                    place[side] = setting
+        kept = {key: {seed: (a, b) for seed, (a, b) in by_seed.items() if a and b} for key, by_seed in found.items()}
+        return {key: by_seed for key, by_seed in kept.items() if by_seed}
+
+    def final(self) -> dict[str, Pair]:
+        """Return by size, smallest first, MLM and CLM alone to their decayed end, at the most steps that both (will) have."""
+        ends = (lambda one: one.decayed and self.only_mlm(one), lambda one: one.decayed and only_clm(one))
+        longest = dict(sorted(self.pairs(*ends, among=self.planned)))  # by size, the last is the longest
+        pairs = self.pairs(*ends)
+        order = self.evidence.sizes_of(self.settings)
+        return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
+
+    def only_mlm(self, one: Setting) -> bool:
+        """Return whether a model saw nothing but MLM at the ratio that stands for it."""
+        return not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio == self.ratio and one.mlm_steps > 0
+
+
+def only_clm(one: Setting) -> bool:
+    """Return whether a model saw nothing but CLM."""
+    return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0
 
 
 @dataclass(frozen=True)
@@ -33,7 +83,7 @@ class Comparison:
     where: str
     """size, steps, ...: what both sides share"""
     family: str
-    """empty where several are pooled"""
+    """empty if several are pooled"""
     dataset: str
     """`average` of a family, or "all" of several"""
     test: Test
@@ -57,25 +107,20 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """In points."""
         return 100 * self.test.difference
 
     @property
     def low(self) -> float:
-        """Lower end of the 95 % interval; nan where there is none; where seeds say nothing, over the examples alone."""
+        """Lower end of the 95 % interval; nan where there is none; if seeds say nothing, over the examples alone."""
         return 100 * self.test.low
 
     @property
     def high(self) -> float:
-        """Its upper end."""
         return 100 * self.test.high
 
     @functools.cached_property
     def seeds_needed(self) -> float | None:
-        """With which a true difference of this size is seen in 80 % of studies, before any correction; None: not known.
-
-        inf where no number of seeds is enough, as the examples are too few.
-        """
+        """Seeds that see a true difference of this size in 80 % of studies; inf: the examples are too few; None: not known."""
         if self.test.seeds < 2 or math.isnan(self.test.p):
             return None
         needed = statistics.seeds_needed(self.test.difference, self.test.components, self.test.seeds)
@@ -110,13 +155,13 @@ class Line:
     @functools.cached_property
     def collapsed(self) -> tuple[str, ...]:
         """The sides with worthless predictions in at least half of the runs at the chosen rate, on one of the data sets."""
-        worthless: dict[tuple[bool, str], int] = defaultdict(int)
-        runs: dict[tuple[bool, str], int] = defaultdict(int)
+        counts: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for weight, member in (pair for of_run in self.members for pair in of_run):
-            worthless[weight > 0, member.dataset] += member.at_rate_collapsed
-            runs[weight > 0, member.dataset] += len(member.seeds)
-        sides = {place[0] for place, count in worthless.items() if count and 2 * count >= runs[place]}
-        return tuple(name for name, side in zip(self.names, (True, False), strict=True) if side in sides)
+            count = counts[self.names[weight < 0], member.dataset]
+            count[0] += member.at_rate_collapsed
+            count[1] += len(member.seeds)
+        sides = {name for (name, _), (worthless, runs) in counts.items() if worthless and 2 * worthless >= runs}
+        return tuple(name for name in self.names if name in sides)
 
 
 def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> tuple[str, list[list[tuple[float, Score]]]] | None:
@@ -131,7 +176,7 @@ def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> t
         return AVERAGE, [[(1.0, average)] for average in averages]
     names = [name for of, name in evidence.datasets() if of == family and not is_average(name)]
     common = [name for name in names if all(evidence.find(setting, name, family) is not None for setting in settings)]
-    of_study = [name for name in STUDY[Family(family)] if name in common]
+    of_study = [name for name in STUDY[family] if name in common]
     common = of_study if len(of_study) == 3 else common
     if not common:
         return None
@@ -140,15 +185,11 @@ def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> t
 
 
 def lines_of(
-    evidence: Evidence,
-    names: tuple[str, str],
-    where: str,
-    sides: Mapping[int, tuple[Setting, Setting]],
-    families: Sequence[str],
+    evidence: Evidence, names: tuple[str, str], places: Iterable[tuple[str, Pair]], families: Sequence[str] = tuple(STUDY)
 ) -> list[Line]:
-    """Return a line for each family in which the sides, given by seed of the pretraining, were evaluated on the same sets."""
+    """Return a line for each place (size, steps, ...) and family in which its sides were evaluated on the same sets."""
     found = []
-    for family in families:
+    for (where, sides), family in itertools.product(places, families):
         having = {seed: pair for seed, pair in sides.items() if of_family(evidence, family, pair) is not None}
         if (standing := of_family(evidence, family, [one for pair in having.values() for one in pair])) is None:
             continue
@@ -157,20 +198,18 @@ def lines_of(
             seed: [*left, *((-weight, score) for weight, score in right)]
             for seed, left, right in zip(having, parts[::2], parts[1::2], strict=True)
         }
-        found.append(Line(names, where, family, label, next(iter(having.values()))[0].size, terms))
+        found.append(Line(names, where, str(family), label, next(iter(having.values()))[0].size, terms))
     return found
 
 
 def adjusted(found: Sequence[Comparison]) -> list[Comparison]:
     """Return the comparisons of one claim with Holm's p and the verdict of each: holds above 0, reversed below."""
     corrected = statistics.holm([one.p for one in found])
-    return [replace(one, p_adjusted=p, verdict=_directed(one.difference, p)) for one, p in zip(found, corrected, strict=True)]
-
-
-def _directed(difference: float, p: float) -> Outcome:
-    if not p < LEVEL:
-        return "not resolved"
-    return "holds" if difference > 0 else "reversed"
+    ways = (("holds" if one.difference > 0 else "reversed") for one in found)
+    return [
+        replace(one, p_adjusted=p, verdict=way if p < LEVEL else "not resolved")
+        for one, p, way in zip(found, corrected, ways, strict=True)
+    ]
 
 
 def better_first(one: Comparison) -> Comparison:

@@ -1,10 +1,11 @@
 """Reader of a run directory's numbers: logged steps, validations and run.json, every field checked."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.training.run_folder import FACTS, METRICS, VALIDATION
@@ -18,25 +19,19 @@ _EXPECTED = "what a run wrote there"
 _PROGRESS = ("tokens", "predicted_tokens", "flops")
 
 
-def read_steps(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of metrics.jsonl, one a logged step; at least one, each with the fields `more` too.
-
-    Raises InputError for a file that no run wrote.
-    """
+def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
+    """Return the rows of metrics.jsonl, with the fields `more` too; at least one if `required`. Raises InputError."""
     path = Path(run) / METRICS
     rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
+    if rows or not required:
+        return rows or []
     if rows is None:
         raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
-    if not rows:
-        raise InputError(f"{path}: holds no step yet, expected at least one")
-    return rows
+    raise InputError(f"{path}: holds no step yet, expected at least one")
 
 
 def read_validations(run: str | Path, *more: str) -> list[Row]:
-    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none.
-
-    Raises InputError for a file that no run wrote.
-    """
+    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none. Raises InputError."""
     return _rows(Path(run) / VALIDATION, ("objectives", *more)) or []
 
 
@@ -56,29 +51,41 @@ def read_run_json(run: str | Path) -> dict[str, Any]:
         if not isinstance(facts.setdefault(name, {}), dict):
             raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
     if not isinstance(facts["start"].get("run", ""), str):
-        raise InputError(f"{path}: field `start.run`: found {_short(facts['start']['run'])}; expected a folder's path")
+        raise InputError(
+            f"{path}: field `start.run`: found {shortened(repr(facts['start']['run']), 40)}; expected a folder's path"
+        )
     return facts
 
 
 def read_facts(run: str | Path) -> dict[str, Any]:
     """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
     path, facts = Path(run) / FACTS, read_run_json(run)
-    return {
-        "parameters": _field(path, facts, "parameters"),
-        "train_iters": _field(path, facts["identity"], "train_iters"),
-    }
+    return {name: _field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
 
 
 def read_beginning(run: str | Path) -> Row:
-    """Return the progress before a run's first step: a branch counts on from its parent, every other run from 0.
-
-    A run without a run.json counts from 0 too. Raises InputError for a run.json that no run wrote.
-    """
+    """Return the progress before a run's first step: that of a branch's parent, else 0. Raises InputError."""
     path = Path(run) / FACTS
     start = read_run_json(run)["start"] if path.exists() else {}
     if start.get("kind") != "branch":
         return {"step": 0, **dict.fromkeys(_PROGRESS, 0)}
     return {"step": _field(path, start, "at"), **{name: _field(path, start, name) for name in _PROGRESS}}
+
+
+Curves = dict[str, tuple[list[float], list[float]]]
+"""By objective: how far the run had come at each validation, and the loss there."""
+
+
+def curves_of(validated: list[Row], against: str = "step") -> Curves:
+    """Return the held-out losses of one run; a validation without a target has no point."""
+    found: Curves = {}
+    for row in validated:
+        for objective, result in row["objectives"].items():
+            if result["loss"] is not None:
+                x, losses = found.setdefault(objective, ([], []))
+                x.append(row[against])
+                losses.append(result["loss"])
+    return found
 
 
 def training_seconds(steps: list[Row], before: int = 0) -> float:
@@ -91,10 +98,7 @@ def training_seconds(steps: list[Row], before: int = 0) -> float:
 
 
 def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
-    """Return the objects of a file, one a line, each with a step and the fields `needed`; None for no file.
-
-    A last line without its end is left out: it is being written.
-    """
+    """Return the rows of a file, with `needed` fields, but not a last line that is being written. None for no file."""
     try:
         content = read_regular(path, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
@@ -121,7 +125,8 @@ def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
         raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
     if not isinstance(row, dict):
         raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
-    return row | {name: _field(place, row, name) for name in _KINDS if name in row or name in needed}
+    known = [*needed, *(name for name in row if name in _KINDS and name not in needed)]
+    return row | {name: _field(place, row, name) for name in known}
 
 
 def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:
@@ -129,14 +134,9 @@ def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:
     if name not in values:
         raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
     try:
-        return _objectives(values[name]) if name == "objectives" else _checked(values[name], name)
+        return _objectives(values[name]) if name == "objectives" else _checked(values[name], _KINDS[name])
     except ValueError as error:
-        raise InputError(f"{place}: field `{name}`: found {_short(values[name])}; expected {error}") from None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
+        raise InputError(f"{place}: field `{name}`: found {shortened(repr(values[name]), 40)}; expected {error}") from None
 
 
 def is_number(value: Any) -> bool:
@@ -152,28 +152,20 @@ _SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_num
 _TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
 _OF_AN_OBJECTIVE = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
 _KINDS = {
-    "step": _COUNT,
-    "objective": _TEXT,
+    **dict.fromkeys(("step", "tokens", "predicted_tokens", "parameters", "train_iters", "at"), _COUNT),
+    **dict.fromkeys(("learning_rate", "flops", "step_seconds"), _AMOUNT),
+    **dict.fromkeys(("objective", "held_out"), _TEXT),
     "phase": _WHOLE,
     "loss": _LOSS,
-    "learning_rate": _AMOUNT,
-    "tokens": _COUNT,
-    "predicted_tokens": _COUNT,
-    "flops": _AMOUNT,
-    "step_seconds": _AMOUNT,
     "objectives": None,
-    "held_out": _TEXT,
-    "parameters": _COUNT,
-    "train_iters": _COUNT,
-    "at": _COUNT,
 }
 """The fields of rows and of run.json that are read anywhere: what they must be."""
 
 
-def _checked(value: Any, name: str, kinds: Mapping[str, Any] = _KINDS) -> Any:
+def _checked(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
     """Return a value of a field, NaN and infinity, which a diverged run has as losses, as None. Raises ValueError."""
-    expected, holds = kinds[name]
-    if kinds[name] in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
+    expected, holds = kind
+    if kind in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
         return None
     if not holds(value):
         raise ValueError(expected)
@@ -188,7 +180,7 @@ def _objectives(value: Any) -> dict[str, dict[str, float | None]]:
         raise ValueError(f"`{lacking[0]}` for each objective")
     try:
         return {
-            _checked(name, "objective"): {key: _checked(result[key], key, _OF_AN_OBJECTIVE) for key in _OF_AN_OBJECTIVE}
+            _checked(name, _TEXT): {key: _checked(result[key], kind) for key, kind in _OF_AN_OBJECTIVE.items()}
             for name, result in value.items()
         }
     except ValueError as error:

@@ -24,17 +24,17 @@ class Report:
 
     title: str
     lead: str
-    """Whose numbers these are, in a sentence or two."""
+    """a sentence or two on whose numbers these are"""
     verdicts: Sequence[Verdict]
     published: Sequence[Verdict]
-    """The same claims, judged by the published tables; none where these are what is reported."""
+    """the same claims, judged by the published tables; none if these are what is reported"""
     figures: Sequence[Shown]
     tables: Sequence[Table]
     scores: str
-    """All scores as CSV, for whoever wants to compute with them."""
+    """all scores as CSV, for whoever wants to compute with them"""
     facts: Sequence[Fact]
     lacking: str = ""
-    """Which models have no score, in sentences."""
+    """sentences that name models without a score"""
 
 
 MARK = '<meta name="generator" content="megaenc study report">'
@@ -60,15 +60,22 @@ def page(report: Report) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.globals |= {"mark": Markup(MARK), "signs": _SIGNS, "families": FAMILIES}
-    environment.globals |= {"classes": _classes, "dataset_label": dataset_label}
-    environment.filters |= {"shown": shown, "signed": _signed, "minus": _minus, "seeds": _seeds, "reach": _reach, "twins": _twins}
-    environment.filters["p_value"] = lambda value: "" if math.isnan(value) else p_value(value)
-    environment.filters["place"] = lambda value, reach: f"{75 + 70 * value / reach:.1f}"
-    environment.filters["base64"] = lambda text: base64.b64encode(text.encode()).decode()
+    environment.filters |= {
+        "shown": shown,
+        "signed": lambda value: "" if math.isnan(value) else _minus(f"{value:+.2f}"),
+        "minus": _minus,
+        "reach": _reach,
+        "twins": _twins,
+        "p_value": lambda value: "" if math.isnan(value) else p_value(value),
+        "place": lambda value, reach: f"{75 + 70 * value / reach:.1f}",
+        "seeds": lambda needed: "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}",
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    }
     environment.tests |= {"finite": math.isfinite, "nan": math.isnan}
     verdicts = Counter(one.verdict for one in report.verdicts)
     counts = ", ".join(f"{verdicts[name]} {sign['counted']}" for name, sign in _SIGNS.items() if verdicts[name])
+    names = {"mark": Markup(MARK), "signs": _SIGNS, "families": FAMILIES, "classes": _classes, "dataset_label": dataset_label}
+    environment.globals |= names  # macros have them too
     return environment.get_template("report.html.j2").render(report=report, counts=counts)
 
 
@@ -88,17 +95,9 @@ def _minus(said: str) -> str:
     return re.sub(r"(?<![\w.)-])-(?=\.?\d)", "\u2212", said)
 
 
-def _signed(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:+.2f}".replace("-", "\u2212")
-
-
-def _seeds(needed: float | None) -> str:
-    return "" if needed is None else "never" if math.isinf(needed) else f"{needed:,}"
-
-
 def _reach(verdict: Verdict) -> float:
     """Return the farthest end of a verdict's intervals from 0, which are drawn on one axis."""
-    listed = [*verdict.comparisons, *([verdict.overall] if verdict.overall else [])]
+    listed = filter(None, [*verdict.comparisons, verdict.overall])
     ends = [abs(end) for one in listed for end in (one.low, one.high, one.difference) if math.isfinite(end)]
     return max(ends, default=1.0) or 1.0
 

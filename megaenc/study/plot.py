@@ -18,8 +18,7 @@ from megaenc.errors import InputError, one_line_errors
 from megaenc.files import whole_files
 from megaenc.output_paths import check_output_file, created_parent
 from megaenc.study.axes import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, clean, plain_counts, styles, verbatim
-from megaenc.study.compare import comparison, curves_of, named
-from megaenc.study.metrics import Row, read_beginning, read_held_out, read_steps, read_validations
+from megaenc.study.metrics import Curves, Row, curves_of, read_beginning, read_held_out, read_steps, read_validations
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LETTER = 0.0125  # of a label, in widths of the panel
@@ -39,27 +38,24 @@ class PlotFlags:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a run, from `start` to `end`, under one objective, or under several of which this is one.
-
-    `start` and `end` are, like `x`, in what the picture is drawn against.
-    """
+    """A stretch of a run under one objective, or under several of which this is one."""
 
     objective: str
     start: float
+    """like `end` and `x` in what the picture is drawn against"""
     end: float
     x: np.ndarray
     """float64[R], the updates that have a row with a loss"""
     loss: np.ndarray
     """float64[R]"""
     share: float = 1.0
-    """Its part of the logged steps of the stretch."""
+    """of the logged steps of the stretch"""
+    top: float = 1.0
+    """of its shade, of the panel's height: those of one stretch lie above each other, as high as their shares"""
 
     @property
     def smoothed(self) -> np.ndarray:
-        """float64[R]: the mean over a window of a twentieth of the phase that never looks across its ends.
-
-        It grows from the first step, where the loss is steep, and keeps looking back at the last, where single steps are noise.
-        """
+        """float64[R]: the mean over a twentieth of the phase, less near its ends, as the loss is steep at the first step."""
         half = max(1, len(self.loss) // 40)
         sums = np.concatenate([[0.0], np.cumsum(self.loss)])
         at = np.arange(len(self.loss))
@@ -69,18 +65,19 @@ class Phase:
 
 
 def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[Phase]:
-    """The phases that a run's updates have been through; `begun` is how far it had come before the first, where that is not 0.
+    """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
 
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
     objectives of a mixture each of theirs has a Phase over the same stretch.
     """
-    groups = [list(rows) for _, rows in itertools.groupby(made, key=lambda row: row["phase"])]
     before, start = (begun["step"], begun[against]) if begun else (0, 0)
     short_steps = (made[-1]["step"] - before) / 50
-    stretches, short_before = [], False
-    for group in groups:
-        steps = group[-1]["step"] - before
-        before, short = group[-1]["step"], steps < short_steps
+    stretches: list[list[Row]] = []
+    short_before = False
+    for _, rows in itertools.groupby(made, key=lambda row: row["phase"]):
+        group = list(rows)
+        short = group[-1]["step"] - before < short_steps
+        before = group[-1]["step"]
         if short and short_before:
             stretches[-1] += group
         else:
@@ -88,19 +85,21 @@ def phases_of(made: list[Row], against: Against = "step", begun: Row | None = No
         short_before = short
     phases = []
     for stretch in stretches:
+        top = 1.0
         for objective in dict.fromkeys(row["objective"] for row in stretch):
             rows = [row for row in stretch if row["objective"] == objective]
             scored = [row for row in rows if row["loss"] is not None]  # a batch without a target has no loss
-            x = np.array([row[against] for row in scored], dtype=np.float64)
-            loss = np.array([row["loss"] for row in scored], dtype=np.float64)
-            phases.append(Phase(objective, start, stretch[-1][against], x, loss, len(rows) / len(stretch)))
+            x, loss = (np.array([row[name] for row in scored], dtype=np.float64) for name in (against, "loss"))
+            share = len(rows) / len(stretch)
+            phases.append(Phase(objective, start, stretch[-1][against], x, loss, share, top))
+            top = max(top - share, 0.0)
         start = stretch[-1][against]
     return phases
 
 
 @verbatim
 def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
-    """matplotlib's Figure of a run, from the rows of its steps and of its validations, and `begun` as `phases_of` has it."""
+    """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `phases_of` has it."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
@@ -111,29 +110,31 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
     picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
     loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
     labelled: set[str] = set()
-    for phase, (bottom, top) in zip(phases, _bands(phases), strict=True):
+    for phase in phases:
         colour, _ = style[phase.objective]
         for panel in (loss, rate):
-            panel.axvspan(phase.start, phase.end, bottom, top, color=colour, alpha=0.07, linewidth=0)
+            bottom = max(phase.top - phase.share, 0.0)
+            panel.axvspan(phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0)
         loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
         loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
         wide = (phase.end - phase.start) / ((last - first) or 1)
         if wide >= _LETTER * len(phase.objective):  # else the name would cover its neighbours'
             labelled.add(phase.objective)
             place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
-            loss.text((phase.start + phase.end) / 2, top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
+            loss.text((phase.start + phase.end) / 2, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
     for objective, (x, losses) in validations.items():
         colour, marker = style[objective]
         loss.plot(
             x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
             label=f"held out, {objective}",
         )  # fmt: skip
-    handles, _ = loss.get_legend_handles_labels()
-    handles.insert(0, Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"))
-    handles.insert(1, Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"))
-    for objective in dict.fromkeys(phase.objective for phase in phases):
-        if objective not in labelled:
-            handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
+    handles = [
+        Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"),
+        Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
+        *loss.get_legend_handles_labels()[0],
+    ]
+    for objective in dict.fromkeys(phase.objective for phase in phases if phase.objective not in labelled):
+        handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
     loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
     loss.set_ylabel("loss (nats a predicted token)")
     loss.set_xlim(first, last if last > first else first + 1)
@@ -159,11 +160,63 @@ def figure(made: list[Row], validated: list[Row], title: str, against: Against =
     return picture
 
 
-def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
-    """Write the picture of one run folder, or the comparison of several, to `output`; return what it shows, in one line.
+def named(runs: Sequence[str | Path]) -> dict[str, Path]:
+    """Return runs by the end of their paths that tells them apart. Raises InputError for a folder that is given twice."""
+    paths = [Path(run).resolve() for run in runs]
+    for at, path in enumerate(paths):
+        if path in paths[:at]:
+            raise InputError(f"{runs[at]}: given twice, expected different runs")
+    count, names = 0, []
+    while len(set(names)) < len(paths):
+        count += 1
+        names = [os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace") for path in paths]
+    return dict(zip(names, map(Path, runs), strict=True))
 
-    Raises InputError for a folder or a name that cannot be used.
+
+@verbatim
+def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
+    """Return matplotlib's Figure of several runs, a panel an objective, and one line that says what it shows and leaves out.
+
+    `curves`: those of each run by its name. Raises InputError where no objective is common to all.
     """
+    from matplotlib.figure import Figure
+
+    objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
+    shared = [objective for objective in objectives if all(objective in each for each in curves.values())]
+    if not shared:
+        held = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
+        raise InputError(f"no objective that all runs were validated under: {held}; expected one in common")
+    style, columns = styles(list(curves)), min(3, len(shared))
+    rows = -(-len(shared) // columns)
+    picture = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
+    panels = list(picture.subplots(rows, columns, squeeze=False).flat)
+    for panel, objective in zip(panels, shared, strict=False):
+        for at, (name, each) in enumerate(curves.items()):
+            colour, marker = style[name]
+            x, losses = each[objective]
+            panel.plot(
+                x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4, markevery=max(1, len(x) // 12), linewidth=1.6,
+                zorder=3 + at, label=f"{name}  ({losses[-1]:.3f})",
+            )  # fmt: skip
+        panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
+        panel.set_xlabel(AXIS_LABELS[against])
+        panel.set_ylabel("held-out loss (nats a predicted token)")
+        panel.set_xlim(0, max(each[objective][0][-1] for each in curves.values()) or 1)
+        panel.margins(y=0.08)
+        panel.legend(**LEGEND, title="run (last loss)", title_fontsize=9, alignment="left", loc="best")
+        if against != "step":
+            plain_counts(panel.xaxis)
+        clean(panel)
+    for panel in panels[len(shared) :]:  # what the last row has too many
+        panel.set_visible(False)
+    shown = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
+    lacking = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
+    left_out = [f"{name} ({', '.join(runs)})" for name, runs in lacking.items()]
+    return picture, shown + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
+
+
+def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
+    """Write the picture of one run folder or the comparison of several; return a line on what it shows. Raises InputError."""
     output = Path(output)
     if output.suffix.lower() not in _FORMATS:
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
@@ -189,16 +242,6 @@ def _drawn(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
     if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
         shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
     return picture, shown
-
-
-def _bands(phases: list[Phase]) -> list[tuple[float, float]]:
-    """Bottom and top of each phase's shade: those over the same stretch lie above each other, as high as their shares."""
-    bands: list[tuple[float, float]] = []
-    for at, phase in enumerate(phases):
-        beside = at > 0 and phases[at - 1].start == phase.start
-        top = bands[-1][0] if beside else 1.0
-        bands.append((max(top - phase.share, 0.0), top))
-    return bands
 
 
 @one_line_errors

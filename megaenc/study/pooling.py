@@ -4,18 +4,16 @@ What pooled lines share (a data set, a seed, a model) is kept: weights of the sa
 docs/study-claims.md has the rules in words, and how often they raise a false alarm.
 """
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megaenc.study import statistics
 from megaenc.study.comparisons import Comparison, Line, Terms
-from megaenc.study.score import Score, examples_of
+from megaenc.study.evidence import Score
 from megaenc.study.statistics import Components, Test
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
@@ -23,7 +21,10 @@ _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0
 Weighted = Sequence[tuple[float, Line]]
 Seeds = tuple[int, ...]
 """Of the pretraining; empty for lines that have one run each."""
-Place = tuple[str, str]
+Blocks = Mapping[tuple[str, str], np.ndarray]
+"""float[S, N] by family and data set; empty if some score has no examples, or other ones."""
+Lent = Mapping[str, Mapping[Seeds, float]]
+"""By family ("" for any other): the variance of a line between runs of the pretraining, and whose seeds say so."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,17 @@ class Rows:
     """What lines add up to, by seed: of the pretraining where they have several, else of the fine-tuning."""
 
     left: np.ndarray
-    """float[S]"""
     right: np.ndarray
-    examples: Mapping[Place, np.ndarray] | None
-    """float[S, N] of the contrast on each data set; None where some score has none, or other ones"""
+    examples: Blocks
+    """of the contrast"""
 
     @property
     def scores(self) -> np.ndarray:
         return self.left - self.right
 
 
-Lent = Mapping[str, Mapping[Seeds, float]]
-"""By family ("" for any other): the variance of a line between runs of the pretraining, and whose seeds say so."""
-
-
 def lending(lines: Sequence[Line]) -> Lent:
-    """What lines with several runs of the pretraining say of how far these differ, for lines that have one; empty where none is.
+    """Return what lines with several runs of the pretraining say of how far these differ, for lines that have one.
 
     The mean over the lines of a family with the same seeds, and over sets of seeds.
     """
@@ -77,7 +73,18 @@ def test(
     """
     weights = weights or [1 / len(lines)] * len(lines)
     pool = [(weight, line) for weight, line in zip(weights, lines, strict=True) if weight]
-    compared = functools.partial(_comparison, lines, pretrained=min(len(line.seeds) for _, line in pool))
+    families, sets, places = ({getattr(line, name) for line in lines} for name in ("family", "dataset", "where"))
+    family = lines[0].family if len(families) == 1 else ""
+    collapsed = lines[0].collapsed if len(lines) == 1 else ()
+    where = lines[0].where if len(places) == 1 else f"{len(places)} pairs"
+
+    def compared(made: Test, effect: float = math.nan, **more) -> Comparison:
+        p = math.nan if collapsed else made.p
+        more = {"pretrained": min(len(line.seeds) for _, line in pool), "collapsed": collapsed} | more
+        shown = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
+        dataset = lines[0].dataset if len(sets) == 1 and family else "all"
+        return Comparison(*lines[0].names, shown, family, dataset, made, p, p, effect, **more)
+
     lent = lending([line for _, line in pool]) if lent is None else lent
     if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
         return compared(*_printed(pool, margin))
@@ -86,34 +93,22 @@ def test(
         groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
     rows = {seeds: _rows(members, seeds) for seeds, members in groups.items()}
     if None in rows.values():  # no fine-tuning seed in common
-        nothing = Test(math.nan, math.nan, math.nan, math.nan, Components(math.nan, math.nan), math.nan, 0)
-        return compared(nothing, math.nan, pretrained=1)
+        unknown = Components(math.nan, math.nan)
+        return compared(Test(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretrained=1)
     if len(rows) == 1 and (() not in rows or not lent):
         [made] = rows.values()
-        blocks = list((made.examples or {}).values())
-        found = statistics.contrast(made.scores, blocks, margin)
-        drawn = statistics.bootstrap(made.scores, blocks, draws) if draws and blocks and found.seeds > 2 else None
-        drawn = drawn and tuple(tuple(100 * edge for edge in interval) for interval in drawn)
+        blocks = list(made.examples.values())
+        found, drawn = statistics.contrast(made.scores, blocks, margin), None
+        if draws and blocks and found.seeds > 2:
+            drawn = tuple((100 * low, 100 * high) for low, high in statistics.bootstrap(made.scores, blocks, draws))
         return compared(found, statistics.effect_size(made.left, made.right), bootstrap=drawn)
     difference = math.fsum(float(one.scores.mean()) for one in rows.values())
-    found = statistics.combined(difference, _variances(groups, rows, lent), _of_examples(list(rows.values())), margin)
-    return compared(found, math.nan, lent=() in rows)
-
-
-def _comparison(lines: Sequence[Line], made: Test, effect: float, **more: Any) -> Comparison:
-    """Return what a test of these lines says, under the names that they share."""
-    families, sets, places = ([*dict.fromkeys(getattr(line, of) for line in lines)] for of in ("family", "dataset", "where"))
-    where = places[0] if len(places) == 1 else f"{len(places)} pairs"
-    family = families[0] if len(families) == 1 else ""
-    collapsed, p = lines[0].collapsed if len(lines) == 1 else (), made.p
-    if collapsed:
-        where, p = f"{where} ({' and '.join(collapsed)} collapsed)", math.nan
-    dataset = sets[0] if len(sets) == 1 and family else "all"
-    return Comparison(*lines[0].names, where, family, dataset, made, p, p, effect, collapsed=collapsed, **more)
+    found = statistics.combined(difference, _variances(groups, rows, lent), _of_examples(rows.values()), margin)
+    return compared(found, lent=() in rows)
 
 
 def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], lent: Lent) -> list[tuple[float, float]]:
-    """(variance, degrees of freedom) of a pooled contrast, by where it is estimated.
+    """Return (variance, degrees of freedom) of a pooled contrast, by where it is estimated.
 
     Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
     counts as often as there are such parts. For the same reason the lines of one size and one run count as correlated.
@@ -135,29 +130,26 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], len
     return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in found.items()]
 
 
-def _of_examples(rows: Sequence[Rows]) -> float:
-    """The variance that examples add; nan where some of the rows have none."""
-    if any(not one.examples for one in rows):
-        return math.nan
-    by_place: dict[Place, list[np.ndarray]] = defaultdict(list)
-    for one in rows:
-        for place, block in one.examples.items():
-            by_place[place].append(block)
-    if any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values()):
+def _of_examples(rows: Collection[Rows]) -> float:
+    """Return the variance that examples add; nan if some of the rows have none, or other ones."""
+    by_place: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
+    for place, block in (pair for one in rows for pair in one.examples.items()):
+        by_place[place].append(block)
+    other = any(len({block.shape[1] for block in blocks}) > 1 for blocks in by_place.values())
+    if other or any(not one.examples for one in rows):
         return math.nan
     return math.fsum(statistics.shared(blocks) for blocks in by_place.values())
 
 
 def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
-    """Of lines that have these seeds, or one run each; None where the fine-tunings of a run have no seed in common."""
+    """Return those of lines that have these seeds, or one run each; None if the fine-tunings of a run have no seed in common."""
     if not seeds:
         return _run([(weight, line, line.seeds[0]) for weight, line in lines], examples)
     runs = [_run([(weight, line, seed) for weight, line in lines], examples) for seed in seeds]
     if None in runs:
         return None
-    sides = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right"))
-    blocks = None
-    if all(run.examples and run.examples.keys() == runs[0].examples.keys() for run in runs):
+    sides, blocks = (np.array([getattr(run, side).mean() for run in runs]) for side in ("left", "right")), {}
+    if all(run.examples.keys() == runs[0].examples.keys() for run in runs):
         means = {place: [run.examples[place].mean(0) for run in runs] for place in runs[0].examples}
         if all(len({one.shape for one in each}) == 1 for each in means.values()):
             blocks = {place: np.stack(each) for place, each in means.items()}
@@ -165,7 +157,7 @@ def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
 
 
 def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | None:
-    """By fine-tuning seed, of one run of the pretraining for each line."""
+    """Return the same by fine-tuning seed, of one run of the pretraining for each line."""
     terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
     seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
     if not seeds:
@@ -174,11 +166,11 @@ def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | Non
         np.array([math.fsum(sign * part * score.seeds[seed] for part, score in terms if sign * part > 0) for seed in seeds])
         for sign in (1, -1)
     )
-    return Rows(*sides, _blocks(terms, seeds) if examples else None)
+    return Rows(*sides, _blocks(terms, seeds) if examples else {})
 
 
 def _merged(terms: Terms) -> list[tuple[float, Score]]:
-    """Averages as the sets that they are formed over, and each score once with all its weight."""
+    """Return averages as the sets that they are formed over, and each score once with all its weight."""
     found: dict[int, tuple[float, Score]] = {}
     for weight, score in terms:
         for member in score.members or (score,):
@@ -187,21 +179,20 @@ def _merged(terms: Terms) -> list[tuple[float, Score]]:
     return [(weight, score) for weight, score in found.values() if abs(weight) > 1e-12]
 
 
-def _blocks(terms: Terms, seeds: Sequence[int]) -> dict[Place, np.ndarray] | None:
-    """The contrast of the examples of each data set; None where some score has none, or other ones."""
-    found: dict[Place, np.ndarray] = {}
+def _blocks(terms: Terms, seeds: Sequence[int]) -> Blocks:
+    """Return the contrast of the examples of each data set."""
+    found: dict[tuple[str, str], np.ndarray] = {}
     for weight, score in terms:
-        if (block := examples_of(score, seeds)) is None:
-            return None
-        place = (score.family, score.dataset)
-        if place in found and found[place].shape != block.shape:
-            return None
-        found[place] = found[place] + weight * block if place in found else weight * block
+        block, place = score.examples_of(seeds), (score.family, score.dataset)
+        before = found.get(place)
+        if block is None or (before is not None and before.shape != block.shape):
+            return {}
+        found[place] = weight * block if before is None else before + weight * block
     return found
 
 
 def _printed(pool: Weighted, margin: float) -> tuple[Test, float]:
-    """The test of published means, and its effect size."""
+    """Return the test of published means, and its effect size."""
     first = _merged([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
     weights = [weight for weight, _ in first]
     halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from megaenc.finetune.intervals import STUDY, Kind
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import AVERAGE, PAPER, Evidence, of_results
-from megaenc.study.score import Score
+from megaenc.study.evidence import AVERAGE, PAPER, Evidence, Score, of_results
 from megaenc.study.setting import BUDGET, Setting, name_of, setting_of
 from megaenc.study.setups import DATASETS
 
@@ -21,20 +20,17 @@ SOURCE = "arXiv 2507.00994, tables of the appendix"
 TABLES = "published_results.csv"
 
 PRINTED = {label: name for labels in DATASETS.values() for name, label in labels.items()} | {"Average": AVERAGE}
-"""What the tables call a data set, and its name here."""
+"""The names of data sets by those that the tables give them."""
 
 
 def rows() -> list[dict[str, str]]:
-    """The 800 cells as printed, in the order of the tables.
-
-    setup, size, clm_steps, mlm_steps, cpt_mlm_steps, mask_ratio, task, dataset, mean, ci95.
-    """
+    """Return the 800 cells as printed, in the order of the tables, by the columns of the file."""
     with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
         return list(csv.DictReader(stream))
 
 
 def row_setting(row: dict[str, str]) -> Setting:
-    """The model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
+    """Return the model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
     return Setting(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
@@ -42,7 +38,7 @@ def row_setting(row: dict[str, str]) -> Setting:
 
 @functools.cache
 def published() -> Evidence:
-    """The printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
+    """Return the printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
     found: dict[tuple[Setting, str, str], Score] = {}
     for row in rows():
         setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
@@ -52,10 +48,7 @@ def published() -> Evidence:
 
 
 def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
-    """The study's own result files, under the names of its models and over the data sets of its tables alone.
-
-    `folder` is its `results`, as in the repository hgissbkh/EncodEval. Raises InputError for a tree without results.
-    """
+    """Read the study's own result files: `folder` is the `results` of hgissbkh/EncodEval. Raises InputError if there are none."""
     of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
     found = scan(folder)
     return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)

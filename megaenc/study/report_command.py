@@ -4,7 +4,7 @@ From a folder of results, with the manifest that they were made by where there i
 --published, from its printed tables alone. Published values stand beside and behind those of the same models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,14 +15,14 @@ from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.files import whole_files, write_whole
-from megaenc.finetune.intervals import Asked, Kind
+from megaenc.finetune.intervals import Kind
 from megaenc.finetune.jobs import rate_name
-from megaenc.finetune.results import scan
+from megaenc.finetune.results import Result, scan
 from megaenc.output_paths import created_parent
 from megaenc.study import made, report_folder
 from megaenc.study.claims import judge
 from megaenc.study.evidence import PAPER, Evidence, of_results, without_score
-from megaenc.study.figures.every import Shown, figures_of, flops_by_shape
+from megaenc.study.figures.every import figures_of, flops_by_shape
 from megaenc.study.figures.panels import Picture
 from megaenc.study.page import Report, page
 from megaenc.study.published import published
@@ -30,9 +30,8 @@ from megaenc.study.report_folder import FIGURES, PAGE, TABLES
 from megaenc.study.run_tree import flops_of, named_settings, read_runs
 from megaenc.study.scope import Scope, scope_of
 from megaenc.study.setups import STANDARD
-from megaenc.study.spread_tables import spread_tables
 from megaenc.study.table import WRITERS
-from megaenc.study.tables import score_tables, standard_tables, tidy
+from megaenc.study.tables import score_tables, spread_tables, standard_tables, tidy
 
 SCORES = "scores.csv"
 
@@ -57,51 +56,6 @@ class ReportFlags:
     """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
 
 
-def report_of(settings: ReportFlags) -> Report:
-    """Read everything that the flags name. Raises InputError for what cannot be used."""
-    if settings.published:
-        given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
-        if given:
-            raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
-        evidence = published()
-        figures = figures_of(evidence, {}, flops_by_shape(evidence))
-        return _assemble(evidence, [], None, figures, made.of_published(), title="The published tables", lead=_PUBLISHED)
-    if not settings.results:
-        raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
-    scope, title = _manifest(settings.manifest)
-    results = scan(settings.results)
-    models = list(dict.fromkeys(one.model for one in results))
-    if scope.names and not any(model in scope.names for model in models):
-        found, expected = ", ".join(models[:3]), ", ".join(list(scope.names)[:3])
-        raise InputError(
-            f"--results {settings.results}: found models {found}, expected those of {settings.manifest}: {expected}, ..."
-        )
-    runs = read_runs(Path(settings.runs)) if settings.runs else {}
-    known = named_settings(sorted(models), scope.names)
-    evidence = of_results(results, known.get, PAPER, settings.interval, scope)
-    if scope.asked is not None and not evidence.grids:
-        found = Asked(tuple(sorted({one.learning_rate for one in results})), tuple(sorted({one.seed for one in results})))
-        wanted = f"some of what {settings.manifest} asks for: {_grid(scope.asked)}"
-        raise InputError(f"--results {settings.results}: found {_grid(found)}, expected {wanted}")
-    if not evidence.scores:
-        raise InputError(
-            f"{settings.results}: no model has a learning rate with every seed finished yet; expected at least one: "
-            f"{without_score(evidence)}"
-        )
-    there = {name for one in results if one.test is not None for name in one.test.metrics}
-    metrics = [name for names in STANDARD.values() for name in names if name in there]
-    standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
-    facts = [
-        *made.noted(Path(settings.results), settings.about),
-        *made.of_results(results, evidence),
-        *made.of_runs(runs),
-        made.intervals_of(evidence, published()),
-    ]
-    flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
-    figures = figures_of(evidence, runs, flops, published())
-    return _assemble(evidence, standard, published(), figures, facts, title=title or "Results of a study", lead=_OURS)
-
-
 _PUBLISHED = (
     "What was printed in the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
 )
@@ -111,42 +65,70 @@ _OURS = (
 )
 
 
-def _grid(asked: Asked) -> str:
-    return f"rates {', '.join(map(rate_name, asked.rates))} with seeds {', '.join(map(str, asked.seeds))}"
-
-
-def _manifest(path: str) -> tuple[Scope, str]:
-    """Return what it set out to measure, and its title."""
-    if not path:
-        return Scope(), ""
-    from megaenc.study.manifest import read_manifest
-
-    manifest = read_manifest(path)
-    return scope_of(manifest), manifest.title
-
-
-def _assemble(
-    evidence: Evidence,
-    standard: Sequence[Evidence],
-    beside: Evidence | None,
-    figures: Sequence[Shown],
-    facts: Sequence[made.Fact],
-    **texts: str,
-) -> Report:
+def report_of(settings: ReportFlags) -> Report:
+    """Read everything that the flags name. Raises InputError for what cannot be used."""
+    if settings.published:
+        given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
+        if given:
+            raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
+        title, lead, evidence, beside = "The published tables", _PUBLISHED, published(), None
+        facts, standard, runs, flops = made.of_published(), [], {}, flops_by_shape(evidence)
+    else:
+        if not settings.results:
+            raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
+        scope, title = _planned(settings.manifest)
+        results, beside, lead = scan(settings.results), published(), _OURS
+        models = list(dict.fromkeys(one.model for one in results))
+        known = named_settings(sorted(models), scope.names)
+        evidence = of_results(results, known.get, PAPER, settings.interval, scope)
+        _check(evidence, results, models, settings)
+        runs = read_runs(Path(settings.runs)) if settings.runs else {}
+        flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+        there = {name for one in results if one.test is not None for name in one.test.metrics}
+        metrics = [name for names in STANDARD.values() for name in names if name in there]
+        standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
+        facts = [
+            *made.noted(Path(settings.results), settings.about),
+            *made.of_results(results, evidence),
+            *made.of_runs(runs),
+            ("Intervals", f"of tables and figures: {made.words(evidence, beside)}"),
+        ]
+    figures = figures_of(evidence, runs, flops, beside)
     with ProgressLine("judging", total=None, closing=False) as progress:
         progress.update(0)
         verdicts = judge(evidence)
         tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
-    return Report(
-        **texts,
-        verdicts=verdicts,
-        published=judge(beside) if beside is not None else [],
-        figures=figures,
-        tables=tables,
-        scores=tidy([evidence, *standard]),
-        facts=facts,
-        lacking=without_score(evidence),
-    )
+    printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
+    return Report(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
+
+
+def _planned(path: str) -> tuple[Scope, str]:
+    """Return what a manifest set out to measure, and its title."""
+    if not path:
+        return Scope(), "Results of a study"
+    from megaenc.study.manifest import read_manifest
+
+    manifest = read_manifest(path)
+    return scope_of(manifest), manifest.title or "Results of a study"
+
+
+def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportFlags) -> None:
+    """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
+    place, names, asked = f"--results {settings.results}", list(evidence.scope.names), evidence.scope.asked
+    if names and not any(model in names for model in models):
+        found, expected = ", ".join(models[:3]), ", ".join(names[:3])
+        raise InputError(f"{place}: found models {found}, expected those of {settings.manifest}: {expected}, ...")
+    if asked is not None and not evidence.grids:
+        found = _grid({one.learning_rate for one in results}, {one.seed for one in results})
+        wanted = f"some of what {settings.manifest} asks for: {_grid(asked.rates, asked.seeds)}"
+        raise InputError(f"{place}: found {found}, expected {wanted}")
+    if not evidence.scores:
+        wanted = f"expected at least one: {without_score(evidence)}"
+        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; {wanted}")
+
+
+def _grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
+    return f"rates {', '.join(map(rate_name, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
 
 
 def write(report: Report, output: Path) -> None:
@@ -156,27 +138,24 @@ def write(report: Report, output: Path) -> None:
     Raises InputError for a folder that cannot be written or that holds something that is no report.
     """
     earlier = report_folder.check(output)
-    drawn = [(name, picture) for one in report.figures for name, picture in _pictures(one)]
     texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
-    names = [*texts, f"{TABLES}/{SCORES}", *(f"{FIGURES}/{name}.{suffix}" for name, _ in drawn for suffix in ("png", "svg"))]
+    drawn: dict[str, Picture] = {}
+    for one in report.figures:
+        both = {one.drawn.key: one.drawn, f"{one.drawn.key}-published": one.published}
+        drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
+    names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
     report_folder.begin(output, earlier, names)
     for name, (table, form) in texts.items():
         write_whole(output / name, form(table))
     with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
-        for at, (name, picture) in enumerate(drawn):
+        for at, (name, picture) in enumerate(drawn.items()):
             progress.update(at)
-            with whole_files(output / FIGURES / f"{name}.png") as [temporary]:
+            with whole_files(output / f"{name}.png") as [temporary]:
                 picture.wide.savefig(temporary, format="png", metadata={"Software": None})
-            write_whole(output / FIGURES / f"{name}.svg", picture.svg)
+            write_whole(output / f"{name}.svg", picture.svg)
     write_whole(output / TABLES / SCORES, report.scores)
     write_whole(output / PAGE, page(report))
     report_folder.finish(output, earlier, names)
-
-
-def _pictures(one: Shown) -> list[tuple[str, Picture]]:
-    """Return what is drawn of a figure, each under the name of its files."""
-    both = ((one.drawn.key, one.drawn), (f"{one.drawn.key}-published", one.published))
-    return [(name, picture) for name, picture in both if picture and picture.panels]
 
 
 @one_line_errors

@@ -35,10 +35,10 @@ def check(output: Path) -> set[str]:
         ours = MARK in _text(output / PAGE)
         mark, *names = _text(output / FILES).splitlines() or [""]
         if mark == _LISTED:
-            own = {FILES, TABLES, FIGURES} | ({PAGE} if ours else set())
+            own = {FILES, TABLES, FIGURES, *([PAGE] if ours else [])}
         else:  # only leftovers of an attempt that was killed at once
-            own, names = {name for name in (TABLES, FIGURES) if _is_empty(output / name)}, []
-        others = sorted(path.name for path in output.iterdir() if path.name not in own and path.suffix != ".tmp")
+            own, names = {name for name in (TABLES, FIGURES) if not _others(output / name)}, []
+        others = [name for name in _others(output) if name not in own]
         if others and not (ours and mark == _LISTED):
             raise InputError(
                 f"--output {output}: holds {others[0]} and no report; expected a new folder, an empty one or a report"
@@ -50,28 +50,28 @@ def check(output: Path) -> set[str]:
 
 def _check_kinds(output: Path) -> None:
     """Raise InputError for a link, or another kind of entry, in place of the report's own folders and files."""
-    kinds = {output: "folder", output / TABLES: "folder", output / FIGURES: "folder"}
-    for path, expected in (kinds | {output / PAGE: "file", output / FILES: "file"}).items():
-        if (found := _kind(path)) not in (expected, ""):
-            where = f"--output {output}" + ("" if path == output else f": {path.name}")
+    for name, expected in {"": "folder", TABLES: "folder", FIGURES: "folder", PAGE: "file", FILES: "file"}.items():
+        if (found := _kind(output / name)) not in (expected, ""):
+            where = f"--output {output}" + (f": {name}" if name else "")
             raise InputError(f"{where}: is a {found}, expected a {expected}; choose another folder")
 
 
 def _kind(path: Path) -> str:
     """Return file, folder, symbolic link or special file, links not followed; "" for nothing. Raises OSError."""
     try:
-        mode = path.lstat().st_mode
+        mode = stat.S_IFMT(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    kinds = ((stat.S_ISREG, "file"), (stat.S_ISDIR, "folder"), (stat.S_ISLNK, "symbolic link"))
-    return next((name for is_kind, name in kinds if is_kind(mode)), "special file")
+    return {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "symbolic link"}.get(mode, "special file")
+
+
+def _others(folder: Path) -> list[str]:
+    """Return what a folder holds, temporary files left out."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".tmp") if folder.is_dir() else []
 
 
 def begin(output: Path, earlier: Collection[str], names: Iterable[str]) -> None:
-    """Create the subfolders and list `names`, which are about to be written, with those of the `earlier` report.
-
-    Raises InputError if one of them exists and no report wrote it, and if the folder cannot be written.
-    """
+    """Create the subfolders and list `names`, about to be written, with `earlier` ones. Raises InputError if it cannot."""
     for name in names:
         if name not in earlier and _kind(output / name):
             raise InputError(
@@ -85,15 +85,14 @@ def begin(output: Path, earlier: Collection[str], names: Iterable[str]) -> None:
     _list(output, {*earlier, *names})
 
 
-def finish(output: Path, earlier: Iterable[str], names: Iterable[str]) -> None:
+def finish(output: Path, earlier: Collection[str], names: Collection[str]) -> None:
     """Remove files that only the `earlier` report or an attempt that was killed has written, and list `names`."""
-    earlier, names = set(earlier), set(names)
     _check_kinds(output)
-    own = [output / name for name in (*earlier, *names, PAGE, FILES)]
-    stale = {output / name for name in earlier - names}
+    own = {output / name for name in (*earlier, *names, PAGE, FILES)}
+    stale = [output / name for name in set(earlier) - set(names)]
     for folder in (output, output / TABLES, output / FIGURES):
-        here = [path for path in own if path.parent == folder]
-        _remove(folder, {*stale.intersection(here), *(left_behind(*here) if here else ())})
+        if here := [path for path in own if path.parent == folder]:
+            _remove(folder, [*(path for path in stale if path.parent == folder), *left_behind(*here)])
     _list(output, names)
 
 
@@ -118,7 +117,3 @@ def _text(file: Path) -> str:
         return read_regular(file).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and all(path.suffix == ".tmp" for path in folder.iterdir())

@@ -8,7 +8,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
-from megaenc.study.metrics import Row, read_beginning, read_run_json, read_steps, read_validations, training_seconds
+from megaenc.study.metrics import Row, read_beginning, read_run_json, read_steps, read_validations
 from megaenc.study.setting import Setting, setting_of
 from megaenc.training.run_folder import FACTS, METRICS
 
@@ -17,7 +17,7 @@ _OF_A_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run folder: what it has made itself, its parent's steps not among them."""
+    """A run folder: what it has made itself, without the steps of its parent."""
 
     name: str
     facts: Mapping[str, Any]
@@ -29,27 +29,17 @@ class TrainedRun:
     @property
     def start(self) -> str:
         """new, branch or weights"""
-        return self.facts.get("start", {}).get("kind", "new")
+        return self.facts["start"].get("kind", "new")
 
     @property
     def parent(self) -> str:
         """Folder name of the run that it began with; empty for a new one."""
-        return Path(run).name if (run := self.facts.get("start", {}).get("run", "")) else ""
+        return Path(self.facts["start"].get("run", "")).name
 
     @property
     def identity(self) -> Mapping[str, Any]:
         """Flags that make the run what it is."""
-        return self.facts.get("identity", {})
-
-    @property
-    def seconds(self) -> float:
-        """In updates of its own."""
-        return training_seconds(self.steps, self.begun["step"])
-
-    @property
-    def tokens(self) -> int:
-        """Trained on, its parent's not counted."""
-        return self.steps[-1]["tokens"] - self.begun["tokens"]
+        return self.facts["identity"]
 
     @property
     def kind(self) -> str:
@@ -62,42 +52,30 @@ class TrainedRun:
 
 
 def read_runs(folder: Path) -> dict[str, TrainedRun]:
-    """Return the runs in `folder`, each a folder with run.json, by name; those without a step yet are left out.
-
-    Raises InputError where there is none, and for files that no run wrote.
-    """
+    """Return the runs with a step in `folder`, by name. Raises InputError if there is none, and for files that no run wrote."""
     try:
         places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
     except OSError as error:
         raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
-    reads = (read_run_json, read_steps, read_validations, read_beginning)
-    found = {path.name: TrainedRun(path.name, *(read(path) for read in reads)) for path in places if _has_row(path / METRICS)}
+    found = {}
+    for path in places:
+        facts, steps = read_run_json(path), read_steps(path, required=False)
+        if steps:
+            found[path.name] = TrainedRun(path.name, facts, steps, read_validations(path), read_beginning(path))
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found
 
 
-def _has_row(metrics: Path) -> bool:
-    """Return whether a file of rows holds a whole row, or a first line too long for one, which its reader names."""
-    if not metrics.is_file():
-        return False
-    try:
-        with open(metrics, "rb") as stream:
-            head = stream.read((1 << 20) + 1)
-    except OSError as error:
-        raise InputError(f"{metrics}: {error.strerror}; expected the rows of a run") from None
-    return b"\n" in head or len(head) > 1 << 20
-
-
 def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:
-    """The operations that went into each setting, beginnings that a run shares with its parent included.
+    """Return the operations that went into each setting, beginnings that a run shares with its parent included.
 
     A checkpoint on the way, RUN-STEP, has those of the row of that step, or of the next before it.
     """
     found = {}
     for name, setting in settings.items():
         step = None if name in runs else setting.steps
-        run = runs.get(name) or runs.get(_without_step(name, setting))
+        run = runs.get(name) or runs.get(re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name))  # the seed at its end stays
         while run is not None and step is not None and run.start == "branch" and step <= run.begun["step"]:
             run = runs.get(run.parent)
         if run is None:
@@ -106,11 +84,6 @@ def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) ->
         if rows and "flops" in rows[-1] and (step is None or rows[-1]["step"] == step):
             found[setting] = float(rows[-1]["flops"]) + _before(run, runs)
     return found
-
-
-def _without_step(name: str, setting: Setting) -> str:
-    """Return `610m-clm-42k-1000` as `610m-clm-42k`, the seed at its end kept."""
-    return re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name)
 
 
 def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
@@ -127,7 +100,7 @@ _PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
 
 
 def flops_of_the_study(setting: Setting) -> float | None:
-    """The same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
+    """Return the same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
     if (shape := PRESETS.get(setting.size.lower())) is None or setting.schedule:
         return None
 
@@ -141,6 +114,6 @@ def flops_of_the_study(setting: Setting) -> float | None:
 
 
 def named_settings(names: list[str], given: Mapping[str, Setting]) -> dict[str, Setting]:
-    """What each name stands for: as `given` by a manifest, else as the study names its models."""
+    """Return what each name stands for: as `given` by a manifest, else as the study names its models."""
     found = {name: given.get(name) or setting_of(name) for name in names}
     return {name: setting for name, setting in found.items() if setting is not None}

@@ -1,9 +1,9 @@
-"""How the study's models are grouped and named in what is shown: its four setups, objectives, families, data sets."""
+"""How a report groups and names the study's models: its four setups, objectives, families, data sets."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from megaenc.study.setting import Setting
 AVERAGE = "average"
 
 Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
+Groups = dict[Setup, list[Setting]]
 
 SETUPS: dict[Setup, str] = {
     "base": "Base models by size and mask ratio",
@@ -34,7 +35,7 @@ METRICS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exac
 
 
 def objective(setting: Setting) -> str:
-    """What trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
+    """Return what trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
     if setting.schedule:
         return setting.schedule
     if setting.clm_steps and setting.mlm_steps:
@@ -42,15 +43,13 @@ def objective(setting: Setting) -> str:
     return "CLM" if setting.clm_steps else "MLM"
 
 
-def pure(setting: Setting) -> bool:
-    """Whether one objective made the model, from its beginning to its decayed end."""
+def _pure(setting: Setting) -> bool:
+    """Return whether one objective made the model, from its beginning to its decayed end."""
     return setting.decayed and not setting.cpt_mlm_steps and objective(setting) in ("CLM", "MLM")
 
 
-def grouped(
-    settings: Iterable[Setting], planned: Iterable[Setting] = (), order: Sequence[str] = ()
-) -> dict[Setup, list[Setting]]:
-    """The settings of each setup, in the order of their tables; a setting may be in several, setups without any are left out.
+def grouped(settings: Iterable[Setting], planned: Iterable[Setting] = (), order: Sequence[str] = ()) -> Groups:
+    """Return the settings of each setup, in the order of their tables; one may be in several, a setup without any is left out.
 
     Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
     stand the MLM models of their mask ratios and budget and the CLM model; beside continued models those that they went on from.
@@ -60,69 +59,57 @@ def grouped(
     every, planned = list(dict.fromkeys(settings)), list(planned)
     whole = [one for one in dict.fromkeys([*planned, *every]) if one.decayed and not one.schedule]
     sizes = sizes_of(every, order)
-    longest = {**longest_of(every), **longest_of(planned)}
-    masks: dict[tuple[str, int], set[float | None]] = {}
-    for one in whole:
-        if not one.cpt_mlm_steps and objective(one) == "CLM + MLM":
-            masks.setdefault((one.size, one.steps), {None}).add(one.mask_ratio)
+    longest = {**_longest_of(every), **_longest_of(planned)}
+    masks = {
+        (one.size, one.steps, mask)
+        for one in whole
+        if not one.cpt_mlm_steps and objective(one) == "CLM + MLM"
+        for mask in (None, one.mask_ratio)
+    }
     parents = {parent_of(one) for one in whole if one.cpt_mlm_steps}
-
-    def member(setup: Setup, one: Setting) -> bool:
-        if one.schedule or not one.decayed:
-            return setup == ("other" if one.schedule else "efficiency")
-        base = pure(one) and one.steps == longest[one.size]
-        of_two_stages = one.mask_ratio in masks.get((one.size, one.steps), ())
-        return {
-            "base": base,
-            "pfs": not one.cpt_mlm_steps and (of_two_stages or (pure(one) and not base)),
-            "cpt": bool(one.cpt_mlm_steps) or one in parents,
-        }.get(setup, False)
-
-    def mask(one: Setting) -> float:
-        return math.inf if one.mask_ratio is None else one.mask_ratio
-
-    orders = {
-        "base": lambda one: (one.clm_steps, mask(one)),
-        "efficiency": lambda one: (objective(one) != "MLM", objective(one), mask(one), one.steps),
-        "pfs": lambda one: (one.steps, mask(one), one.clm_steps),
-        "cpt": lambda one: (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask(one)),
-        "other": lambda one: (one.schedule, one.steps, mask(one)),
-    }
-    found = {
-        setup: sorted(
-            (one for one in every if member(setup, one)),
-            key=lambda one, order=order: (sizes.index(one.size), *order(one), one.seed),
-        )
-        for setup, order in orders.items()
-    }
-    return {setup: members for setup, members in found.items() if members}
+    found: dict[Setup, list[tuple[tuple, Setting]]] = {setup: [] for setup in SETUPS}
+    for one in every:
+        mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective(one)
+        base = _pure(one) and one.steps == longest[one.size]
+        usual, first = one.decayed and not one.schedule, not one.cpt_mlm_steps
+        scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_pure(one) and not base))
+        places: dict[Setup, tuple[bool, tuple]] = {
+            "base": (usual and base, (one.clm_steps, mask)),
+            "efficiency": (not one.decayed and not one.schedule, (kind != "MLM", kind, mask, one.steps)),
+            "pfs": (usual and scratch, (one.steps, mask, one.clm_steps)),
+            "cpt": (usual and (not first or one in parents), (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask)),
+            "other": (bool(one.schedule), (one.schedule, one.steps, mask)),
+        }
+        for setup, (is_member, place) in places.items():
+            if is_member:
+                found[setup].append(((sizes.index(one.size), *place, one.seed), one))
+    in_order = {setup: sorted(members, key=lambda member: member[0]) for setup, members in found.items() if members}
+    return {setup: [one for _, one in members] for setup, members in in_order.items()}
 
 
 def parent_of(setting: Setting) -> Setting:
-    """The decayed model that continued pretraining began with."""
+    """Return the decayed model that continued pretraining began with."""
     mask = setting.mask_ratio if setting.mlm_steps else None
     return replace(setting, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
-def longest_of(settings: Iterable[Setting]) -> dict[str, int]:
-    """By size, the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
+def _longest_of(settings: Iterable[Setting]) -> dict[str, int]:
+    """Return by size the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
     budgets: dict[str, dict[str, set[int]]] = {}
     for one in settings:
-        if pure(one):
+        if _pure(one):
             budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective(one)].add(one.steps)
     return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
 
 
 def sizes_of(settings: Iterable[Setting], order: Sequence[str] = ()) -> list[str]:
-    """The sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
+    """Return the sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
     names = list(dict.fromkeys(one.size for one in settings))
-    if set(names) <= set(order):
-        return sorted(names, key=list(order).index)
-    return sorted(names, key=_parameters)
+    return sorted(names, key=list(order).index if set(names) <= set(order) else _parameters)
 
 
 def sizes_known(settings: Iterable[Setting], order: Sequence[str] = ()) -> bool:
-    """Whether `sizes_of` has them from the smallest to the largest, as one or a manifest or numbers of parameters say it."""
+    """Return whether `sizes_of` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
     names = {one.size for one in settings}
     return len(names) < 2 or names <= set(order) or not any(math.isinf(_parameters(name)) for name in names)
 
@@ -133,39 +120,39 @@ def _parameters(size: str) -> float:
 
 
 def reference_mask(settings: Iterable[Setting]) -> float | None:
-    """The mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
+    """Return the mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
     counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
     return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)
 
 
 def dataset_label(family: str, dataset: str) -> str:
-    """A data set or an average under the name that the study's tables give it, where they do."""
+    """Return the name that the study's tables give a data set or an average, if they have it; else its own."""
     known, after, trained = dataset.partition(" after ")
-    name = "Average" if known == AVERAGE else DATASETS.get(family, {}).get(known, known)
-    return f"{name}{after}{DATASETS.get(family, {}).get(trained, trained)}"
+    labels = {AVERAGE: "Average"} | DATASETS.get(family, {})
+    return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
 
 
-def datasets_of(found: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the data sets of each family: the study's first, as in its tables, averages last."""
+def datasets_of(found: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASETS) -> dict[str, list[str]]:
+    """Return the data sets of each family: first those of `order` (the study's tables), then others; averages last."""
     shown: dict[str, list[str]] = {family: [] for family in FAMILIES}
     for family, dataset in dict.fromkeys(found):
         shown.setdefault(family, []).append(dataset)
     for family, names in shown.items():
-        known = list(DATASETS.get(family, ()))
+        known = list(order.get(family, ()))
         names.sort(key=lambda name: (is_average(name), known.index(name) if name in known else len(known)))
     return {family: names for family, names in shown.items() if names}
 
 
 def is_average(dataset: str) -> bool:
-    """Whether this names the average of a family."""
-    return dataset == AVERAGE or dataset.startswith(f"{AVERAGE} after ")
+    """Return whether this names the average of a family."""
+    return dataset.partition(" after ")[0] == AVERAGE
 
 
 def percent(share: float | None) -> str:
-    """0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
+    """Return 0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
     return "" if share is None else f"{100 * share:.3g} %"
 
 
 def steps_of(count: int) -> str:
-    """42000 as `42k`, 1024 as `1,024`."""
+    """Return 42000 as `42k`, 1024 as `1,024`."""
     return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

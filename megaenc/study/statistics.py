@@ -1,15 +1,13 @@
 """What a difference between models is worth: intervals over seeds and examples, Holm's correction, effect sizes, seeds needed.
 
-docs/study-claims.md has the formulas, why they are these, and how often each raises a false alarm. Everything that is compared is
-a contrast: numbers of models times weights that sum to zero, by seed and by example. A difference has weights 1 and -1.
-
-Shapes: S seeds, N examples of a data set.
+docs/study-claims.md has the formulas, why they are these, and how often each raises a false alarm. Whatever is compared is a
+contrast: numbers of models times weights that sum to zero. Shapes: S seeds, N examples of a data set.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -22,16 +20,16 @@ _MANY = 1e6  # degrees of freedom from which t is the normal distribution
 
 @dataclass(frozen=True)
 class Components:
-    """Where the uncertainty of a mean over seeds and examples comes from. Variances of that mean, not of a single score."""
+    """Where the uncertainty of a mean over seeds and examples comes from: variances of that mean, not of a single score."""
 
     seeds: float
-    """what other seeds would change: variance over the seeds' means / S; nan for one seed"""
+    """variance over the seeds' means / S; nan for one seed"""
     examples: float
     """what other examples of the same kind would change in all seeds alike; nan without examples"""
 
     @property
     def total(self) -> float:
-        """Of both; what is not known counts as none."""
+        """The sum; an unknown part counts as none."""
         return float(np.nansum([self.seeds, self.examples]))
 
 
@@ -47,13 +45,13 @@ class Test:
     components: Components
     df: float
     seeds: int
-    """0 where it is made of published intervals, or of parts with seeds of their own"""
+    """0 if it is made of published intervals, or of parts with seeds of their own"""
     margin_p: float = math.nan
-    """where a margin was asked for: the probability of a contrast so near 0 if it were outside of the margin"""
+    """with a margin: the probability of a contrast so near 0 if it were outside of the margin"""
 
 
 def components(scores: np.ndarray, examples: Sequence[np.ndarray] = ()) -> Components:
-    """Of the mean of float[S] `scores`, from what the examples behind them scored: float[S, N] of each data set, or none.
+    """Return those of the mean of float[S] `scores`, from float[S, N] of what the examples of each data set behind them scored.
 
     The contributions of several data sets to a score add up. Two-way analysis of variance without repetition (Dorfman, Berbaum
     and Metz 1992): examples share (MS_examples - MS_residual) / (S * N) in all seeds, 0 where negative; the seeds' variance holds
@@ -68,7 +66,7 @@ def of_mean(scores: np.ndarray) -> float:
 
 
 def shared(parts: Sequence[np.ndarray]) -> float:
-    """Variance that the N examples of one data set give the sum of the means of `parts`, float[S, N] each with its own S seeds.
+    """Return the variance that N examples give the sum of the means of `parts`, float[S, N] each with its own S.
 
     Of one part (MS_examples - MS_residual) / (S * N). Of several, their means over seeds are added up by example before, and
     what chance leaves over in each is taken off.
@@ -95,30 +93,26 @@ def contrast(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: fl
     those of Hillis (2007); the less certain of both counts. One seed has an interval, over its examples alone, and no p.
     """
     parts, count = components(scores, examples), len(scores)
-    if count == 1:
-        df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
-        made = _test(float(scores[0]), parts, [(parts.examples, df)], count, margin)
-        return replace(made, p=math.nan, margin_p=math.nan)
-    return combined(float(np.mean(scores)), [(parts.seeds, count - 1)], parts.examples, margin, count)
+    if count > 1:
+        return combined(float(np.mean(scores)), [(parts.seeds, count - 1)], parts.examples, margin, count)
+    df = float(min(block.shape[1] for block in examples) - 1) if len(examples) else math.nan
+    return _test(float(scores[0]), parts, [(parts.examples, df)], count, margin=None)
 
 
 def combined(
     difference: float, of_seeds: Sequence[tuple[float, float]], of_examples: float, margin: float = 0.0, seeds: int = 0
 ) -> Test:
-    """The same of a sum of independent parts: (variance, degrees of freedom) of each over its seeds, and what examples add.
+    """Test a sum of independent parts: (variance, degrees of freedom) of each over its seeds, and what examples add.
 
     Degrees of freedom by Welch and Satterthwaite: of seeds alone, and with the examples, whose variance counts as known (as in
     Hillis). A variance that is nan, as of one seed, or is nothing at all leaves no p: seeds that agree say nothing of others.
     """
     parts = Components(math.fsum(variance for variance, _ in of_seeds), of_examples)
     if math.isnan(parts.seeds) or parts.seeds <= _NOTHING**2:
-        made = _test(difference, parts, [(np.nan_to_num(of_examples), math.inf)], seeds, margin)
-        return replace(made, p=math.nan, margin_p=math.nan)
+        return _test(difference, parts, [(np.nan_to_num(of_examples), math.inf)], seeds, margin=None)
     bottom = math.fsum(variance**2 / df for variance, df in of_seeds)
-    ways = [(parts.seeds, parts.seeds**2 / bottom)]
-    if not math.isnan(of_examples):
-        ways.append((parts.total, parts.total**2 / bottom))
-    return _test(difference, parts, ways, seeds, margin)
+    ways = [variance for variance in (parts.seeds, parts.seeds + of_examples) if not math.isnan(variance)]
+    return _test(difference, parts, [(variance, variance**2 / bottom) for variance in ways], seeds, margin)
 
 
 def printed(
@@ -129,20 +123,23 @@ def printed(
     return combined(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
 
-def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float) -> Test:
-    """The widest interval and the greatest p of several (variance, degrees of freedom)."""
+def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float | None) -> Test:
+    """Return the widest interval and the greatest p of several (variance, degrees of freedom); no p without a `margin`."""
     known = [(math.sqrt(variance), df) for variance, df in ways if variance > _NOTHING**2]
     if not known:  # no spread at all says nothing of how far chance goes
         return Test(difference, math.nan, math.nan, math.nan, parts, math.nan, seeds)
-    half, df = max((error * _quantile(df), df) for error, df in known)
-    p = max(2 * _below(-abs(difference) / error, df) for error, df in known)
-    inside = max(_below((abs(difference) - margin) / error, df) for error, df in known) if margin else math.nan
-    return Test(difference, difference - half, difference + half, p, parts, df, seeds, inside)
+    half, df = max((error * float(_quantile(df)), df) for error, df in known)
+    p = margin_p = math.nan
+    if margin is not None:
+        p = max(2 * _below(-abs(difference) / error, df) for error, df in known)
+    if margin:
+        margin_p = max(_below((abs(difference) - margin) / error, df) for error, df in known)
+    return Test(difference, difference - half, difference + half, p, parts, df, seeds, margin_p)
 
 
-def _quantile(df: float) -> float:
-    """97.5 % point of Student's t. What scipy.stats.t uses, without the hundred microseconds before it."""
-    return float(stdtrit(min(df, _MANY), 1 - LEVEL / 2))
+def _quantile(df: float | np.ndarray) -> np.ndarray:
+    """Return the 97.5 % point of Student's t: what scipy.stats.t uses, without the hundred microseconds before it."""
+    return stdtrit(np.minimum(df, _MANY), 1 - LEVEL / 2)
 
 
 def _below(value: float, df: float) -> float:
@@ -150,7 +147,7 @@ def _below(value: float, df: float) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values: below 5 % they make a false alarm in at most 5 % of families, however the tests depend.
+    """Return Holm's adjusted p values: below 5 % they make a false alarm in at most 5 % of families, however the tests depend.
 
     Holm, Scandinavian Journal of Statistics 6 (1979). nan is no test: it stays and does not count.
     """
@@ -162,10 +159,7 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
-    """Hedges' g: the difference of means over the pooled sd of the seeds, times what undoes its bias in small samples.
-
-    Hedges (1981): gamma(m / 2) / (sqrt(m / 2) * gamma((m - 1) / 2)) with m degrees of freedom. nan without a spread.
-    """
+    """Return Hedges' g: the difference of means over the pooled sd of the seeds, `standardised`; nan without a spread."""
     sizes = len(first), len(second)
     if min(sizes) < 2:
         return math.nan
@@ -174,7 +168,7 @@ def effect_size(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def standardised(difference: float, sd: float, df: int) -> float:
-    """A difference over a standard deviation with so many degrees of freedom, corrected as in `effect_size`."""
+    """Return a difference over a standard deviation with `df` degrees of freedom, without its small-sample bias (Hedges 1981)."""
     if not sd > _NOTHING:
         return math.nan
     return difference / sd * math.exp(gammaln(df / 2) - gammaln((df - 1) / 2)) / math.sqrt(df / 2)
@@ -194,18 +188,18 @@ def power(difference: float, parts: Components, seeds: int, more: int) -> float:
         return math.nan
     error = math.sqrt(of_seeds + of_examples)
     shown = of_seeds * stats.chi2.ppf(_CHANCES, more - 1) / (more - 1)
-    edges = stdtrit(more - 1, 1 - LEVEL / 2) * np.sqrt(shown)
+    edges = _quantile(more - 1) * np.sqrt(shown)
     if of_examples:
         with np.errstate(divide="ignore"):
-            df = np.minimum((shown + of_examples) ** 2 * (more - 1) / shown**2, _MANY)
-        edges = np.maximum(edges, stdtrit(df, 1 - LEVEL / 2) * np.sqrt(shown + of_examples))
+            df = (shown + of_examples) ** 2 * (more - 1) / shown**2
+        edges = np.maximum(edges, _quantile(df) * np.sqrt(shown + of_examples))
     return float(np.mean(ndtr((abs(difference) - edges) / error) + ndtr((-abs(difference) - edges) / error)))
 
 
 def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float = 0.8, at_most: int = 10_000) -> int | None:
-    """The fewest seeds with which a true `difference` is seen with `power` `wanted`; None where no `at_most` are enough.
+    """Return the fewest seeds that see a true `difference` with `power` `wanted`, from `parts` that `seeds` seeds gave.
 
-    They may never be: examples are as few as before. `parts` were estimated with `seeds` seeds.
+    None where no `at_most` are enough; they may never be, as examples are as few as before.
     """
     if math.isnan(parts.seeds) or not power(difference, parts, seeds, at_most) >= wanted:
         return None
@@ -232,7 +226,7 @@ def between(scores: np.ndarray) -> np.ndarray:
 
 
 def collapse_rate(collapsed: int, runs: int) -> tuple[float, float, float]:
-    """The share of runs that collapsed, with Wilson's 95 % interval; nan without runs."""
+    """Return the share of runs that collapsed, with Wilson's 95 % interval; nan without runs."""
     if not runs:
         return math.nan, math.nan, math.nan
     found = stats.binomtest(collapsed, runs).proportion_ci(1 - LEVEL, method="wilson")
@@ -244,8 +238,8 @@ def bootstrap(
 ) -> tuple[tuple[float, float], tuple[float, float]]:
     """Return 95 % intervals by resampling seeds and then examples, the same for all models: percentile and studentised.
 
-    `examples` as in `components`. For a look next to the t interval of `contrast`: over five seeds it is calibrated only by luck.
-    nan below three seeds, where a draw often has one seed alone.
+    For a look next to the t interval of `contrast`: over five seeds it is calibrated only by luck. nan below three seeds, where a
+    draw often has one seed alone.
     """
     count, random = len(scores), np.random.default_rng(seed)
     if count < 3:
@@ -259,11 +253,11 @@ def bootstrap(
         for row in rows:
             row += block @ np.bincount(random.integers(of, size=of), minlength=of) / of
     means = (times * rows).sum(1) / count
-    low, high = np.quantile(means, [LEVEL / 2, 1 - LEVEL / 2])
+    edges = LEVEL / 2, 1 - LEVEL / 2
+    low, high = np.quantile(means, edges).tolist()
     errors = np.sqrt((times * (rows - means[:, None]) ** 2).sum(1) / (count - 1) / count + np.nan_to_num(parts.examples))
-    middle = float(np.mean(scores))
+    middle, error = float(np.mean(scores)), math.sqrt(parts.total)
     with np.errstate(divide="ignore", invalid="ignore"):
         pivots = np.nan_to_num((means - middle) / errors, posinf=np.inf, neginf=-np.inf)
-    below, above = np.quantile(pivots, [LEVEL / 2, 1 - LEVEL / 2])
-    error = math.sqrt(parts.total)
-    return (float(low), float(high)), (middle - float(above) * error, middle - float(below) * error)
+    below, above = np.quantile(pivots, edges).tolist()
+    return (low, high), (middle - above * error, middle - below * error)

@@ -31,7 +31,7 @@ class Learnt:
     loss: tuple[float, float]
     accuracy: tuple[float, float]
     most_frequent: float
-    """The accuracy of always guessing the token that is most frequent among the labels."""
+    """accuracy of always guessing the token that is most frequent among the labels"""
 
     @property
     def times_most_frequent(self) -> float:
@@ -47,45 +47,35 @@ class Summary:
     train_iters: int
     first_validation: int
     last_validation: int
-    """The steps that `learnt` compares."""
     parameters: int
     tokens: int
     seconds: float
-    """In updates alone, those of a branch's parent not counted."""
+    """in updates alone, those of a branch's parent not counted"""
     branched_at: int
-    """The parent's step that a branch began with, else 0, and what had been read by then."""
+    """the parent's step that a branch began with, else 0, and what had been read by then"""
     tokens_before: int
-    learnt: tuple[Learnt, ...]
+    learnt: list[Learnt]
+    """between the two validations"""
 
 
 def summarise(run: str | Path) -> Summary:
     """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
-    steps, facts = read_steps(run), read_facts(run)
+    steps, facts, begun = read_steps(run), read_facts(run), read_beginning(run)
     validated = read_held_out(run)
-    first, last = validated[0], validated[-1]
+    first, last, newest = validated[0], validated[-1], steps[-1]
     learnt = []
     for objective, after in last["objectives"].items():
         before = first["objectives"].get(objective)
         if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
             both = ((before[name], after[name]) for name in ("loss", "accuracy"))
             learnt.append(Learnt(objective, *both, after["most_frequent"]))
-    newest, begun = steps[-1], read_beginning(run)
-    return Summary(
-        step=newest["step"],
-        train_iters=facts["train_iters"],
-        first_validation=first["step"],
-        last_validation=last["step"],
-        parameters=facts["parameters"],
-        tokens=newest["tokens"],
-        seconds=training_seconds(steps, begun["step"]),
-        branched_at=begun["step"],
-        tokens_before=begun["tokens"],
-        learnt=tuple(learnt),
-    )
+    seconds = training_seconds(steps, begun["step"])
+    counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
+    return Summary(*counts, seconds, begun["step"], begun["tokens"], learnt)
 
 
 def table(summary: Summary) -> Any:
-    """rich's Table of `summary.learnt`."""
+    """Return rich's Table of `summary.learnt`."""
     from rich import box
     from rich.table import Table
 

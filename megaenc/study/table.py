@@ -64,29 +64,36 @@ class Table:
 
 
 def score(mean: float | None, half: float | None = None) -> Value:
-    """Fractions as `91.65 (0.45)`, percent with two digits as the study prints them; None where there is none."""
+    """Return fractions as `91.65 (0.45)`, percent with two digits as the study prints them; None where there is none."""
     if mean is None or mean != mean:
         return None
     return f"{100 * mean:.2f}" + ("" if half is None or half != half else f" ({100 * half:.2f})")
 
 
 def shown(value: Value) -> str:
-    """A cell for the eye: counts with commas."""
+    """Return a cell for the eye: counts with commas."""
     return "" if value is None else f"{value:,}" if isinstance(value, int) else value
 
 
-def as_csv(table: Table) -> str:
-    """One line of names, `group name` where there are groups; counts as plain digits."""
+def csv_of(lines: Iterable[Iterable[object]]) -> str:
+    """Return lines of cells as CSV; None is an empty cell."""
     stream = io.StringIO()
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(f"{column.group} {column.name}".strip() for column in table.columns)
-    writer.writerows(["" if cell is None else cell for cell in row.cells] for row in table.rows)
+    csv.writer(stream, lineterminator="\n").writerows(lines)
     return stream.getvalue()
 
 
+def as_csv(table: Table) -> str:
+    """Return a line of names, `group name` where there are groups, and the rows; counts as plain digits."""
+    return csv_of([_names_of(table), *(row.cells for row in table.rows)])
+
+
+def _names_of(table: Table) -> list[str]:
+    return [f"{column.group} {column.name}".strip() for column in table.columns]
+
+
 def as_markdown(table: Table) -> str:
-    """Title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
-    names = [markdown.text(f"{column.group} {column.name}".strip()) for column in table.columns]
+    """Return title, note and a table in GitHub's Markdown, padded so that it can be read as it is."""
+    names = [markdown.text(name) for name in _names_of(table)]
     rows = [[markdown.text(shown(cell)) for cell in row.cells] for row in table.rows]
     widths = [max(3, *(len(line[at]) for line in (names, *rows))) for at in range(len(names))]
     fitted = list(zip(table.columns, widths, strict=True))

@@ -15,9 +15,8 @@ import numpy as np
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import STUDY
 from megaenc.finetune.jobs import rate_name
-from megaenc.study.evidence import AVERAGE
+from megaenc.study.evidence import AVERAGE, Score
 from megaenc.study.published import published
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 
 RATES = (2e-5, 5e-5, 1e-4)

@@ -19,9 +19,8 @@ import numpy as np
 from megaenc.finetune.examples import Family
 from megaenc.finetune.intervals import interval
 from megaenc.study.claims import Verdict, judge
-from megaenc.study.evidence import Evidence
+from megaenc.study.evidence import Evidence, Score
 from megaenc.study.published import published
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting, name_of
 
 SETS = {Family.SC: "sst2", Family.TC: "uner_en", Family.QA: "squad", Family.IR: "nq"}

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 
 from megaenc.study.claims import Verdict, judge
-from megaenc.study.evidence import Evidence
-from megaenc.study.score import Score
+from megaenc.study.evidence import Evidence, Score
 from megaenc.study.setting import Setting, name_of
 
 

@@ -7,13 +7,12 @@ import pytest
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import Evidence, of_results
+from megaenc.study.evidence import Evidence, Score, of_results
 from megaenc.study.figures import objectives
 from megaenc.study.figures.every import figures_of, flops_by_shape, losses, rates
 from megaenc.study.figures.panels import PAPER, Picture, as_svg, inline
 from megaenc.study.published import published
 from megaenc.study.run_tree import flops_of, read_runs
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 
 

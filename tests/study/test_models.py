@@ -7,11 +7,10 @@ import simulated
 
 from megaenc.finetune.examples import Family
 from megaenc.study.claims import judge
-from megaenc.study.evidence import Evidence
-from megaenc.study.models import Models
+from megaenc.study.comparisons import Models
+from megaenc.study.evidence import Evidence, Score
 from megaenc.study.published import published
 from megaenc.study.scope import Scope
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 
 WORDS = {"210M": "small", "610M": "medium", "1B": "large"}

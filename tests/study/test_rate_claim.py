@@ -8,9 +8,8 @@ from scipy import stats
 from small_studies import by_claim
 
 from megaenc.study.claim_tests import sensitivity
-from megaenc.study.evidence import Evidence
-from megaenc.study.models import Models
-from megaenc.study.score import Score
+from megaenc.study.comparisons import Models
+from megaenc.study.evidence import Evidence, Score
 from megaenc.study.setting import Setting, name_of
 
 

@@ -6,12 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from megaenc.study.evidence import Evidence, read_evidence
+from megaenc.study.evidence import Evidence, Score, read_evidence
 from megaenc.study.published import published
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
-from megaenc.study.spread_tables import collapse_table, rate_table, sensitivity, spread_tables, variance_table
 from megaenc.study.statistics import seeds_needed
+from megaenc.study.tables import collapse_table, rate_table, sensitivity, spread_tables, variance_table
 
 ONE, OTHER = Setting("mini", 10), Setting("mini", 0, 10, mask_ratio=0.4)
 

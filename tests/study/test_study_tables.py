@@ -8,10 +8,9 @@ import pytest
 from study_folders import settings, write_results
 
 from megaenc.finetune.results import scan
-from megaenc.study.evidence import Evidence, of_results
+from megaenc.study.evidence import Evidence, Score, of_results
 from megaenc.study.made import coverage
 from megaenc.study.published import published, row_setting, rows
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import SETUPS
 from megaenc.study.table import as_csv, as_latex, as_markdown

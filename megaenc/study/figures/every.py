@@ -1,12 +1,12 @@
 """All figures of a report, in the order in which they are shown, with those of learning rates and of losses."""
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megaenc.finetune.jobs import rate_name
 from megaenc.study.axes import styles
-from megaenc.study.compare import curves_of
 from megaenc.study.evidence import Evidence
 from megaenc.study.figures import objectives
 from megaenc.study.figures.panels import (
@@ -24,10 +24,11 @@ from megaenc.study.figures.panels import (
     laid_over,
     panel_title,
 )
+from megaenc.study.metrics import curves_of
 from megaenc.study.run_tree import TrainedRun, flops_of_the_study
 from megaenc.study.setting import Setting
 from megaenc.study.setups import objective
-from megaenc.study.spread_tables import sensitivity
+from megaenc.study.tables import sensitivity
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,17 @@ def losses(runs: Mapping[str, TrainedRun]) -> Picture:
     if not curves:
         why = "No run has a validation." if runs else "No runs were given: --runs names their folder."
         return Picture(key, title, why)
-    few = len(curves) <= _FEW
-    style = styles(list(curves))
+    looks = styles(list(curves)) if len(curves) <= _FEW else {}
     panels = []
     for under in dict.fromkeys(of for each in curves.values() for of in each):
         lines = []
         for kind, (label, colour) in _KINDS.items():
-            for name, each in curves.items():
-                if runs[name].kind != kind or under not in each:
-                    continue
-                x, values = each[under]
+            for name in [name for name, each in curves.items() if runs[name].kind == kind and under in each]:
+                x, values = curves[name][under]
                 thinned = range(0, len(x), -(-len(x) // _DOTS))
                 points = tuple(Point(x[at], values[at]) for at in sorted({*thinned, len(x) - 1}))
-                marker = "" if len(points) > 12 else style[name][1] if few else "."
-                lines.append(Line(name if few else label, style[name][0] if few else colour, marker, points))
+                of_run, marker = looks.get(name, (colour, "."))
+                lines.append(Line(name if looks else label, of_run, "" if len(points) > 12 else marker, points))
         panels.append(Panel(f"under {under}", tuple(lines), "step", "loss (nats a predicted token)", unit="steps"))
     caption = (
         "Loss on text that no run was trained on, under each objective, whatever the run was trained with at the time. A branch "
@@ -123,16 +121,17 @@ def rates(evidence: Evidence) -> Picture:
                 if kind == "CLM" and one.setting.cpt_mlm_steps:  # MLM on a CLM model is both, one after the other
                     kind = "CLM + MLM"
                 best = max(made.means.values())
-                lost = {rate: 100 * (mean - best) for rate, mean in made.means.items()}
+                lost = {rate: 100 * (mean - best) for rate, mean in sorted(made.means.items())}
                 of_kind[kind if kind in of_kind else "other"].append(lost)
         lines = []
         for kind, models in of_kind.items():
             if 1 < len(models) <= 40:
-                lines += [Line("", _OBJECTIVES[kind][0], "", _points(lost), light=True, labelled=False) for lost in models]
-            common = set.intersection(*map(set, models)) if models else ()
+                points = (tuple(itertools.starmap(Point, lost.items())) for lost in models)
+                lines += [Line("", _OBJECTIVES[kind][0], "", each, light=True, labelled=False) for each in points]
+            common = sorted(set.intersection(*map(set, models))) if models else ()
             if common:
-                means = {rate: math.fsum(lost[rate] for lost in models) / len(models) for rate in common}
-                lines.append(Line(kind, *_OBJECTIVES[kind], _points(means)))
+                means = (Point(rate, math.fsum(lost[rate] for lost in models) / len(models)) for rate in common)
+                lines.append(Line(kind, *_OBJECTIVES[kind], tuple(means)))
         if lines:
             ticks = {rate: rate_name(rate).replace("e-0", "e-") for rate in sorted({p.x for line in lines for p in line.points})}
             axis = {"x_label": "learning rate of the fine-tuning", "y_label": "points below own best", "log": True}
@@ -155,7 +154,3 @@ def rates(evidence: Evidence) -> Picture:
 
 
 _OBJECTIVES = {kind: OBJECTIVES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")}
-
-
-def _points(by_rate: Mapping[float, float]) -> tuple[Point, ...]:
-    return tuple(Point(rate, by_rate[rate]) for rate in sorted(by_rate))

@@ -9,9 +9,8 @@ from html import escape
 from typing import Any, Literal
 
 from megaenc.study.axes import plain_counts
-from megaenc.study.evidence import Evidence
+from megaenc.study.evidence import Evidence, Score
 from megaenc.study.made import words
-from megaenc.study.score import Score
 from megaenc.study.setting import Setting
 from megaenc.study.setups import AVERAGE, FAMILIES, dataset_label, datasets_of, is_average
 
@@ -71,7 +70,7 @@ class Picture:
     key: str
     title: str
     caption: str
-    """What is seen, in a sentence or two (it is the alternative text too), or why nothing is."""
+    """a sentence or two on what is seen (the alternative text too), or why nothing is"""
     panels: tuple[Panel, ...] = ()
 
     def draw(self, columns: int = WIDE) -> Any:
@@ -88,27 +87,18 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        """That as SVG."""
+        """The same as SVG."""
         return as_svg(self.wide, self.key)
 
 
-@dataclass(frozen=True)
-class Series:
-    """Models that make a line, and where each stands on the axis."""
-
-    name: str
-    colour: str
-    marker: str
-    places: tuple[tuple[float, Setting], ...]
-    joined: bool = True
+Series = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, Setting]]]]
+"""Of each line its name, its colour and marker, and models with their places on the axis."""
 
 
 def headline(evidence: Evidence) -> dict[str, str]:
-    """For each family what a figure shows of it: the average, or the only data set."""
-    return {
-        family: next((name for name in names if is_average(name)), names[0])
-        for family, names in datasets_of(evidence.datasets()).items()
-    }
+    """Return what a figure shows of each family: the average, or the only data set."""
+    sets = datasets_of(evidence.datasets())
+    return {family: next(filter(is_average, names), names[0]) for family, names in sets.items()}
 
 
 def picture_of(
@@ -116,9 +106,10 @@ def picture_of(
     title: str,
     caption: str,
     evidence: Evidence,
-    series: Sequence[Series],
+    series: Series,
     published: Evidence | None = None,
     dodge: float = 0.0,
+    joined: bool = True,
     **axis: Any,
 ) -> Picture:
     """Return a figure with a panel for each family with a point in it. `published` values of the same models lie lightly behind.
@@ -128,28 +119,28 @@ def picture_of(
     panels = []
     for family, dataset in headline(evidence).items():
         lines = []
-        for at, one in enumerate(series):
+        for at, (name, look, models) in enumerate(series):
             shift = dodge * (at - (len(series) - 1) / 2)
+            places = [(x + shift, dataset, setting) for x, setting in sorted(models, key=lambda place: place[0])]
             own: list[Line] = []
-            for seed in sorted({setting.seed for _, setting in one.places}):  # of the pretraining: the first one's are joined
-                places = [(x, setting) for x, setting in one.places if setting.seed == seed]
-                if points := _points(evidence, family, dataset, places, shift):
-                    own.append(Line(one.name, one.colour, one.marker, points, one.joined and not own, bool(own), not own))
+            for seed in sorted({setting.seed for _, setting in models}):  # of the pretraining: the first one's are joined
+                if points := points_of(evidence, family, [place for place in places if place[-1].seed == seed]):
+                    own.append(Line(name, *look, points, joined and not own, bool(own), not own))
             lines += own
-            if published is not None and (theirs := _points(published, family, dataset, one.places, shift)):
-                lines.append(Line(behind(one.name), one.colour, one.marker, theirs, one.joined, True))
+            if published is not None and (points := points_of(published, family, places)):
+                lines.append(Line(behind(name), *look, points, joined, light=True))
         if lines:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
     return Picture(key, title, f"{caption} {bars(evidence, published, panels)}", tuple(panels))
 
 
 def laid_over(panels: Sequence[Panel]) -> bool:
-    """Whether published values lie behind some line."""
+    """Return whether published values lie behind some line."""
     return any(line.light and line.name.endswith(_PUBLISHED) for panel in panels for line in panel.lines)
 
 
 def bars(evidence: Evidence, published: Evidence | None, panels: Sequence[Panel]) -> str:
-    """For a caption: what the bars of these panels are, and what hollow points."""
+    """Return the words of a caption on the bars of these panels and on hollow points."""
     hollow = any(point.collapsed for panel in panels for line in panel.lines for point in line.points)
     said = " Hollow points in strong colours: runs behind them have collapsed to worthless predictions." if hollow else ""
     return f"Bars: {words(evidence, published if laid_over(panels) else None)}.{said}"
@@ -159,49 +150,44 @@ _PUBLISHED = ", published"
 
 
 def behind(name: str) -> str:
-    """The name of a line of published values."""
+    """Return the name of a line of published values."""
     return name + _PUBLISHED
 
 
 def panel_title(family: str, dataset: str) -> str:
-    """`Retrieval`, and which data set where it is not the average."""
+    """Return `Retrieval`, and which data set if it is not the average."""
     name = FAMILIES.get(family, family)
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
-def _points(
-    evidence: Evidence, family: str, dataset: str, places: Iterable[tuple[float, Setting]], shift: float
-) -> tuple[Point, ...]:
-    found = [(x, evidence.find(setting, dataset, family)) for x, setting in sorted(places, key=lambda place: place[0])]
-    return tuple(point_of(x + shift, one) for x, one in found if one is not None)
+def points_of(evidence: Evidence, family: str, places: Iterable[tuple[float, str, Setting]]) -> tuple[Point, ...]:
+    """Return the scores that there are of a family, at places of the axis, by data set and model."""
+    scores = [(x, evidence.find(setting, dataset, family)) for x, dataset, setting in places]
+    return tuple(_point(x, score) for x, score in scores if score is not None)
 
 
-def point_of(x: float, score: Score) -> Point:
-    """A score at a place of the axis."""
+def _point(x: float, score: Score) -> Point:
     return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.at_rate_collapsed > 0)
 
 
 def _draw(picture: Picture, columns: int) -> Any:
     from matplotlib.figure import Figure
 
+    names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
     columns = min(columns, len(picture.panels))
     rows = -(-len(picture.panels) // columns)
-    names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))
-    width = columns * (_PANEL[0] if columns > NARROW else _PHONE)
+    width = _PANEL if columns > NARROW else _PHONE
     longest = max(map(len, names), default=0)
-    across = max(1, min(len(names), 4 if columns > NARROW else 2, int(width // (_HANDLE + _LETTER * longest))))
+    across = max(1, min(len(names), 4 if columns > NARROW else 2, int(columns * width // (_HANDLE + _LETTER * longest))))
     legend = 0.185 * -(-len(names) // across) + 0.14 if names else 0.0
-    size = width, rows * _PANEL[1] + legend
+    inner = width - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    size = columns * width, rows * _HEIGHT + legend
     figure = Figure(figsize=size)
-    of_panel = width / columns
-    axes = []
-    for at in range(len(picture.panels)):
-        row, column = divmod(at, columns)
-        left, bottom = column * of_panel + _LEFT, size[1] - legend - (row + 1) * _PANEL[1] + _BOTTOM
-        across_by_down = ((of_panel - _LEFT - _RIGHT) / width, (_PANEL[1] - _TOP - _BOTTOM) / size[1])
-        axes.append(figure.add_axes((left / width, bottom / size[1], *across_by_down)))
+    left, right, bottom, top = _LEFT / size[0], 1 - _RIGHT / size[0], _BOTTOM / size[1], 1 - (legend + _TOP) / size[1]
+    figure.subplots_adjust(left, bottom, right, top, (_LEFT + _RIGHT) / inner[0], (_TOP + _BOTTOM) / inner[1])
     handles: dict[str, Any] = {}
-    for axis, panel in zip(axes, picture.panels, strict=True):
+    for at, panel in enumerate(picture.panels, 1):
+        axis = figure.add_subplot(rows, columns, at)
         for line in panel.lines:
             handle = _line(axis, line)
             if line.labelled and line.name:
@@ -227,41 +213,34 @@ _STYLE = {
 }  # fmt: skip
 _HANDLE, _LETTER = 0.4, 0.075
 """Widths of what stands before a name in the legend and of a letter, in inches."""
-_PANEL, _PHONE = (4.5, 2.75), 3.75
-"""Width and height of a panel in inches, and its width on a phone."""
+_PANEL, _PHONE, _HEIGHT = 4.5, 3.75, 2.75
+"""Width of a panel on a page and on a phone, and its height, in inches."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.66, 0.14, 0.32, 0.52
 """What a panel leaves for its labels, in inches. A layout that looks at every label takes as long as all the rest."""
 
 
 def _line(axis: Any, line: Line) -> Any:
-    """What stands for the line in the legend."""
-    x, mean = [point.x for point in line.points], [point.mean for point in line.points]
-    style = {
-        "color": line.colour,
-        "marker": line.marker,
-        "markersize": 4.2 if line.light else 5.2,
-        "zorder": 2 if line.light else 3,
-    }
+    """Draw a line with its bars; return what stands for it in the legend."""
+    style: dict[str, Any] = {"color": line.colour, "marker": line.marker, "linestyle": "-" if line.joined else "none"}
     if line.light:
-        dashes = (0, (2, 2)) if line.marker else "-"
-        style |= {"alpha": 0.45, "linestyle": dashes if line.joined else "none", "markerfacecolor": PAPER}
-        style["linewidth"] = 1.2 if line.marker else 0.7
+        style |= {"alpha": 0.45, "markersize": 4.2, "zorder": 2, "markerfacecolor": PAPER, "linewidth": 0.7}
+        if line.marker:
+            style |= {"linestyle": (0, (2, 2)) if line.joined else "none", "linewidth": 1.2}
+        bar = {"elinewidth": 0.7, "capsize": 1.5, "alpha": 0.45, "zorder": 1.5}
     else:
-        style |= {"linestyle": "-" if line.joined else "none", "linewidth": 1.6, "markerfacecolor": line.colour}
-    if known := [point for point in line.points if point.half]:
-        ends = [[point.x for point in known], [point.mean for point in known], [point.half for point in known]]
-        thin = {"elinewidth": 0.7, "capsize": 1.5, "alpha": 0.45, "zorder": 1.5}
-        strong = {"elinewidth": 1.2, "capsize": 2.5, "zorder": 2.5}
-        axis.errorbar(*ends, fmt="none", ecolor=line.colour, **(thin if line.light else strong))
-    [handle] = axis.plot(x, mean, **style)
-    if hollow := [point for point in line.points if point.collapsed]:
+        style |= {"markersize": 5.2, "zorder": 3, "markerfacecolor": line.colour, "linewidth": 1.6}
+        bar = {"elinewidth": 1.2, "capsize": 2.5, "zorder": 2.5}
+    if known := [(point.x, point.mean, point.half) for point in line.points if point.half]:
+        axis.errorbar(*zip(*known, strict=True), fmt="none", ecolor=line.colour, **bar)
+    [handle] = axis.plot([point.x for point in line.points], [point.mean for point in line.points], **style)
+    if hollow := [(point.x, point.mean) for point in line.points if point.collapsed]:
         inside = {"marker": line.marker, "markersize": 2.8, "linestyle": "none", "color": PAPER, "zorder": 3.5}
-        axis.plot([point.x for point in hollow], [point.mean for point in hollow], **inside)
+        axis.plot(*zip(*hollow, strict=True), **inside)
     return handle
 
 
 def _ticks(axis: Any, panel: Panel) -> None:
-    """The ticks of the axis below."""
+    """Set the ticks of the axis below."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
     if panel.log:
@@ -286,7 +265,7 @@ def _ticks(axis: Any, panel: Panel) -> None:
 
 
 def as_svg(figure: Any, name: str) -> str:
-    """The figure as SVG with its text as text, the same bytes each time; `name` begins the ids in it."""
+    """Return the figure as SVG with its text as text, the same bytes each time; `name` begins the ids in it."""
     from matplotlib import rc_context
 
     stream = io.StringIO()
@@ -297,13 +276,11 @@ def as_svg(figure: Any, name: str) -> str:
 
 
 def inline(svg: str, name: str, alt: str) -> str:
-    """SVG for a page: ids that begin with `name`, the page's colours for what is not data, a text for who cannot see it."""
+    """Return SVG for a page: ids that begin with `name`, its colours for what is not data, a text for who cannot see it."""
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    svg = re.sub(r'xlink:href="#', f'href="#{name}-', svg)
+    for place, own in ((' id="', f' id="{name}-'), ("url(#", f"url(#{name}-"), ('xlink:href="#', f'href="#{name}-')):
+        svg = svg.replace(place, own)
     for colour, role in ((INK, "ink"), (FAINT, "muted"), (GRID, "grid"), (PAPER, "card")):
         svg = svg.replace(colour, f"var(--{role})")
     start = f'<svg role="img" aria-label="{escape(alt)}" '
-    svg = re.sub(r"<svg [^>]*?(?=viewBox)", lambda _: start, svg, count=1)
-    return svg.strip()
+    return re.sub(r"<svg [^>]*?(?=viewBox)", lambda _: start, svg, count=1).strip()
