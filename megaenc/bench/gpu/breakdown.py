@@ -21,8 +21,7 @@ from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
 
 UPDATES = 2
-SHOWN = 12
-"""Kernels that are named."""
+SHOWN = 12  # kernels that are named
 MICRO_BATCHES = (1, 3)
 
 
