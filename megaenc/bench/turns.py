@@ -89,7 +89,7 @@ def write_weights(work: Work, fill: Callable[[Any], None] | None = None) -> dict
 
     from megaenc import backend
     from megaenc.backend import Layout, prepare_megatron
-    from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+    from megaenc.convert.mapping import hf_tensors
 
     prepare_megatron()
     backend.start(Layout(), 0)
@@ -99,12 +99,9 @@ def write_weights(work: Work, fill: Callable[[Any], None] | None = None) -> dict
     encoder = build_encoder(work.shape, work.vocab_size, work.seq_length, Layout(), torch.float32, seed=seed)
     if fill:
         fill(encoder)
-    parameters, found = dict(encoder.named_parameters()), {}
-    for rule, core, names in lines(work.shape):
-        tensor = parameters[core].detach().cpu()
-        tensor = tensor[: work.vocab_size] if core in VOCABULARY_ROWS else tensor
-        found.update(zip(names, rule.to_hf(tensor, work.shape), strict=True))
-    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, work.weights)
+    parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
+    tensors = hf_tensors(parameters, work.shape, work.vocab_size)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, work.weights)
     backend.stop()
     return {}
 

@@ -25,16 +25,17 @@ class Family:
     """What transformers calls a model type."""
 
     model_type: str
-    architecture: str
-    """The class that transformers loads it with, output layer included."""
+    architecture: str  # the class that transformers loads it with, output layer included
+    # Whether queries, keys and values have a bias; an optional one (`attention_bias`) attention's output has too.
     qkv_bias: Literal["never", "always", "optional"]
-    """Whether queries, keys and values have a bias; an optional one (`attention_bias`) attention's output has too."""
-    head_norms: bool = False
-    """Whether queries and keys are normalised head by head."""
-    encoder: bool = False
-    """Whether it is bidirectional by itself; a decoder is with `is_causal: false` in its config.json."""
-    written_as: str = ""
-    """The family that stands in for it on the way out, for one that transformers does not know."""
+    head_norms: bool = False  # whether queries and keys are normalised head by head
+    encoder: bool = False  # whether it is bidirectional by itself; a decoder is with `is_causal: false` in its config.json
+    written_as: str = ""  # the family that stands in for it on the way out, for one that transformers does not know
+
+    @property
+    def written(self) -> "Family":
+        """The family as which a model of this one goes out."""
+        return FAMILIES[self.written_as or self.model_type]
 
     def lacks(self, model: ModelConfig, attention: Attention) -> str | None:
         """What this family cannot say of `model` read under `attention`; None where it says all."""
@@ -90,7 +91,7 @@ def read_config(values: dict[str, Any], where: str) -> Any:
         for name in _NOT_IN_TENSORS:
             if name not in said:
                 raise InputError(f"{where}: field `{name}`: missing, expected what the model was trained with")
-    return build_config(values, family.written_as or family.model_type, where)
+    return build_config(values, family.written.model_type, where)
 
 
 def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
@@ -161,7 +162,6 @@ def _positions(rope: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _number(found: Any, name: str, where: str) -> float:
-    """The field `name`. InputError where it is no number above 0."""
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise InputError(f"{where}: field `{name}`: found {short(found)}, expected a number above 0")
     return float(found)
@@ -238,4 +238,4 @@ def config_of(
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
-    return CONFIG_MAPPING[family.written_as or family.model_type](**values)
+    return CONFIG_MAPPING[family.written.model_type](**values)

@@ -18,7 +18,7 @@ from megaenc.json_files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import CheckpointFolder
-from megaenc.training.run_folder import CONFIG, FACTS
+from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.settings import PretrainSettings, settings_from
 from megaenc.training.start import Stage, Start
 
@@ -70,6 +70,18 @@ class SavedRun:
     def draws_step_0(self) -> bool:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
         return self.start.kind == "new" and not self.origin
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Raise InputError if the tokenizer in the run folder is not the one that the run was trained with."""
+        where, expected = self.folder / TOKENIZER, str(self.identity.get("tokenizer"))
+        if vocabulary.fingerprint != expected:
+            raise InputError(
+                f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+                f"{expected[:12]}); put the one back that the run wrote there"
+            )
+        if vocabulary.size > self.vocab_size:
+            rows = f"the {self.vocab_size} rows that run.json says"
+            raise InputError(f"{where}: found {vocabulary.size} ids, expected at most {rows}")
 
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """What the run trained. Raises InputError where one of its objectives is not installed here."""

@@ -109,8 +109,8 @@ def _speed(found: Found, part: Found) -> Iterator[str]:
     yield from _grid(*SPEED, rows.values())
     if rows:
         yield (
-            "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. Peak memory: of tensors. "
-            "A micro-batch: packs in one row."
+            "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. "
+            "Peak memory: of tensors. A micro-batch: packs in one row."
         )
     for model, row in {model: row for (model, _), row in rows.items()}.items():
         used = row.get("fused") or {}
