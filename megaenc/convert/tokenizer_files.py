@@ -64,7 +64,6 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
 
 
 def _load(alone: Path, config: dict[str, Any]) -> Any:
-    """The tokenizer in folder `alone` with this tokenizer_config.json."""
     (alone / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return load_tokenizer(alone)
 
@@ -132,12 +131,8 @@ def certify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, 
     for part in _PARTS:
         if here[part] != there[part]:
             raise InputError(f"{who}`{part}` differs")
-    return {
-        "class": kind,
-        "mask_token": loaded.mask_token,
-        "texts": len(texts),
-        "same": ["ids", "text of the ids", "roles", *_PARTS],
-    }
+    same = ["ids", "text of the ids", "roles", *_PARTS]
+    return {"class": kind, "mask_token": loaded.mask_token, "texts": len(texts), "same": same}
 
 
 def _texts(tokenizer: Any) -> Iterator[str]:
