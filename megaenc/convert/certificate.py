@@ -38,16 +38,13 @@ class Probe:
 
     @classmethod
     def of(cls, vocab_size: int, context: int) -> "Probe":
-        """For a model with so many rows that reads so many tokens."""
-        longest = min(LENGTH, context)
-        lengths = [max(1, longest * part // 3) for part in (3, 2, 1)]
-        stream = torch.arange(sum(lengths) + _LEAK) * 7919 + 11
-        stream = stream % vocab_size
+        """Return it for a model with so many rows that reads so many tokens."""
+        lengths = [max(1, min(LENGTH, context) * part // 3) for part in (3, 2, 1)]
+        stream = (torch.arange(sum(lengths) + _LEAK) * 7919 + 11) % vocab_size
         *documents, short = stream.split([*lengths, _LEAK])
         short = short[: min(_LEAK, context)]
         variants = short.repeat(len(short) + 1, 1)
-        others = (short + vocab_size // 2 + 1) % vocab_size
-        variants[torch.arange(len(short)) + 1, torch.arange(len(short))] = others
+        variants[1:].diagonal().copy_((short + vocab_size // 2 + 1) % vocab_size)
         return cls(tuple(documents), variants)
 
 

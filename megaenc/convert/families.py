@@ -16,6 +16,16 @@ from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
+_FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+}
+"""Of config.json's fields those that only have another name in ModelConfig."""
 # What megatron-core has for the stretched positions of Llama 3; the factor alone is free.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -104,17 +114,11 @@ def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     optional_bias = family.qkv_bias == "optional" and bool(config.attention_bias)
     shape = ModelConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=heads,
-        num_query_groups=config.num_key_value_heads,
+        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
         kv_channels=None if head_dim * heads == config.hidden_size else head_dim,
         add_qkv_bias=family.qkv_bias == "always" or optional_bias,
         qk_layernorm=family.head_norms,
         **_positions(config.rope_parameters, where),
-        norm_epsilon=_number(config.rms_norm_eps, "rms_norm_eps", where),
-        init_method_std=_number(config.initializer_range, "initializer_range", where),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
     try:
@@ -131,7 +135,8 @@ def _refuse_unlike(config: Any, where: str) -> None:
     if config.hidden_act != "silu":
         raise InputError(f"{where}: field `hidden_act`: found {short(config.hidden_act)}, expected silu")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
-    _number(context, "max_position_embeddings", where)
+    for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
+        _number(getattr(config, name), name, where)
     kinds = getattr(config, "layer_types", None) or ()
     windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers look through the window
     if window is not None and window < context and windowed:
@@ -211,16 +216,10 @@ def config_of(
     values = dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
+        **{theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()},
         head_dim=model.head_dim,
         hidden_act="silu",
         max_position_embeddings=context,
-        initializer_range=model.init_method_std,
-        rms_norm_eps=model.norm_epsilon,
         rope_parameters=rope,
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=eos if pad is None else pad,
@@ -230,8 +229,6 @@ def config_of(
     )
     if family.qkv_bias == "optional":
         values["attention_bias"] = model.add_qkv_bias
-    if family.model_type in ("llama", "eurobert"):
-        values["mlp_bias"] = False
     if family.model_type == "mistral":
         values["sliding_window"] = None
     if family.encoder:

@@ -16,9 +16,8 @@ from megaenc.convert.families import Family, family_of, read_config, shape_of, t
 from megaenc.convert.hf_folder import TrainableFolder
 from megaenc.convert.hf_model import first_line
 from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
-from megaenc.convert.mask_token import MaskToken, give_mask_token
 from megaenc.convert.shards import dtype_of
-from megaenc.convert.tokenizer_files import read_tokenizer, write_tokenizer
+from megaenc.convert.tokenizer_files import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -137,7 +136,13 @@ def from_hf(
     with whole_folder(output) as folder:
         write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
-        shared = _flags(found, model, weights) | {"tokenizer": str((output / TOKENIZER).resolve())}
+        shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
+        shared |= {
+            "seq_length": min(found.config.max_position_embeddings, LONGEST_PACK),
+            "bf16": weights == torch.bfloat16,
+            "objective_schedule": trained_on(found.config, found.family),
+            "tokenizer": str((output / TOKENIZER).resolve()),
+        }
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
@@ -155,17 +160,8 @@ def from_hf(
     return found, mask
 
 
-def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.yaml holds: the flags that a run which begins with these weights shares with them."""
-    return {name: value for name, value in flags.flatten(model).items() if value is not None} | {
-        "seq_length": min(source.config.max_position_embeddings, LONGEST_PACK),
-        "bf16": dtype == torch.bfloat16,
-        "objective_schedule": trained_on(source.config, source.family),
-    }
-
-
 def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
-    """What run.json holds, as of a run; `source` is in no run's."""
+    """Return what run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
     path, made_for = str(source.folder.path.resolve()), shared["objective_schedule"]
     stage = Stage(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)

@@ -11,7 +11,7 @@ import torch
 
 from megaenc import backend, flags
 from megaenc.convert.families import FAMILIES, KNOWN
-from megaenc.convert.mask_token import MaskToken
+from megaenc.convert.tokenizer_files import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
@@ -52,7 +52,7 @@ class SavedRun:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """How that model wrote text; nothing where it said nothing, or there is none."""
+        """How that model wrote text; nothing if it said nothing, or there is none."""
         return self.origin.generation if self.origin else {}
 
     @property
@@ -94,9 +94,9 @@ class SavedRun:
             ) from None
 
     def steps(self) -> list[int]:
-        """The steps that can be exported: those of the checkpoints up to the newest, and 0 where that can be drawn.
+        """Return the steps that can be exported: those of the checkpoints up to the newest, and 0 if that can be drawn.
 
-        InputError where there is no checkpoint, or a file of one is missing or cut short.
+        InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
         checkpoints = CheckpointFolder(self.folder / "checkpoints")
         self._newest(checkpoints)
@@ -149,10 +149,7 @@ class SavedRun:
 
 
 def open_run(folder: Path) -> SavedRun:
-    """Read config.yaml and run.json of a run folder.
-
-    InputError where one is missing, no run wrote it, or config.yaml has another model than the one that was trained.
-    """
+    """Read config.yaml and run.json of a run folder. InputError if one is missing, or is not what the run wrote."""
     if not os.path.isfile(folder / CONFIG):
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
@@ -172,11 +169,11 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
         facts = parse_json(read_regular(file))
-        start, identity, source = Start.read(facts), facts["identity"], facts.get("source", {})
+        start, identity = Start.read(facts), facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
             raise TypeError(f"identity is a {type(identity).__name__}")
-        mask = source.get("mask_token")
+        mask = facts.get("source", {}).get("mask_token")
         parts = [start, *start.before, *([] if mask is None else [MaskToken(**mask)])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{file}: {error!r}; expected what a pretraining run wrote there") from None
