@@ -35,7 +35,7 @@ def test_every_packing_is_measured(tmp_path):
 
 def test_documents_have_the_mean_length_that_is_asked_for(monkeypatch, tmp_path):
     lengths = {}
-    monkeypatch.setattr(loader, "write_index", lambda prefix, found, counts=None: lengths.update({prefix.name: (found, counts)}))
+    monkeypatch.setattr(loader, "write_corpus", lambda prefix, found, counts, *_: lengths.update({prefix.name: (found, counts)}))
     for mean in (50, 400):
         loader._written(loader.LoaderBenchFlags(documents=20_000, tokens=20_000 * mean, mean_length=mean), tmp_path)
         (made, _), (sequences, counts) = lengths["index"], lengths["reading"]
