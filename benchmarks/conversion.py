@@ -70,7 +70,7 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     )
     config.save_pretrained(folder)
     shards: dict[str, dict[str, torch.Tensor]] = {}
-    for name, shape in hf_shapes(model, family).items():
+    for name, shape in hf_shapes(config, family).items():
         layer = name.split(".")[2] if name.startswith("model.layers.") else name
         shards.setdefault(f"model-{layer}.safetensors", {})[name] = shape
     for file, shapes in shards.items():

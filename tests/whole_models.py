@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+from megaenc.convert.mapping import hf_tensors, lines
 from megaenc.convert.saved_run import SavedRun
 from megaenc.model import ModelConfig
 
@@ -15,11 +15,7 @@ def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor
 
 def core_to_hf(state: dict[str, Tensor], model: ModelConfig, vocab_size: int) -> dict[str, Tensor]:
     """Hugging Face's state dict of a whole megatron-core one; rows that pad the vocabulary are left out."""
-    out: dict[str, Tensor] = {}
-    for rule, core, names in lines(model):
-        tensor = state[core][:vocab_size] if core in VOCABULARY_ROWS else state[core]
-        out.update(zip(names, rule.to_hf(tensor, model), strict=True))
-    return out
+    return dict(hf_tensors(state, model, vocab_size))
 
 
 def hf_to_core(state: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:

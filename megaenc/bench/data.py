@@ -22,14 +22,19 @@ import psutil
 
 from megaenc import flags
 from megaenc.bench import report, ways
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.console import ProgressLine, quiet
 from megaenc.data import inputs
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm
 from megaenc.output_paths import check_output_file
 from megaenc.processes import Worker, check_process_count, python_environment, usable_cores
 
 _SECONDS = ("seconds", "processor_seconds", "process_seconds")
+_RATIOS = {
+    "ratio_encode_batch": ("encode_batch", "times as fast as a loop of encode_batch"),
+    "ratio_encode_batch_fast": ("encode_batch_fast", "times as fast as a loop of encode_batch_fast"),
+    "ratio_datasets_map": ("datasets.map", "times as fast as datasets.map"),
+    "share_of_gigatoken": ("gigatoken", "of the speed of gigatoken alone"),
+}
 
 
 @dataclass(frozen=True)
@@ -157,10 +162,7 @@ def _figures(size: int, turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any
             | {"peak_mib": max(found["peak_mib"] for found in some)}
             for way, some in timed.items()
         },
-        "ratio_encode_batch": times("encode_batch"),
-        "ratio_encode_batch_fast": times("encode_batch_fast"),
-        "ratio_datasets_map": times("datasets.map"),
-        "share_of_gigatoken": times("gigatoken"),
+        **{name: times(way) for name, (way, _) in _RATIOS.items()},
         "turns": turns,
     }
 
@@ -175,12 +177,7 @@ def table(found: dict[str, Any]) -> str:
             f"{way:18}{speed['median']:8.1f}{speed['lowest']:8.1f}{speed['highest']:8.1f}"
             f"{row['tokens_per_second']['median']:14,.0f}{row['peak_mib']:8,.0f}"
         )
-    for name, what in (
-        ("ratio_encode_batch", "times as fast as a loop of encode_batch"),
-        ("ratio_encode_batch_fast", "times as fast as a loop of encode_batch_fast"),
-        ("ratio_datasets_map", "times as fast as datasets.map"),
-        ("share_of_gigatoken", "of the speed of gigatoken alone"),
-    ):
+    for name, (_, what) in _RATIOS.items():
         row = found[name]
         lines.append(f"{row['median']:.2f} ({row['lowest']:.2f} to {row['highest']:.2f}) {what}")
     return "\n".join(lines)
@@ -191,8 +188,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench data`."""
     quiet()
     settings = flags.parse(DataBenchFlags, argv, prog="megaenc bench data", description=__doc__)
-    with stopped_by_sigterm():
-        found = bench(settings)
-        report.write(settings.output, found)
-        say(table(found))
-        say(f"written to {settings.output}")
+    report.run(bench, table, settings)

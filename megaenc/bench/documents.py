@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from megaenc.training.plan import Plan
 
 EOS, MASK = 0, 1
-UPDATES = 1 << 20
-"""More than any benchmark makes."""
+UPDATES = 1 << 20  # more than any benchmark makes
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,7 @@ class Documents:
     longest: int
     vocab_size: int
     seed: int = 0
-    order: Sequence[int] | None = None
-    """Which document is read as which number."""
+    order: Sequence[int] | None = None  # which document is read as which number
 
     @cached_property
     def document_lengths(self) -> np.ndarray:
@@ -99,15 +97,11 @@ class Setup:
 
     shape: ModelConfig
     vocab_size: int
-    seq_length: int
-    """tokens of the longest document and of a pack"""
-    shortest: int = 12
-    """tokens of the shortest document"""
+    seq_length: int  # tokens of the longest document and of a pack
+    shortest: int = 12  # tokens of the shortest document
     bf16: bool = False
-    rate: float = 1e-4
-    """of learning"""
-    kernels: dict[str, Any] = field(default_factory=dict)
-    """fields of Kernels that are not to be the default"""
+    rate: float = 1e-4  # of learning
+    kernels: dict[str, Any] = field(default_factory=dict)  # fields of Kernels that are not to be the default
     tensor_model_parallel_size: int = 1
 
     @property

@@ -23,18 +23,16 @@ import psutil
 
 from megaenc import flags
 from megaenc.bench import report
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.console import ProgressLine, quiet
 from megaenc.data.indexed import IndexedWriter
 from megaenc.data.packs import CorpusPacks
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm
 from megaenc.output_paths import check_output_file
 from megaenc.processes import WorkerEnded, check_process_count, python_environment
 
 PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
 _IDS = 30_000
-_FIGURES = ("index", "index_together", "reading")
 _NO_TOKENS = np.empty(0, np.uint16)
 _HELD: list[CorpusPacks] = []
 
@@ -93,16 +91,22 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         prefixes = _written(settings, Path(folder))
-        measures = [("index", "index", 1), ("index_together", "index", settings.processes), ("reading", "reading", 1)]
+        measures = {"index": ("index", 1), "index_together": ("index", settings.processes), "reading": ("reading", 1)}
+        found: dict[str, dict[str, list]] = {name: {packing: [] for packing in settings.packings} for name in measures}
         if settings.processes == 1:
-            del measures[1]
-        found: dict[str, dict[str, list]] = {name: {packing: [] for packing in settings.packings} for name in _FIGURES}
-        rounds = itertools.product(range(settings.rounds), settings.packings, measures)
-        with ProgressLine("measuring", len(measures) * settings.rounds * len(settings.packings)) as progress:
-            for done, (turn, packing, (name, what, processes)) in enumerate(rounds, 1):
+            del measures["index_together"]
+        rounds = list(itertools.product(range(settings.rounds), settings.packings, measures.items()))
+        with ProgressLine("measuring", len(rounds)) as progress:
+            for done, (turn, packing, (name, (what, processes))) in enumerate(rounds, 1):
                 found[name][packing].append(_turn(what, prefixes[what], packing, settings, processes))
                 progress.update(done, description=f"turn {turn + 1} of {settings.rounds}: {packing}, {what}")
-    spreads = {name: _spreads(each) for name, each in found.items()}
+    spreads = {
+        name: {
+            packing: {key: report.spread([turn[key] for turn in turns]) for key in next(iter(turns), ())}
+            for packing, turns in each.items()
+        }
+        for name, each in found.items()
+    }
     return {"settings": asdict(settings), "machine": report.machine(), **spreads}
 
 
@@ -136,15 +140,8 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
         memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
     if processes == 1:
         return found[0]
-    seconds, computed = max(row["seconds"] for row in found), sum(row["processor_seconds"] for row in found)
-    return {"seconds": seconds, "processor_seconds": computed, "gib": sum(memory)}
-
-
-def _spreads(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    return {
-        packing: {name: report.spread([turn[name] for turn in turns]) for name in (turns[0] if turns else ())}
-        for packing, turns in found.items()
-    }
+    seconds, computed = ([row[name] for row in found] for name in ("seconds", "processor_seconds"))
+    return {"seconds": max(seconds), "processor_seconds": sum(computed), "gib": sum(memory)}
 
 
 def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
@@ -161,10 +158,7 @@ def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
 
 
 def measure_index(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
-    """Measure from opening a corpus to its first pack: seconds, and the GiB resident then at most, the mapped .idx included.
-
-    `work`: prefix, packing and settings. The process keeps the packs.
-    """
+    """Return what a corpus takes from its opening to its first pack; `work`: prefix, packing and settings. The packs stay."""
     import torch  # noqa: F401 - here, so that the clock does not count it
 
     from megaenc.backend.megatron import import_megatron
@@ -176,8 +170,9 @@ def measure_index(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
     _HELD[0][0]
     seconds, computed = time.perf_counter() - began, time.process_time() - computed
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    gib = {name: int(status[field].split()[0]) / 2**20 for name, field in (("peak_gib", "VmHWM"), ("after_gib", "VmRSS"))}
-    return {"seconds": seconds, "processor_seconds": computed, **gib, "mapped_gib": int(status["RssFile"].split()[0]) / 2**20}
+    fields = {"peak_gib": "VmHWM", "after_gib": "VmRSS", "mapped_gib": "RssFile"}
+    gib = {name: int(status[field].split()[0]) / 2**20 for name, field in fields.items()}
+    return {"seconds": seconds, "processor_seconds": computed} | gib
 
 
 def measure_reading(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
@@ -191,8 +186,9 @@ def measure_reading(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]
     torch.set_num_threads(1)
     prefix, packing, settings = work
     packs = _packs(prefix, packing, settings.seq_length)
-    packs.stream.corpus.check_vocabulary(Vocabulary(_IDS, 0, 1, (0, 1), ""))
-    objective = MaskedLanguageModeling(Vocabulary(_IDS, 0, 1, (0, 1), ""))
+    vocabulary = Vocabulary(_IDS, 0, 1, (0, 1), "")
+    packs.stream.corpus.check_vocabulary(vocabulary)
+    objective = MaskedLanguageModeling(vocabulary)
     size, cpu = settings.micro_batch_size, torch.device("cpu")
     ways = {
         "packs": (1, lambda first: packs[first]),
@@ -236,8 +232,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench loader`."""
     quiet()
     settings = flags.parse(LoaderBenchFlags, argv, prog="megaenc bench loader", description=__doc__)
-    with stopped_by_sigterm():
-        found = bench(settings)
-        report.write(settings.output, found)
-        say(table(found))
-        say(f"written to {settings.output}")
+    report.run(bench, table, settings)

@@ -80,34 +80,22 @@ class BenchFlags:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
     def work(self, weights: str) -> Work:
-        """The same for all sides."""
-        return Work(
-            shape=preset(self.model),
-            vocab_size=self.vocab_size,
-            objective=self.objective,
-            documents=self.documents,
-            shortest=self.shortest,
-            seq_length=self.longest,
-            batch=self.batch,
-            passes=self.passes,
-            bf16=self.bf16,
-            weights=weights,
-        )
+        """Return what is the same for all sides."""
+        names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
+        same = {name: getattr(self, name) for name in names}
+        return Work(shape=preset(self.model), seq_length=self.longest, weights=weights, **same)
 
 
-Side = tuple[Callable[[Work], dict[str, Any]], Work]
-"""One of those that are compared: how it trains, and what."""
-
-
-def sides_of(settings: BenchFlags, weights: str) -> dict[str, Side]:
-    """Return all by name, in the order of a round."""
-    work = settings.work(weights)
-    sides: dict[str, Side] = {OURS: (turns.train_with_megaenc, work)}
-    if (parts := settings.tensor_model_parallel_size) > 1:
-        sides[TENSOR_PARALLEL] = turns.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts)
-    sides[PADDED] = turns.train_with_transformers, work
-    sides[SORTED] = turns.train_with_transformers, dataclasses.replace(work, by_length=True)
-    return sides
+def sides_of(settings: BenchFlags, weights: str) -> dict[str, tuple[Callable[[Work], dict[str, Any]], Work]]:
+    """Return all that are compared, in the order of a round: how each trains, and what."""
+    work, parts = settings.work(weights), settings.tensor_model_parallel_size
+    parallel = (turns.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts))
+    return {
+        OURS: (turns.train_with_megaenc, work),
+        **({TENSOR_PARALLEL: parallel} if parts > 1 else {}),
+        PADDED: (turns.train_with_transformers, work),
+        SORTED: (turns.train_with_transformers, dataclasses.replace(work, by_length=True)),
+    }
 
 
 def fastest_kernel(work: Work) -> str:
@@ -129,7 +117,7 @@ def same_losses(losses: Sequence[float], bf16: bool) -> bool:
 
 
 def check_losses(losses: dict[str, float], bf16: bool) -> None:
-    """RuntimeError unless they are the same."""
+    """Raise RuntimeError unless they are the same."""
     if not same_losses(list(losses.values()), bf16):
         told = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         raise RuntimeError(f"the sides have different losses, so they do not the same work: {told}")

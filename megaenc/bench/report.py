@@ -13,8 +13,9 @@ from typing import Any
 
 import psutil
 
+from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.files import write_whole
+from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.output_paths import make_parent
 from megaenc.processes import Worker, usable_cores
 
@@ -68,6 +69,15 @@ def write(path: str | Path, found: dict[str, Any]) -> None:
     """Write `found` as JSON, whole or not at all. Raises InputError where the file cannot be written."""
     make_parent(Path(path), "--output")
     write_whole(Path(path), json.dumps(found, indent=1) + "\n")
+
+
+def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]], str], settings: Any) -> None:
+    """Measure with `bench`, write the figures to `settings.output` and print their `table`."""
+    with stopped_by_sigterm():
+        found = bench(settings)
+        write(settings.output, found)
+        say(table(found))
+        say(f"written to {settings.output}")
 
 
 def _processor() -> str:

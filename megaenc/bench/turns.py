@@ -29,19 +29,13 @@ IGNORED = -100  # what transformers' losses leave out
 class Work(Setup):
     """What is trained on what; the same for all sides but for the last two fields and the layout."""
 
-    objective: str
-    """as a schedule spells it: clm or mlm(...)"""
+    objective: str  # as a schedule spells it: clm or mlm(...)
     documents: int
-    batch: int
-    """documents of an update; `documents` is a multiple of it"""
-    passes: int
-    """times that all documents are read while the clock runs"""
-    weights: str
-    """safetensors of the weights that all begin with, under transformers' names"""
-    by_length: bool = False
-    """documents in batches of like lengths, for transformers"""
-    kernel: str = "sdpa"
-    """transformers' attention"""
+    batch: int  # documents of an update; `documents` is a multiple of it
+    passes: int  # times that all documents are read while the clock runs
+    weights: str  # safetensors of the weights that all begin with, under transformers' names
+    by_length: bool = False  # documents in batches of like lengths, for transformers
+    kernel: str = "sdpa"  # transformers' attention
 
     def read(self) -> Documents:
         """Return the documents, in the order of this side."""
@@ -89,7 +83,7 @@ def write_weights(work: Work, fill: Callable[[Any], None] | None = None) -> dict
 
     from megaenc import backend
     from megaenc.backend import Layout, prepare_megatron
-    from megaenc.convert.mapping import VOCABULARY_ROWS, lines
+    from megaenc.convert.mapping import hf_tensors
 
     prepare_megatron()
     backend.start(Layout(), 0)
@@ -99,12 +93,9 @@ def write_weights(work: Work, fill: Callable[[Any], None] | None = None) -> dict
     encoder = build_encoder(work.shape, work.vocab_size, work.seq_length, Layout(), torch.float32, seed=seed)
     if fill:
         fill(encoder)
-    parameters, found = dict(encoder.named_parameters()), {}
-    for rule, core, names in lines(work.shape):
-        tensor = parameters[core].detach().cpu()
-        tensor = tensor[: work.vocab_size] if core in VOCABULARY_ROWS else tensor
-        found.update(zip(names, rule.to_hf(tensor, work.shape), strict=True))
-    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, work.weights)
+    parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
+    tensors = hf_tensors(parameters, work.shape, work.vocab_size)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, work.weights)
     backend.stop()
     return {}
 
@@ -189,9 +180,9 @@ def peer(work: Work) -> Any:
     from megaenc.convert.families import FAMILIES, config_of
 
     attention = work.objective_of(work.objective).attention
-    both = attention == Attention.BIDIRECTIONAL
+    family, kind = ("eurobert", EuroBertForMaskedLM) if attention == Attention.BIDIRECTIONAL else ("llama", LlamaForCausalLM)
     config = config_of(
-        FAMILIES["eurobert" if both else "llama"],
+        FAMILIES[family],
         attention,
         work.shape,
         vocab_size=work.vocab_size,
@@ -200,7 +191,7 @@ def peer(work: Work) -> Any:
         dtype=torch.float32,
     )
     # Made without memory, so that no weights are drawn first.
-    model, loaded = (EuroBertForMaskedLM if both else LlamaForCausalLM).from_pretrained(
+    model, loaded = kind.from_pretrained(
         None,
         config=config,
         state_dict=load_file(work.weights),
@@ -214,20 +205,20 @@ def peer(work: Work) -> Any:
 
 
 def padded(work: Work, documents: Documents, objective: Any, update: int, device: Any) -> tuple[dict[str, Any], int]:
-    """A batch for transformers, padded to its longest document, and how many tokens it predicts."""
+    """Return a batch for transformers, padded to its longest document, and how many tokens it predicts."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
-    read = [documents.targets(objective, update * work.batch + number) for number in range(work.batch)]
-    longest = max(len(pack.tokens) for pack, _ in read)
-    ids = torch.full((work.batch, longest), EOS)
-    labels, mask = torch.full_like(ids, IGNORED), torch.zeros_like(ids)
-    for row, (pack, targets) in enumerate(read):
-        ids[row, : len(pack.tokens)] = torch.from_numpy(targets.inputs)
-        mask[row, : len(pack.tokens)] = 1
+    read = [documents.targets(objective, update * work.batch + number)[1] for number in range(work.batch)]
+    inputs = [torch.from_numpy(targets.inputs) for targets in read]
+    ids = pad_sequence(inputs, batch_first=True, padding_value=EOS)
+    mask = pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True)
+    labels = torch.full_like(ids, IGNORED)
+    for row, targets in zip(labels, read, strict=True):
         # A causal model of transformers moves the labels itself.
-        labels[row, torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(targets.labels)
+        row[torch.from_numpy(targets.predict_at + objective.shift)] = torch.from_numpy(targets.labels)
     tensors = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for _, targets in read)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in read)
 
 
 def peak_flops(work: Work) -> dict[str, Any]:

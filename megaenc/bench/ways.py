@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,19 +78,10 @@ def _by_loop(method: str, text: str, tokenizer: str, workers: int, folder: str) 
 
     def work() -> Callable[[], Ids]:
         rows: list[np.ndarray] = []
-
-        def encode(texts: list[str]) -> None:
-            rows.extend(np.array(row.ids, np.uint32) for row in encode_batch(texts, add_special_tokens=False))
-
-        texts: list[str] = []
         with open(text, encoding="utf-8") as lines:
-            for line in lines:
-                texts.append(json.loads(line)["text"])
-                if len(texts) == _AT_ONCE:
-                    encode(texts)
-                    texts = []
-        if texts:
-            encode(texts)
+            texts = (json.loads(line)["text"] for line in lines)
+            while batch := list(islice(texts, _AT_ONCE)):
+                rows.extend(np.array(row.ids, np.uint32) for row in encode_batch(batch, add_special_tokens=False))
         return lambda: (np.concatenate(rows), np.array([len(row) for row in rows]))
 
     return work
@@ -140,9 +132,8 @@ WAYS = {
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those below it that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    """Return those of this process and of those below it that have ended."""
+    return sum(os.times()[:4])
 
 
 def turn(given: tuple[str, str, str, int]) -> dict[str, Any]:

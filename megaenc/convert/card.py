@@ -1,6 +1,7 @@
 """The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,29 +21,21 @@ _MOST = 1 << 30
 class Provenance:
     """Where an export comes from."""
 
-    schedule_text: str
-    """As it was given."""
+    schedule_text: str  # as it was given
     schedule: Schedule
     step: int
     total_iters: int
     tokens: int
     start: Start = NEW_WEIGHTS
     parameters: int = 0
-    data: str = ""
-    """The fingerprint of the corpora; empty where nothing was trained here."""
-    tokenizer: str = ""
-    """The fingerprint of the tokenizer."""
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The last rows of a run's files up to the step: `training`, and a row for each objective that it was validated on."""
+    data: str = ""  # the fingerprint of the corpora; empty if nothing was trained here
+    tokenizer: str = ""  # the fingerprint of the tokenizer
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `last_rows`
     license: str = "unknown"
-    sentences: bool = False
-    """Whether the export gives states of tokens and no predictions."""
-    architecture: str = ""
-    """The class of transformers that loads the export; empty where it is none yet."""
-    converted: bool = False
-    """Whether this is a Hugging Face model that came in, and nothing was trained since: `schedule` is what it was made for."""
-    added_token: str = ""
-    """The mask token that such a model was given a row for."""
+    sentences: bool = False  # whether the export gives states of tokens and no predictions
+    architecture: str = ""  # the class of transformers that loads the export; empty if it is none yet
+    converted: bool = False  # whether this is a model that came in as it is: `schedule` is what it was made for
+    added_token: str = ""  # the mask token that such a model was given a row for
 
     @property
     def last_objectives(self) -> tuple[Objective, ...]:
@@ -52,15 +45,15 @@ class Provenance:
         """
         last = max(self.step, 1)
         first = max(1, last + 1 - max(1, self.total_iters // 20))
-        steps: dict[str, float] = {}
+        steps: Counter[str] = Counter()
         objectives: dict[str, Objective] = {}
         for phase in self.schedule.phases:
             here, there = max(phase.first_step, first), min(phase.last_step, last)
             for choice, share in zip(phase.choices, phase.shares, strict=True):
                 if here <= there:
-                    steps[choice.text] = steps.get(choice.text, 0) + share * (there - here + 1)
+                    steps[choice.text] += share * (there - here + 1)
                     objectives[choice.text] = phase.objective(choice, there)
-        return tuple(objectives[text] for text in sorted(steps, key=lambda text: -steps[text]))
+        return tuple(objectives[text] for text, _ in steps.most_common())
 
     def read_as(self, attention: Attention) -> Objective:
         """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""
@@ -73,7 +66,7 @@ def card(name: str, provenance: Provenance, attention: Attention) -> str:
     objective = provenance.read_as(attention)
     causal = attention == Attention.CAUSAL
     last = [(markdown.code(one.describe(), cell=True), one) for one in provenance.last_objectives]
-    rows = "\n".join(f"| {name} | {one.attention} | token {_moved(one.shift)} |" for name, one in last)
+    rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
     trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
     # transformers' pipeline fills masks with the classes made for it alone.
     tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
@@ -96,16 +89,13 @@ export: {attention}.{_loads_with(provenance, attention)}
 |---|---|---|
 {rows}
 
-{_how_to_read(objective, attention, provenance)}{_PROOF}
-"""
-
-
-_PROOF = """
+{_how_to_read(objective, attention, provenance)}
 
 ## Proof
 
 `conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as transformers loads it, are from
-those of megatron-core's model."""
+those of megatron-core's model.
+"""
 
 
 def check_license(text: str) -> None:
@@ -115,25 +105,23 @@ def check_license(text: str) -> None:
 
 
 def last_rows(folder: Path, step: int) -> dict[str, dict[str, Any]]:
-    """The newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
-    found = {}
-    for row in _rows(folder / METRICS, step)[-1:]:
-        found["training"] = row
-    for row in _rows(folder / VALIDATION, step)[-1:]:
-        objectives = row.get("objectives")
-        named = objectives.items() if isinstance(objectives, dict) else ()
-        for name, numbers in ((name, numbers) for name, numbers in named if isinstance(numbers, dict)):
+    """Return the newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
+    found = {"training": row} if (row := _last_row(folder / METRICS, step)) else {}
+    row = _last_row(folder / VALIDATION, step)
+    objectives = row.get("objectives")
+    for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
+        if isinstance(numbers, dict):
             found[f"held out, {markdown.code(name, cell=True)}"] = {"step": row["step"], **numbers}
     return found
 
 
-def _rows(file: Path, step: int) -> list[dict[str, Any]]:
-    """Up to `step`; none of a file that is not there or that a run is just writing to."""
+def _last_row(file: Path, step: int) -> dict[str, Any]:
+    """Return the last row up to `step`; nothing of a file that is not there or that a run is just writing to."""
     try:
         rows = [parse_json(line) for line in read_regular(file, _MOST).splitlines()]
-        return [row for row in rows if type(row["step"]) is int and row["step"] <= step]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        return [row for row in rows if type(row["step"]) is int and row["step"] <= step][-1]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
 
 
 def _figures(provenance: Provenance) -> str:
@@ -145,13 +133,12 @@ def _figures(provenance: Provenance) -> str:
             numbers = [f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else "" for key in ("loss", "accuracy")]
             lines.append(f"| {row['step']:,} | {name} | {' | '.join(numbers)} |")
         lines.append("")
-    known = [
-        f"{provenance.parameters:,} parameters" if provenance.parameters else "",
-        f"data {markdown.code(provenance.data[:16])}" if provenance.data else "",
-        f"tokenizer {markdown.code(provenance.tokenizer[:16])}" if provenance.tokenizer else "",
-    ]
-    if any(known):
-        lines += [f"{'; '.join(filter(None, known))} (fingerprints).", ""]
+    known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
+    for name in ("data", "tokenizer"):
+        if fingerprint := getattr(provenance, name):
+            known.append(f"{name} {markdown.code(fingerprint[:16])}")
+    if known:
+        lines += [f"{'; '.join(known)} (fingerprints).", ""]
     return "\n".join([*lines, ""]) if lines else ""
 
 
@@ -200,25 +187,17 @@ def _loads_with(provenance: Provenance, attention: Attention) -> str:
     return f"{text}."
 
 
-def _moved(shift: int) -> str:
-    return f"i + {shift}" if shift else "i"
-
-
 def _how_to_read(objective: Objective, attention: Attention, provenance: Provenance) -> str:
     shift, name = objective.shift, markdown.code(objective.describe())
     parts = []
     if attention == Attention.CAUSAL and shift == 1:
         parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
     elif shift:
-        pipeline = (
-            ""
-            if _is_decoder(provenance)
-            else ('`transformers.pipeline("fill-mask")` reads position i and would answer for another token; ')
-        )
+        pipeline = '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
         parts.append(
             f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** {name} predicts a token from the output "
             f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
-            f"{pipeline}`megaenc fill-mask` moves the logits by itself."
+            f"{'' if _is_decoder(provenance) else pipeline}`megaenc fill-mask` moves the logits by itself."
         )
     else:
         parts.append(f"{name} predicts a token where it stands: the output at position i is for token i.")

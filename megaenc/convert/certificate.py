@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megaenc.convert.shards import as_bytes
 from megaenc.errors import InputError
@@ -36,21 +38,17 @@ class Probe:
 
     @classmethod
     def of(cls, vocab_size: int, context: int) -> "Probe":
-        """For a model with so many rows that reads so many tokens."""
-        longest = min(LENGTH, context)
-        lengths = [max(1, longest * part // 3) for part in (3, 2, 1)]
-        stream = torch.arange(sum(lengths) + _LEAK) * 7919 + 11
-        stream = stream % vocab_size
+        """Return it for a model with so many rows that reads so many tokens."""
+        lengths = [max(1, min(LENGTH, context) * part // 3) for part in (3, 2, 1)]
+        stream = (torch.arange(sum(lengths) + _LEAK) * 7919 + 11) % vocab_size
         *documents, short = stream.split([*lengths, _LEAK])
         short = short[: min(_LEAK, context)]
         variants = short.repeat(len(short) + 1, 1)
-        others = (short + vocab_size // 2 + 1) % vocab_size
-        variants[torch.arange(len(short)) + 1, torch.arange(len(short))] = others
+        variants[1:].diagonal().copy_((short + vocab_size // 2 + 1) % vocab_size)
         return cls(tuple(documents), variants)
 
 
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """Logits (or states, of a model without an output layer), float32."""
 
     documents: list[Tensor]  # [length, V] each
@@ -62,12 +60,9 @@ def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -
     from megaenc.model.packing import Packing
 
     parts = [*probe.documents, *probe.variants]
-    edges, positions = [0], []
-    for part in parts:
-        edges.append(edges[-1] + len(part))
-        positions.append(torch.arange(len(part)))
+    positions = [torch.arange(len(part)) for part in parts]
     device = next(encoder.parameters()).device
-    packing = Packing.of(edges, attention, device)
+    packing = Packing.of([0, *accumulate(map(len, parts))], attention, device)
     if not head:
         encoder.head = lambda hidden, predict_at, labels: hidden.squeeze(1)
     with torch.inference_mode(), _in_float32(encoder, encoder.output_layer if head else None):
@@ -80,7 +75,7 @@ def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -
 
 
 def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention, digests: dict[str, str]) -> dict[str, Any]:
-    """Load the model in `folder` and compare; returns what conversion.json says. InputError where anything differs."""
+    """Load the model in `folder` and compare; return what conversion.json says. InputError where anything differs."""
     from megaenc.backend.device import detect
 
     model, architecture = _reload(folder)
@@ -111,7 +106,7 @@ def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention,
 
 
 class _Failed(InputError):
-    """What is not as it should be."""
+    """The export is not the model."""
 
 
 def _reload(folder: Path) -> tuple[Any, str]:
@@ -152,18 +147,14 @@ def _differences(
 
     _Failed where one is beyond `tolerance`, or the mask is not that of `attention`.
     """
-    longest = len(probe.documents[0])
-    tokens = torch.full((len(probe.documents), longest), model.config.pad_token_id or 0)
-    seen = torch.zeros_like(tokens)
-    for row, document in enumerate(probe.documents):
-        tokens[row, : len(document)] = document
-        seen[row, : len(document)] = 1
-    found = {}
-    variants = _rows(model, probe.variants)
-    found["without padding"] = float((variants - expected.variants).abs().max())
-    padded = _rows(model, tokens, seen)
-    pairs = [(padded[row, : len(wanted)], wanted) for row, wanted in enumerate(expected.documents)]
-    found["with padding"] = max(float((here - wanted).abs().max()) for here, wanted in pairs)
+    tokens = pad_sequence(probe.documents, batch_first=True, padding_value=model.config.pad_token_id or 0)
+    seen = pad_sequence([torch.ones_like(document) for document in probe.documents], batch_first=True)
+    variants, padded = _rows(model, probe.variants), _rows(model, tokens, seen)
+    differences = [(here[: len(wanted)] - wanted).abs().max() for here, wanted in zip(padded, expected.documents, strict=True)]
+    found = {
+        "without padding": float((variants - expected.variants).abs().max()),
+        "with padding": float(torch.stack(differences).max()),
+    }
     _check_mask(_sees(variants, who), attention, who)
     for what, difference in found.items():
         if not difference <= tolerance:  # NaN is no pass
@@ -204,19 +195,19 @@ def _in_float32(model: Any, head: Any) -> Iterator[None]:
 
     So only one layer is in memory in both; of `head`, the output layer, a piece at a time.
     """
-    if next(model.parameters()).dtype == torch.float32:
+    narrow = next(model.parameters()).dtype
+    if narrow == torch.float32:
         yield
         return
     handles = []
     for module in model.modules():
-        if module is head or not (own := list(module.parameters(recurse=False))):
+        if module is head or not list(module.parameters(recurse=False)):
             continue
         if "Embedding" in type(module).__name__:
             handles.append(module.register_forward_hook(lambda module, inputs, output: output.float()))
             continue
-        narrow = [parameter.data for parameter in own]
-        handles.append(module.register_forward_pre_hook(partial(_widen, own)))
-        handles.append(module.register_forward_hook(partial(_narrow, own, narrow)))
+        handles.append(module.register_forward_pre_hook(lambda module, inputs: _store(module, torch.float32)))
+        handles.append(module.register_forward_hook(lambda module, inputs, output: _store(module, narrow)))
     if head is not None:
         head.forward = partial(_by_rows, head)
     try:
@@ -228,14 +219,9 @@ def _in_float32(model: Any, head: Any) -> Iterator[None]:
             del head.forward
 
 
-def _widen(own: list[torch.nn.Parameter], module: Any, inputs: Any) -> None:
-    for parameter in own:
-        parameter.data = parameter.data.float()
-
-
-def _narrow(own: list[torch.nn.Parameter], narrow: list[Tensor], module: Any, inputs: Any, output: Any) -> None:
-    for parameter, data in zip(own, narrow, strict=True):
-        parameter.data = data
+def _store(module: Any, dtype: torch.dtype) -> None:
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(dtype)  # there and back is exact
 
 
 def _by_rows(head: Any, hidden: Tensor, weight: Tensor | None = None, labels: None = None) -> Tensor:

@@ -98,9 +98,7 @@ def _to_hf(options: ToHF) -> None:
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
     load, output = Path(options.load), Path(options.output)
-    how = {
-        name: getattr(options, name) for name in ("architecture", "dtype", "max_shard_size", "sentence_transformers", "license")
-    }
+    how = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
     if not options.all:
         step = to_hf(load, output, step=options.ckpt_step, **how)
         say(f"{options.output}: step {step} of {options.load} {_proof(output)}")
@@ -123,13 +121,8 @@ def _proof(folder: Path) -> str:
 def _from_hf(options: FromHF) -> None:
     from megaenc.convert.from_hf import from_hf
 
-    source, mask = from_hf(
-        Path(options.input),
-        Path(options.output),
-        add_mask_token=options.add_mask_token,
-        tie=options.tie_word_embeddings,
-        dtype=options.dtype,
-    )
+    how = {"add_mask_token": options.add_mask_token, "tie": options.tie_word_embeddings, "dtype": options.dtype}
+    source, mask = from_hf(Path(options.input), Path(options.output), **how)
     say(
         f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
         f"  a run begins with it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"

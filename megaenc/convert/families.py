@@ -16,6 +16,16 @@ from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention
 
+_FIELDS = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "init_method_std",
+}
+"""Of config.json's fields those that only have another name in ModelConfig."""
 # What megatron-core has for the stretched positions of Llama 3; the factor alone is free.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -25,16 +35,17 @@ class Family:
     """What transformers calls a model type."""
 
     model_type: str
-    architecture: str
-    """The class that transformers loads it with, output layer included."""
+    architecture: str  # the class that transformers loads it with, output layer included
+    # Whether queries, keys and values have a bias; an optional one (`attention_bias`) attention's output has too.
     qkv_bias: Literal["never", "always", "optional"]
-    """Whether queries, keys and values have a bias; an optional one (`attention_bias`) attention's output has too."""
-    head_norms: bool = False
-    """Whether queries and keys are normalised head by head."""
-    encoder: bool = False
-    """Whether it is bidirectional by itself; a decoder is with `is_causal: false` in its config.json."""
-    written_as: str = ""
-    """The family that stands in for it on the way out, for one that transformers does not know."""
+    head_norms: bool = False  # whether queries and keys are normalised head by head
+    encoder: bool = False  # whether it is bidirectional by itself; a decoder is with `is_causal: false` in its config.json
+    written_as: str = ""  # the family that stands in for it on the way out, for one that transformers does not know
+
+    @property
+    def written(self) -> "Family":
+        """The family as which a model of this one goes out."""
+        return FAMILIES[self.written_as or self.model_type]
 
     def lacks(self, model: ModelConfig, attention: Attention) -> str | None:
         """What this family cannot say of `model` read under `attention`; None where it says all."""
@@ -90,7 +101,7 @@ def read_config(values: dict[str, Any], where: str) -> Any:
         for name in _NOT_IN_TENSORS:
             if name not in said:
                 raise InputError(f"{where}: field `{name}`: missing, expected what the model was trained with")
-    return build_config(values, family.written_as or family.model_type, where)
+    return build_config(values, family.written.model_type, where)
 
 
 def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
@@ -103,17 +114,11 @@ def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
     optional_bias = family.qkv_bias == "optional" and bool(config.attention_bias)
     shape = ModelConfig(
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.intermediate_size,
-        num_attention_heads=heads,
-        num_query_groups=config.num_key_value_heads,
+        **{ours: getattr(config, theirs) for theirs, ours in _FIELDS.items()},
         kv_channels=None if head_dim * heads == config.hidden_size else head_dim,
         add_qkv_bias=family.qkv_bias == "always" or optional_bias,
         qk_layernorm=family.head_norms,
         **_positions(config.rope_parameters, where),
-        norm_epsilon=_number(config.rms_norm_eps, "rms_norm_eps", where),
-        init_method_std=_number(config.initializer_range, "initializer_range", where),
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
     )
     try:
@@ -130,7 +135,8 @@ def _refuse_unlike(config: Any, where: str) -> None:
     if config.hidden_act != "silu":
         raise InputError(f"{where}: field `hidden_act`: found {short(config.hidden_act)}, expected silu")
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
-    _number(context, "max_position_embeddings", where)
+    for name in ("max_position_embeddings", "rms_norm_eps", "initializer_range"):
+        _number(getattr(config, name), name, where)
     kinds = getattr(config, "layer_types", None) or ()
     windowed = "sliding_attention" in kinds or not kinds  # Mistral has no list: all of its layers look through the window
     if window is not None and window < context and windowed:
@@ -161,7 +167,6 @@ def _positions(rope: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _number(found: Any, name: str, where: str) -> float:
-    """The field `name`. InputError where it is no number above 0."""
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise InputError(f"{where}: field `{name}`: found {short(found)}, expected a number above 0")
     return float(found)
@@ -211,16 +216,10 @@ def config_of(
     values = dict(
         architectures=[family.architecture],
         vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
+        **{theirs: getattr(model, ours) for theirs, ours in _FIELDS.items()},
         head_dim=model.head_dim,
         hidden_act="silu",
         max_position_embeddings=context,
-        initializer_range=model.init_method_std,
-        rms_norm_eps=model.norm_epsilon,
         rope_parameters=rope,
         tie_word_embeddings=not model.untie_embeddings_and_output_weights,
         pad_token_id=eos if pad is None else pad,
@@ -230,12 +229,10 @@ def config_of(
     )
     if family.qkv_bias == "optional":
         values["attention_bias"] = model.add_qkv_bias
-    if family.model_type in ("llama", "eurobert"):
-        values["mlp_bias"] = False
     if family.model_type == "mistral":
         values["sliding_window"] = None
     if family.encoder:
         values |= {"mask_token_id": tokenizer.mask_token_id, "classifier_pooling": "mean"}
     elif attention == Attention.BIDIRECTIONAL:
         values["is_causal"] = False
-    return CONFIG_MAPPING[family.written_as or family.model_type](**values)
+    return CONFIG_MAPPING[family.written.model_type](**values)

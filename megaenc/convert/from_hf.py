@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,13 +12,12 @@ import torch
 import yaml
 
 from megaenc import __version__, backend, flags
-from megaenc.convert.families import FAMILIES, Family, family_of, read_config, shape_of, trained_on
+from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_folder import TrainableFolder
 from megaenc.convert.hf_model import first_line
 from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
-from megaenc.convert.mask_token import MaskToken, give_mask_token
 from megaenc.convert.shards import dtype_of
-from megaenc.convert.tokenizer_files import read_tokenizer, write_tokenizer
+from megaenc.convert.tokenizer_files import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
@@ -41,8 +39,7 @@ class Source:
     folder: TrainableFolder
     family: Family
     config: Any  # transformers'
-    model: ModelConfig
-    """With as many rows of the vocabulary as the folder has."""
+    model: ModelConfig  # with as many rows of the vocabulary as the folder has
 
     @property
     def dtype(self) -> torch.dtype:
@@ -89,7 +86,7 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     model = dataclasses.replace(model, vocab_size=config.vocab_size)
     tied = not model.untie_embeddings_and_output_weights
     try:
-        shapes = _shapes(config, family)
+        shapes = hf_shapes(config, family)
     except Exception as error:  # more numbers than 64 bits can count, and whatever else sizes may lead to
         raise InputError(f"{where}: {first_line(error)}; expected sizes as the weights have them") from None
     if tied:
@@ -103,11 +100,11 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
     return Source(folder, family, config, model)
 
 
-def _shapes(config: Any, family: Family) -> dict[str, tuple[int, ...]]:
+def hf_shapes(config: Any, family: Family) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that transformers' model of `config` has; a tied output layer is not there twice."""
     import transformers
 
-    kind = getattr(transformers, FAMILIES[family.written_as or family.model_type].architecture)
+    kind = getattr(transformers, family.written.architecture)
     with torch.device("meta"):
         model = kind(copy.deepcopy(config))
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -139,25 +136,32 @@ def from_hf(
     with whole_folder(output) as folder:
         write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
-        shared = _flags(found, model, weights) | {"tokenizer": str((output / TOKENIZER).resolve())}
+        shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
+        shared |= {
+            "seq_length": min(found.config.max_position_embeddings, LONGEST_PACK),
+            "bf16": weights == torch.bfloat16,
+            "objective_schedule": trained_on(found.config, found.family),
+            "tokenizer": str((output / TOKENIZER).resolve()),
+        }
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        _write_checkpoint(folder, found, model, weights, mask, vocabulary.size, facts["identity"])
+        backend.start(backend.Layout(), seed=0)
+        try:
+            from megaenc.model.encoder import build_encoder
+            from megaenc.training.saving import OwnCheckpoints
+
+            # Rotary angles are no weights, so the length is of no account.
+            encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), weights, seed=None)
+            _fill(encoder, found, model, mask, vocabulary.size)
+            OwnCheckpoints(folder / "checkpoints").save_weights(encoder, facts["identity"])
+        finally:
+            backend.stop()
     return found, mask
 
 
-def _flags(source: Source, model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """What config.yaml holds: the flags that a run which begins with these weights shares with them."""
-    return {name: value for name, value in flags.flatten(model).items() if value is not None} | {
-        "seq_length": min(source.config.max_position_embeddings, LONGEST_PACK),
-        "bf16": dtype == torch.bfloat16,
-        "objective_schedule": trained_on(source.config, source.family),
-    }
-
-
 def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
-    """What run.json holds, as of a run; `source` is in no run's."""
+    """Return what run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
     path, made_for = str(source.folder.path.resolve()), shared["objective_schedule"]
     stage = Stage(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
@@ -184,28 +188,6 @@ def _untrained(folder: TrainableFolder, row: int) -> bool:
     return bool(norms[row] < norms.median() / 100)
 
 
-def _write_checkpoint(
-    folder: Path,
-    source: Source,
-    model: ModelConfig,
-    dtype: torch.dtype,
-    mask: MaskToken,
-    ids: int,
-    identity: dict[str, Any],
-) -> None:
-    backend.start(backend.Layout(), seed=0)
-    try:
-        from megaenc.model.encoder import build_encoder
-        from megaenc.training.saving import OwnCheckpoints
-
-        # Rotary angles are no weights, so the length is of no account.
-        encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), dtype, seed=None)
-        _fill(encoder, source, model, mask, ids)
-        OwnCheckpoints(folder / "checkpoints").save_weights(encoder, identity)
-    finally:
-        backend.stop()
-
-
 @torch.no_grad()
 def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken, ids: int) -> None:
     """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
@@ -216,17 +198,13 @@ def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: Ma
     for rule, core, names in lines(model):
         parameter = parameters[core]
         if core in VOCABULARY_ROWS:
-            _fill_rows(parameter, source.folder.in_parts(*names, _ROWS))
+            done = 0
+            for part in source.folder.in_parts(*names, _ROWS):
+                parameter[done : done + len(part)] = part
+                done += len(part)
+            parameter[done:] = 0
             if mask.origin in ("untrained", "added"):
                 others = (*parameter[: mask.id].split(_ROWS), *parameter[mask.id + 1 : ids].split(_ROWS))
                 parameter[mask.id] = sum(part.sum(dim=0, dtype=torch.float32) for part in others) / (ids - 1)
         else:
             parameter.copy_(rule.to_core(tuple(source.folder.tensor(name) for name in names), model))
-
-
-def _fill_rows(parameter: torch.Tensor, parts: Iterator[torch.Tensor]) -> None:
-    done = 0
-    for part in parts:
-        parameter[done : done + len(part)] = part
-        done += len(part)
-    parameter[done:] = 0

@@ -40,7 +40,10 @@ class Header(NamedTuple):
 
 
 class HFFolder:
-    """The settings of a model and the headers of its weights, by the names that the files give them. No pickle is ever read."""
+    """The settings of a model and the headers of its weights, by the names that the files give them. No pickle is ever read.
+
+    `config` is what config.json says of the model, without what it says of how to load it.
+    """
 
     def __init__(self, path: Path, flag: str = "--input"):
         """Read config.json and the headers. InputError, naming the file, for what is missing, damaged or a pickle.
@@ -55,25 +58,21 @@ class HFFolder:
         self.config_file = path / CONFIG
         values = read_json_object(self.config_file, f"the {CONFIG} of a Hugging Face model")
         self.config: dict[str, Any] = _without_loading(values)
-        """What config.json says of the model, without what it says of how to load it."""
         self.files, indexed = _weight_files(path)
         self.headers: dict[str, Header] = {}
         for file in self.files:
-            self._read_headers(file)
+            with _opened(file, "np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118, which is no dict
+                    if name in self.headers:
+                        already = self.headers[name].file.name
+                        raise InputError(f"{file}: holds `{name}` a second time (it is in {already} already)")
+                    header = tensors.get_slice(name)
+                    if not name.endswith(_COMPUTED):
+                        self.headers[name] = Header(file, header.get_dtype(), tuple(header.get_shape()))
         for name, file in indexed.items():
             if not name.endswith(_COMPUTED) and (name not in self.headers or self.headers[name].file.name != file):
                 raise InputError(f"{path / file}: no tensor `{name}`, which {INDEX} says is there")
         _check_counts(self.config, max(_MOST, len(self.headers)), self.config_file)
-
-    def _read_headers(self, file: Path) -> None:
-        with _opened(file, "np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, which is no dict
-                if name.endswith(_COMPUTED):
-                    continue
-                if name in self.headers:
-                    raise InputError(f"{file}: holds `{name}` a second time (it is in {self.headers[name].file.name} already)")
-                header = tensors.get_slice(name)
-                self.headers[name] = Header(file, header.get_dtype(), tuple(header.get_shape()))
 
     @contextlib.contextmanager
     def slices(self) -> Iterator[dict[str, Any]]:

@@ -14,12 +14,9 @@ from typing import Any
 from megaenc.convert.hf_folder import HFFolder
 from megaenc.errors import InputError
 
-_BY_HUB_KERNELS = ("mra", "rwkv", "yoso")
-"""Models of which transformers computes a part by kernels that it fetches from the Hub."""
-_BUFFERS = 1 << 32
-"""The most bytes of masks and tables that a model computes for itself."""
-_SPARE = 1 << 24
-"""Parameters that a folder may lack: a pooler or a head."""
+_BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
+_BUFFERS = 1 << 32  # the most bytes of masks and tables that a model computes for itself
+_SPARE = 1 << 24  # parameters that a folder may lack: a pooler or a head
 
 
 def first_line(error: BaseException) -> str:

@@ -11,14 +11,14 @@ import torch
 
 from megaenc import backend, flags
 from megaenc.convert.families import FAMILIES, KNOWN
-from megaenc.convert.mask_token import MaskToken
+from megaenc.convert.tokenizer_files import MaskToken
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
 from megaenc.training.checkpoint_folder import CheckpointFolder
-from megaenc.training.run_folder import CONFIG, FACTS
+from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
 from megaenc.training.settings import PretrainSettings, settings_from
 from megaenc.training.start import Stage, Start
 
@@ -52,7 +52,7 @@ class SavedRun:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """How that model wrote text; nothing where it said nothing, or there is none."""
+        """How that model wrote text; nothing if it said nothing, or there is none."""
         return self.origin.generation if self.origin else {}
 
     @property
@@ -71,6 +71,18 @@ class SavedRun:
         """Whether the weights of step 0 follow from the seed, so that no checkpoint of them is needed."""
         return self.start.kind == "new" and not self.origin
 
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Raise InputError if the tokenizer in the run folder is not the one that the run was trained with."""
+        where, expected = self.folder / TOKENIZER, str(self.identity.get("tokenizer"))
+        if vocabulary.fingerprint != expected:
+            raise InputError(
+                f"{where}: found another tokenizer than the run's (fingerprint {vocabulary.fingerprint[:12]}, run.json says "
+                f"{expected[:12]}); put the one back that the run wrote there"
+            )
+        if vocabulary.size > self.vocab_size:
+            rows = f"the {self.vocab_size} rows that run.json says"
+            raise InputError(f"{where}: found {vocabulary.size} ids, expected at most {rows}")
+
     def schedule(self, vocabulary: Vocabulary) -> Schedule:
         """What the run trained. Raises InputError where one of its objectives is not installed here."""
         try:
@@ -82,9 +94,9 @@ class SavedRun:
             ) from None
 
     def steps(self) -> list[int]:
-        """The steps that can be exported: those of the checkpoints up to the newest, and 0 where that can be drawn.
+        """Return the steps that can be exported: those of the checkpoints up to the newest, and 0 if that can be drawn.
 
-        InputError where there is no checkpoint, or a file of one is missing or cut short.
+        InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
         checkpoints = CheckpointFolder(self.folder / "checkpoints")
         self._newest(checkpoints)
@@ -137,10 +149,7 @@ class SavedRun:
 
 
 def open_run(folder: Path) -> SavedRun:
-    """Read config.yaml and run.json of a run folder.
-
-    InputError where one is missing, no run wrote it, or config.yaml has another model than the one that was trained.
-    """
+    """Read config.yaml and run.json of a run folder. InputError if one is missing, or is not what the run wrote."""
     if not os.path.isfile(folder / CONFIG):
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
     settings = settings_from(str(folder / CONFIG))
@@ -160,11 +169,11 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
         facts = parse_json(read_regular(file))
-        start, identity, source = Start.read(facts), facts["identity"], facts.get("source", {})
+        start, identity = Start.read(facts), facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
             raise TypeError(f"identity is a {type(identity).__name__}")
-        mask = source.get("mask_token")
+        mask = facts.get("source", {}).get("mask_token")
         parts = [start, *start.before, *([] if mask is None else [MaskToken(**mask)])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{file}: {error!r}; expected what a pretraining run wrote there") from None

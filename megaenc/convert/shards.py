@@ -5,7 +5,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +47,10 @@ def write_shards(
     files = _files(bytes_of, largest)
     coming, digests = iter(tensors), {}
     for file, names in files.items():
-        header, offset = {"__metadata__": {"format": "pt"}}, 0
-        for name in names:
-            end = offset + bytes_of[name]
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": [offset, end]}
-            offset = end
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        ends = [0, *accumulate(bytes_of[name] for name in names)]
+        for name, offsets in zip(names, pairwise(ends), strict=True):
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": offsets}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)  # the numbers begin where their type likes to
         with open(folder / file, "wb") as stream:
@@ -74,7 +75,6 @@ def as_bytes(tensor: Tensor):
 
 
 def _files(bytes_of: Mapping[str, int], largest: int) -> dict[str, list[str]]:
-    """Which weights go to which file."""
     parts: list[list[str]] = []
     room = 0
     for name, size in bytes_of.items():

@@ -7,14 +7,16 @@ does. So files are read and written under the class that takes tokenizer.json as
 
 import contextlib
 import json
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaenc.data.encoding import PROBES
-from megaenc.data.tokenizer import encode_documents, load_tokenizer, vocabulary_of
+from megaenc.data.tokenizer import MASK, encode_documents, load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 
@@ -24,6 +26,13 @@ _BESIDES = ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 _AS_IT_IS = "PreTrainedTokenizerFast"  # the name that versions before 5 know too
 _PLAIN = (_AS_IT_IS, "TokenizersBackend", None)
 _PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+# What tokenizers call tokens that no text contains and no training used. Those that only look so are not here: <|fim_pad|>,
+# <|im_start|> and their like have a use.
+_UNUSED = re.compile(
+    r"<\|?mask\|?>|\[MASK\]"  # a mask token whose role was never set
+    r"|[<\[]\|?(reserved_special_token|reserved_token|reserved|unused|extra|dummy|placeholder|control|SPECIAL)_?\d+\|?[>\]]",
+    re.IGNORECASE,
+)
 
 
 def read_tokenizer(folder: Path, rows: int) -> Any:
@@ -64,7 +73,6 @@ def read_tokenizer(folder: Path, rows: int) -> Any:
 
 
 def _load(alone: Path, config: dict[str, Any]) -> Any:
-    """The tokenizer in folder `alone` with this tokenizer_config.json."""
     (alone / CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return load_tokenizer(alone)
 
@@ -78,6 +86,54 @@ def _refuse_size(folder: Path, tokenizer: Any, known: dict[str, int], rows: int,
                 "leave none for another"
             )
     raise InputError(f"{folder / 'config.json'}: field `vocab_size`: found {rows}, expected at least the tokenizer's {ids} ids")
+
+
+@dataclass(frozen=True)
+class MaskToken:
+    """Which token hides others, and where it comes from."""
+
+    token: str
+    id: int
+    # The tokenizer's mask token; an unused token of its vocabulary, with the row that the model has or, if no training touched
+    # that, the mean of the others, as has a new one.
+    origin: Literal["own", "reserved", "untrained", "added"]
+
+    def describe(self) -> str:
+        """Return it for the console."""
+        what = {"own": "its own", "added": "a new token"}.get(self.origin, "a reserved token of its vocabulary")
+        row = "; its row was untrained and is now the mean of the others" if self.origin == "untrained" else ""
+        return f"mask token {self.token} (id {self.id}), {what}{row}"
+
+
+def give_mask_token(tokenizer: Any, add: bool) -> MaskToken:
+    """Make sure that `tokenizer`, which is changed, has a mask token: its own, else one that is reserved, or (`add`) a new one.
+
+    InputError where it has none and none is to be added, or `add` asks for one that is there.
+    """
+    if tokenizer.mask_token is not None:
+        if add:
+            raise InputError(f"--add-mask-token: the tokenizer has a mask token, {tokenizer.mask_token}; leave the flag out")
+        return MaskToken(str(tokenizer.mask_token), tokenizer.mask_token_id, "own")
+    token = MASK if add else _reserved(tokenizer)
+    if token is None:
+        raise InputError(
+            f"--input: its tokenizer has neither a mask token nor a reserved one; give --add-mask-token to add {MASK}, with "
+            "the mean of the other rows as its row"
+        )
+    if add and token in tokenizer.get_vocab():
+        raise InputError(f"--add-mask-token: the tokenizer has a token {MASK} without the role; leave the flag out")
+    from tokenizers import AddedToken
+
+    # Words of most vocabularies carry the space before them, so the mask token swallows that space.
+    tokenizer.add_special_tokens({"mask_token": AddedToken(token, lstrip=True, normalized=False, special=True)})
+    return MaskToken(token, tokenizer.mask_token_id, "added" if add else "reserved")
+
+
+def _reserved(tokenizer: Any) -> str | None:
+    """Return the unused token with the lowest id that has no role, one that is called a mask before others."""
+    roles = {str(token) for role in ROLES if (token := getattr(tokenizer, role)) is not None}
+    found = {token: id for token, id in tokenizer.get_vocab().items() if _UNUSED.fullmatch(token) and token not in roles}
+    return min(found, key=lambda token: ("mask" not in token.lower(), found[token]), default=None)
 
 
 def write_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -132,12 +188,8 @@ def certify_tokenizer(folder: Path, trained: Any, model_type: str) -> dict[str, 
     for part in _PARTS:
         if here[part] != there[part]:
             raise InputError(f"{who}`{part}` differs")
-    return {
-        "class": kind,
-        "mask_token": loaded.mask_token,
-        "texts": len(texts),
-        "same": ["ids", "text of the ids", "roles", *_PARTS],
-    }
+    same = ["ids", "text of the ids", "roles", *_PARTS]
+    return {"class": kind, "mask_token": loaded.mask_token, "texts": len(texts), "same": same}
 
 
 def _texts(tokenizer: Any) -> Iterator[str]:

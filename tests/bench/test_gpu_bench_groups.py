@@ -123,18 +123,19 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
 
     kinds = torch.autograd.DeviceType
 
-    def event(name, kind, began, taken):
-        calls = {"name": name, "device_type": kind, "start_ns": began, "duration_ns": taken}
-        return SimpleNamespace(**{call: lambda value=value: value for call, value in calls.items()})
+    def event(name, kind, began, taken):  # in microseconds
+        time = SimpleNamespace(start=began, elapsed_us=lambda: taken)
+        return SimpleNamespace(name=name, device_type=kind, time_range=time, self_cpu_time_total=0)
 
     events = [
-        event("cudaLaunchKernel", kinds.CPU, 5, 100),
-        event("nvjet_tst_1", kinds.CUDA, 10, 3_000_000),
-        event("aFusedAdam", kinds.CUDA, 40, 1_000_000),
-        event("elementwise", kinds.CUDA, 41, 500_000),
+        event("cudaLaunchKernel", kinds.CPU, 0.005, 0.1),
+        event("nvjet_tst_1", kinds.CUDA, 0.01, 3000),
+        event("aFusedAdam", kinds.CUDA, 0.04, 1000),
+        event("elementwise", kinds.CUDA, 0.041, 500),
     ]
-    profiled = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
-    ran = list(breakdown._kernels(profiled))
+    results = SimpleNamespace(trace_start_ns=lambda: 0)
+    profiled = SimpleNamespace(profiler=SimpleNamespace(kineto_results=results), events=lambda: events)
+    ran = list(breakdown.ran_on(False, profiled))
     assert [one.name for one in ran] == ["nvjet_tst_1", "aFusedAdam", "elementwise"]
     timed = {"seconds_per_update": 0.003, "flops_per_update": 5e9, "attention_flops_per_update": 2e9}
     found = breakdown.summed(ran, [Window(OPTIMIZER, 35, 50)], timed)

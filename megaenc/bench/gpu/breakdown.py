@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from megaenc.bench.gpu import groups, made
@@ -20,11 +21,8 @@ from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
 
 UPDATES = 2
-SHOWN = 12
-"""Kernels that are named."""
+SHOWN = 12  # kernels that are named
 MICRO_BATCHES = (1, 3)
-WAITED = "called a synchronizing"
-"""What torch says at each wait. When it starts to look it warns too, that it does."""
 
 
 class Watched(Engine):
@@ -38,18 +36,9 @@ class Watched(Engine):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
         head = made.encoder_of(self).output_layer
-        forward = head.forward
-
-        def watched(*args: Any, **others: Any) -> Any:
-            with self._window(groups.LOSS):
-                return forward(*args, **others)
-
-        head.forward = watched
-
-    def clear_gradient(self) -> None:
-        """See Engine."""
-        with self._window(groups.BUFFERS):
-            super().clear_gradient()
+        head.forward = self._window(groups.LOSS)(head.forward)
+        self.clear_gradient = self._window(groups.BUFFERS)(self.clear_gradient)
+        self._step = self._window(groups.OPTIMIZER)(self._step)
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
         """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
@@ -62,10 +51,6 @@ class Watched(Engine):
         packings = [wanted.made(torch.device("cpu")).packing for wanted in self._wanted(step)]
         spans = [span for packing in packings for span in packing.spans()]
         return sum(shape.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in spans)
-
-    def _step(self, loss_sum: float) -> tuple[float, bool]:
-        with self._window(groups.OPTIMIZER):
-            return super()._step(loss_sum)
 
     @contextlib.contextmanager
     def _window(self, group: str) -> Iterator[None]:
@@ -80,10 +65,7 @@ class Watched(Engine):
 
 
 def breakdown(engine: Watched, steps: Iterator[int], timed: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each group in an update of what `timed` (a row of speed) says, and what to try next.
-
-    Idle is what remains of the update's time without the profiler, which itself makes the host slower.
-    """
+    """Return the seconds of each group in an update of what `timed` (a row of speed) says, and what to try next."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on the console when it starts and stops
     host = engine.device.type == "cpu"
     engine.windows = windows = []
@@ -92,11 +74,23 @@ def breakdown(engine: Watched, steps: Iterator[int], timed: dict[str, Any]) -> d
             engine.update(next(steps))
         wait()
     engine.windows = None
-    return summed(list(_operations(profiled) if host else _kernels(profiled)), windows, timed)
+    return summed(list(ran_on(host, profiled)), windows, timed)
+
+
+def ran_on(host: bool, profiled: profile) -> Iterator[Ran]:
+    """Yield the kernels of the accelerator, or the host's operations, each without what it called."""
+    first = profiled.profiler.kineto_results.trace_start_ns()
+    for event in profiled.events():
+        taken = event.self_cpu_time_total if host else event.time_range.elapsed_us()
+        if (event.device_type == DeviceType.CPU) == host and taken > 0:
+            yield Ran(event.name, first + int(1000 * event.time_range.start), taken / 1e6)
 
 
 def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict[str, Any]:
-    """See `breakdown`."""
+    """Return what `breakdown` does.
+
+    Idle is what remains of the update's time without the profiler, which itself makes the host slower.
+    """
     seconds = {group: value / UPDATES for group, value in groups.grouped(ran, windows).items()}
     seconds[IDLE] = max(0.0, timed["seconds_per_update"] - sum(seconds.values()))
     whole, attention = sum(seconds.values()), seconds[FORWARD] + seconds[BACKWARD]
@@ -104,31 +98,17 @@ def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict
     totals: Counter[str] = Counter()
     for one in ran:
         totals[one.name] += one.seconds / UPDATES
+    kernels = [(name[:160], groups.group_of(name), value) for name, value in totals.most_common()]
     return {
         "seconds": seconds,
         "shares": {group: value / whole for group, value in seconds.items()},
         "matrix_flops_per_second": products / seconds[MATMUL] if seconds[MATMUL] else None,
         "attention_flops_per_second": timed["attention_flops_per_update"] / attention if attention else None,
-        "kernels": [[name[:160], groups.group_of(name), value] for name, value in totals.most_common(SHOWN)],
-        "attention_kernels": [name[:160] for name, _ in totals.most_common() if groups.group_of(name) in (FORWARD, BACKWARD)][:6],
+        "kernels": kernels[:SHOWN],
+        "attention_kernels": [name for name, group, _ in kernels if group in (FORWARD, BACKWARD)][:6],
         "by_time_too": any(window.first <= one.began <= window.last for window in windows for one in ran),
         "next": groups.next_thing(seconds),
     }
-
-
-def _kernels(profiled: profile) -> Iterator[Ran]:
-    """Yield what ran on the accelerator."""
-    for event in profiled.profiler.kineto_results.events():
-        if event.device_type() != torch.autograd.DeviceType.CPU and event.duration_ns():
-            yield Ran(event.name(), event.start_ns(), event.duration_ns() / 1e9)
-
-
-def _operations(profiled: profile) -> Iterator[Ran]:
-    """Yield what ran on the host, each without what it called."""
-    began = profiled.profiler.kineto_results.trace_start_ns()
-    for event in profiled.events():
-        if event.self_cpu_time_total > 0:
-            yield Ran(event.name, began + int(1000 * event.time_range.start), event.self_cpu_time_total / 1e6)
 
 
 def synchronisations(engine: Watched, objective: Objective) -> dict[str, Any]:
@@ -140,7 +120,7 @@ def synchronisations(engine: Watched, objective: Objective) -> dict[str, Any]:
         return {"left out": "there is no accelerator"}
     few, more = (_waits(engine, objective, number) for number in MICRO_BATCHES)
     between = MICRO_BATCHES[1] - MICRO_BATCHES[0]
-    each = {place: (count - few[place]) / between for place, count in more.items() if count > few[place]}
+    each = {place: count / between for place, count in (more - few).items()}
     return {"of_an_update": few.total() - sum(each.values()), "of_a_micro_batch": sum(each.values()), "places": each}
 
 
@@ -154,11 +134,11 @@ def _waits(engine: Watched, objective: Objective, micro_batches: int) -> Counter
     torch.cuda.synchronize()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        torch.cuda.set_sync_debug_mode("warn")  # which warns of itself too
         try:
             engine.forward_and_backward(rows, objective)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     engine.clear_gradient()
-    waits = [one for one in told if WAITED in str(one.message)]
+    waits = [one for one in told if "called a synchronizing" in str(one.message)]
     return Counter(f"{'/'.join(Path(one.filename).parts[-3:])}:{one.lineno}" for one in waits)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import tempfile
 import time
@@ -33,11 +34,10 @@ kernels on it.
 Each phase knows what time is left; what there is no time for is left out, with a line that says so. JSON and a Markdown table are
 written after each phase."""
 ALL = ("correctness", "parity", "speed", "peer", "compare")
+# Memory in pieces that grow: micro-batches of varying sizes leave less of it unused. The second name is of older torch.
 DEVICE = {name: "expandable_segments:True" for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
-"""Memory in pieces that grow: micro-batches of varying sizes leave less of it unused. The second name is of older torch; where
-there are no such pieces, torch says so and does without."""
+# Of each loss of a short run, relative: rounding grows with the updates, a fault of a gradient grows past it.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 1e-2}
-"""Of each loss of a short run, relative: rounding grows with the updates, a fault of a gradient grows past it."""
 HOST = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
@@ -63,29 +63,16 @@ class GpuFlags:
     """what else is tried on the 610m MLM work: FIELD=VALUE or FIELD=VALUE,FIELD=VALUE, ...; unless given every other value of
     each field that can be had here"""
 
-    @property
-    def sizes(self) -> Sizes:
-        """How much is done."""
-        return SMALL if self.small else FULL
 
-    def check(self) -> None:
-        """InputError, naming the flag."""
-        report.check_positive(self, "seconds")
-        known = self.sizes.speed
-        for name in self.models:
-            if name not in known:
-                raise InputError(f"--models {name}: expected some of {', '.join(known)}")
-        _ = self.given, self.tried
+def sizes_of(settings: GpuFlags) -> Sizes:
+    """Return how much is done."""
+    return SMALL if settings.small else FULL
 
-    @property
-    def given(self) -> dict[str, Any]:
-        """The fields of Kernels that are not to be the default."""
-        return variants.given(self.kernels, "--kernels")
 
-    @property
-    def tried(self) -> list[dict[str, Any]]:
-        """By which other kernels the compared work is done; none: by all that are worth it."""
-        return [self.given | variants.given(words.split(","), "--compare") for words in self.compare]
+def kernels_of(settings: GpuFlags) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the fields of Kernels that are not to be the default, and those of what is compared. Raises InputError."""
+    given = variants.given(settings.kernels, "--kernels")
+    return given, [given | variants.given(words.split(","), "--compare") for words in settings.compare]
 
 
 class Benchmark:
@@ -93,14 +80,14 @@ class Benchmark:
 
     def __init__(self, settings: GpuFlags, folder: Path, device: Crew, host: Crew) -> None:
         """`device`, `host`: who does jobs on the accelerator and beside it."""
-        self.settings, self.sizes, self.folder = settings, settings.sizes, folder
-        self.device, self.host = device, host
-        self.begun = time.monotonic()
+        self.settings, self.sizes, self.folder = settings, sizes_of(settings), folder
+        self.device, self.host, self.begun = device, host, time.monotonic()
+        self.given, self.tried = kernels_of(settings)
         self.found: dict[str, Any] = {
             "settings": asdict(settings),
             "phases": {},
             "targets": {"mfu": TARGETS, "peer": PEER_TARGET},
-            "kernels": {"asked": settings.given, "text": variants.title(settings.given)},
+            "kernels": {"asked": self.given, "text": variants.title(self.given)},
         }
 
     @property
@@ -145,14 +132,12 @@ class Benchmark:
 
     def correctness(self) -> None:
         """Compare one micro-batch with float32 on the host."""
-        models, work = self.sizes.correctness, {"packs": 2, "folder": self.folder}
-        reference = {width: _by(setup, "float32", variants.plain()) for width, setup in models.items()}
-        if not self.phase("correctness, reference", self.host, "correctness.reference", 20, 60, setups=reference, **work):
-            return
-        given = self.settings.given
-        checked = {f"{width} {kind}": _by(setup, kind, given) for kind in TOLERANCE for width, setup in models.items()}
-        # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
-        self.phase("correctness", self.device, "correctness.compared", 15, 120, setups=checked, **work)
+        models, work = self.sizes.correctness.items(), {"packs": 2, "folder": self.folder}
+        reference = {width: _by(setup, "float32", variants.plain()) for width, setup in models}
+        checked = {f"{width} {kind}": _by(setup, kind, self.given) for kind in TOLERANCE for width, setup in models}
+        if self.phase("correctness, reference", self.host, "correctness.reference", 20, 60, setups=reference, **work):
+            # On an accelerator about a hundred variants of kernels are compiled first, one after the other.
+            self.phase("correctness", self.device, "correctness.compared", 15, 120, setups=checked, **work)
 
     def parity(self) -> None:
         """Compare a short run with the same on the host."""
@@ -161,7 +146,7 @@ class Benchmark:
         quick = self.settings.small or self.found["device"]["host_bf16"]
         for where, crew, kernels, kinds in (
             ("host", self.host, variants.plain(), TOLERANCE if quick else ("float32",)),
-            ("device", self.device, self.settings.given, TOLERANCE),
+            ("device", self.device, self.given, TOLERANCE),
         ):
             work = {"setups": {f"{where} {kind}": _by(sizes.parity, kind, kernels) for kind in kinds}}
             work |= {"packs": sizes.parity_packs, "updates": sizes.updates}
@@ -173,7 +158,7 @@ class Benchmark:
     def speed(self) -> None:
         """Time each model."""
         for model in self.settings.models or self.sizes.speed:
-            work = self._timing(model, self.settings.given) | {"name": model, "objectives": (MLM, CLM)}
+            work = self._timing(model, self.given) | {"name": model, "objectives": (MLM, CLM)}
             self.phase(f"speed, {model}", self.device, "speed.measured", 30, 90, **work)
 
     def _timing(self, model: str, kernels: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +171,7 @@ class Benchmark:
         """Time transformers on the same work."""
         sizes, part = self.sizes, self.part("peer")
         work = Work(
-            **vars(self._timing(sizes.compared, self.settings.given)["setup"]),
+            **vars(self._timing(sizes.compared, self.given)["setup"]),
             objective=MLM,
             documents=sizes.documents,
             batch=min(sizes.documents, 32),
@@ -199,12 +184,11 @@ class Benchmark:
 
     def compare(self) -> None:
         """Time other kernels, all with the same micro-batches: half of what fills the card, for some need more memory."""
-        model, base, known = self.sizes.compared, self.settings.given, self.fullest
-        tried = self.settings.tried
+        model, base, known = self.sizes.compared, self.given, self.fullest
+        tried = self.tried
         if not tried:
-            computed = known["kernels"] if known else None
-            tried, left_out = variants.worth_a_trial(base, computed, self.found["device"]["lacking"])
-            self.part("compare")["left out"] = left_out
+            lacking = self.found["device"]["lacking"]
+            tried, self.part("compare")["left out"] = variants.worth_a_trial(base, known and known["kernels"], lacking)
         packs = max(1, known["packs"] // 2) if known else self.sizes.packs
         less = {"objectives": (MLM,), "packs": packs, "seconds": self.sizes.seconds / 2, "looks": False}
         for left, kernels in zip(range(len(tried) + 1, 0, -1), [base, *tried], strict=True):
@@ -226,11 +210,10 @@ def compare_runs(found: dict[str, Sequence[float]]) -> list[dict[str, Any]]:
     for kind, allowed in TOLERANCE.items():
         mine = found.get(f"device {kind}")
         beside = next((name for name in (f"host {kind}", "host float32") if found.get(name)), None)
-        if not mine or beside is None:
-            continue
-        off = [abs(here - there) / abs(there) for here, there in zip(mine, found[beside], strict=True)]
-        worst = max(off, key=lambda value: value if value == value else float("inf"))
-        rows.append({"numbers": kind, "beside": beside, "worst": worst, "allowed": allowed, "passed": worst <= allowed})
+        if mine and beside:
+            off = [abs(here - there) / abs(there) for here, there in zip(mine, found[beside], strict=True)]
+            worst = max(off, key=lambda value: (math.isnan(value), value))
+            rows.append({"numbers": kind, "beside": beside, "worst": worst, "allowed": allowed, "passed": worst <= allowed})
     return rows
 
 
@@ -249,7 +232,12 @@ def unset(environment: dict[str, str]) -> dict[str, str]:
 
 def run(settings: GpuFlags) -> dict[str, Any]:
     """Run all phases. Raises InputError for wrong settings."""
-    settings.check()
+    report.check_positive(settings, "seconds")
+    known = sizes_of(settings).speed
+    for name in settings.models:
+        if name not in known:
+            raise InputError(f"--models {name}: expected some of {', '.join(known)}")
+    kernels_of(settings)
     output, host = Path(settings.output), settings.device == "cpu"
     log = output.with_suffix(".log")
     for path in (output, output.with_suffix(".md"), log):

@@ -6,6 +6,7 @@ mask from another.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,13 @@ from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import made
 from megaenc.bench.gpu.sizes import CLM, MLM
 from megaenc.bench.gpu.worker import Finding
-from megaenc.objectives import Attention
 from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
 
 OBJECTIVES = (CLM, MLM)
+# Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm.
 TOLERANCE = {"float32": {"loss": 1e-5, "gradient": 1e-3}, "bfloat16": {"loss": 1e-3, "gradient": 5e-2}}
-"""Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm."""
-FP8_TIMES = 5.0
-"""More than that is allowed where products are of 8-bit numbers."""
+FP8_TIMES = 5.0  # more than that is allowed where products are of 8-bit numbers
 Found = tuple[float, dict[str, torch.Tensor]]
 
 
@@ -50,26 +49,27 @@ def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
 
 def reference(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
     """Write what the host finds to `folder`; `setups` by the width of a head, in float32."""
-    backend = made.begin()
-    for width, setup in setups.items():
-        engine = engine_for(setup, backend)
-        for number, text in enumerate(OBJECTIVES):
-            torch.save(gradients(engine, setup, text, packs), folder / f"{width}-{number}.pt")
-    made.end()
+    for file, _, _, _, found in _each(setups, packs, folder):
+        torch.save(found, file)
     yield ["correctness", "reference"], "float32 on the host"
 
 
 def compared(setups: dict[str, Setup], packs: int, folder: Path, deadline: float) -> Iterator[Finding]:
     """Yield rows for each of `setups` (by the width of a head and a word), in the numbers that it says."""
-    backend = made.begin()
     rows: list[dict[str, Any]] = []
+    for file, setup, text, engine, found in _each(setups, packs, folder):
+        here = row(setup, text, found, torch.load(file, weights_only=True))
+        rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused})
+        yield ["correctness", "rows"], rows
+
+
+def _each(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tuple[Path, Setup, str, Engine, Found]]:
+    """Yield the gradients for each model and objective, and the file of the reference's."""
+    backend = made.begin()
     for name, setup in setups.items():
         engine = engine_for(setup, backend)
-        for number, text in enumerate(OBJECTIVES):
-            expected = torch.load(folder / f"{name.split()[0]}-{number}.pt", weights_only=True)
-            here = row(setup, text, gradients(engine, setup, text, packs), expected)
-            rows.append(here | {"kernels": dataclasses.asdict(engine.kernels), "fused": engine.fused})
-            yield ["correctness", "rows"], rows
+        for text in OBJECTIVES:
+            yield folder / f"{name.split()[0]} {text}.pt", setup, text, engine, gradients(engine, setup, text, packs)
     made.end()
 
 
@@ -80,12 +80,11 @@ def row(setup: Setup, text: str, found: Found, expected: Found) -> dict[str, Any
     allowed = {what: times * tolerance for what, tolerance in TOLERANCE[kind].items()}
     (loss, gradient), (right, correct) = found, expected
     errors = {name: error(gradient[name], correct[name]) for name in correct if name in gradient}
-    worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     loss_error = abs(loss - right) / abs(right)
-    causal = setup.objective_of(text).attention == Attention.CAUSAL
     return {
         "head_dim": setup.shape.head_dim,
-        "attention": "causal" if causal else "bidirectional",
+        "attention": str(setup.objective_of(text).attention),
         "numbers": kind,
         "loss": loss,
         "reference_loss": right,

@@ -1,14 +1,26 @@
 """Kernels by what they are for, from their names, and from when they ran where a name does not tell."""
 
 import re
-from bisect import bisect_left
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MATMUL, FORWARD, BACKWARD = "matrix products", "attention forward", "attention backward"
 ELEMENTWISE, LOSS, OPTIMIZER = "norm, rotary, SwiGLU, elementwise", "loss", "optimizer"
 BUFFERS, COMMUNICATION, IDLE = "gradient buffers, copies", "communication", "idle"
-GROUPS = (MATMUL, FORWARD, BACKWARD, ELEMENTWISE, LOSS, OPTIMIZER, BUFFERS, COMMUNICATION, IDLE)
+
+NEXT = {
+    MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
+    FORWARD: (faster := "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper"),
+    BACKWARD: faster,
+    ELEMENTWISE: "one kernel for the addition to the residual and the norm that follows",
+    LOSS: "a larger part of the predictions at a time: fewer and larger matrix products",
+    OPTIMIZER: "more micro-batches an update, as a real run has; apex's or Transformer Engine's fused Adam",
+    BUFFERS: "gradients added up inside the matrix products (gradient accumulation fusion: apex or Transformer Engine)",
+    COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
+    IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
+}
+"""What to try for each group."""
+GROUPS = tuple(NEXT)
 
 # In this order: flash attention is made of cutlass too, and its backward's names hold those of forward.
 _NAMES = (
@@ -37,12 +49,11 @@ _NAMES = (
         r"^aten::(copy_|zero_|fill_|clone|_to_copy)$",
     ),
 )
-_COMPILED = tuple((group, re.compile(pattern)) for group, pattern in _NAMES)
 
 
 def group_of(name: str) -> str:
-    """The group of a kernel, or of an operation on the host, called `name`."""
-    return next((group for group, pattern in _COMPILED if pattern.search(name)), ELEMENTWISE)
+    """Return the group of a kernel, or of an operation on the host, called `name`."""
+    return next((group for group, pattern in _NAMES if re.search(pattern, name)), ELEMENTWISE)
 
 
 Ran = namedtuple("Ran", "name began seconds")
@@ -51,35 +62,20 @@ Window = namedtuple("Window", "group first last")
 """What ran between two times, in ns, for one purpose."""
 
 
-def grouped(ran: Iterable[Ran], windows: Iterable[Window]) -> dict[str, float]:
-    """Seconds of each group; in a window all is of its group but matrix products, attention and communication."""
-    ordered, found = sorted(windows, key=lambda window: window.last), dict.fromkeys(GROUPS[:-1], 0.0)
+def grouped(ran: Iterable[Ran], windows: Sequence[Window]) -> dict[str, float]:
+    """Return the seconds of each group; in a window all is of its group but matrix products, attention and communication."""
+    seconds = dict.fromkeys(GROUPS[:-1], 0.0)
     for one in ran:
         group = group_of(one.name)
-        at = bisect_left(ordered, one.began, key=lambda window: window.last)
-        if at < len(ordered) and ordered[at].first <= one.began and group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
-            group = ordered[at].group
-        found[group] += one.seconds
-    return found
-
-
-NEXT = {
-    MATMUL: "larger micro-batches (recompute attention to make room), --fp8-format where the chip has 8-bit products",
-    FORWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
-    BACKWARD: "another --attention-backend (see the comparison): flash-attn 3 or cuDNN on Hopper",
-    ELEMENTWISE: "one kernel for the addition to the residual and the norm that follows",
-    LOSS: "a larger part of the predictions at a time: fewer and larger matrix products",
-    OPTIMIZER: "more micro-batches an update, as a real run has; apex's or Transformer Engine's fused Adam",
-    BUFFERS: "gradients added up inside the matrix products (gradient accumulation fusion: apex or Transformer Engine)",
-    COMMUNICATION: "--overlap-grad-reduce and --overlap-param-gather",
-    IDLE: "the host synchronisations that are listed; larger micro-batches, whose kernels take longer to run than to start",
-}
+        if group not in (MATMUL, FORWARD, BACKWARD, COMMUNICATION):
+            group = next((window.group for window in windows if window.first <= one.began <= window.last), group)
+        seconds[group] += one.seconds
+    return seconds
 
 
 def next_thing(seconds: dict[str, float]) -> str:
-    """What to try, from the group that takes most beside matrix products; attention counts as one."""
-    whole = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD)}
-    whole[BACKWARD] = seconds.get(FORWARD, 0.0) + seconds.get(BACKWARD, 0.0)
-    largest = max(whole, key=lambda group: whole[group])
-    name = "attention" if largest == BACKWARD else largest
-    return f"{name} takes most beside matrix products: {NEXT[largest]}"
+    """Return what to try, from the group that takes most beside matrix products; attention counts as one."""
+    whole = {group: value for group, value in seconds.items() if group not in (MATMUL, FORWARD, BACKWARD)}
+    whole["attention"] = seconds[FORWARD] + seconds[BACKWARD]
+    largest = max(whole, key=whole.__getitem__)
+    return f"{largest} takes most beside matrix products: {NEXT.get(largest, faster)}"

@@ -13,8 +13,7 @@ from megaenc.data.packs import ConcatPacks
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 
-CORPUS = 1 << 21
-"""Tokens of the made documents, about."""
+CORPUS = 1 << 21  # tokens of the made documents, about
 
 
 def plan_of(setup: Setup, *objectives: str, tokens: int = CORPUS) -> Plan:

@@ -20,8 +20,7 @@ from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.pretrain import PADDED, SORTED, same_losses
 
 OURS = "megaenc, as many documents"
-SMALLEST = 4
-"""Documents of an update: a peer that has no room for them is left out."""
+SMALLEST = 4  # documents of an update: a peer that has no room for them is left out
 
 
 def beside(work: turns.Work, deadline: float) -> Iterator[Finding]:
@@ -78,23 +77,18 @@ def _best(work: turns.Work) -> tuple[turns.Work, dict[str, Any]]:
 
 
 def _row(work: turns.Work, name: str) -> dict[str, Any]:
-    """Return what the side `name` takes."""
+    """Return what the side `name` takes; this project has the documents of each batch end to end."""
     made.forget_peak()
-    train = _ours if name == OURS else turns.train_with_transformers
-    found = train(dataclasses.replace(work, by_length=name == SORTED))
+    work = dataclasses.replace(work, by_length=name == SORTED)
+    if name == OURS:
+        backend = made.begin()
+        found = turns.train_engine(made.filled(work.plan(work.read(), work.objective, batch=work.batch), backend), work)
+        made.end()
+    else:
+        found = turns.train_with_transformers(work)
     return {
         "tokens_per_second": work.read().tokens * work.passes / found["seconds"],
-        "seconds": found["seconds"],
-        "peak_memory": found["peak_memory"],
-        "loss": found["loss"],
+        **{key: found[key] for key in ("seconds", "peak_memory", "loss")},
         "batch": work.batch,
         "attention": work.kernel,
     }
-
-
-def _ours(work: turns.Work) -> dict[str, Any]:
-    """Train with the engine on the documents of each batch end to end."""
-    backend = made.begin()
-    found = turns.train_engine(made.filled(work.plan(work.read(), work.objective, batch=work.batch), backend), work)
-    made.end()
-    return found

@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from megaenc.bench.documents import Setup
 from megaenc.model.config import PRESETS, ModelConfig
 
-TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}
-"""Of the device's dense bf16 peak, by executed operations."""
-PEER_TARGET = 3.0
-"""Times the padded peer's tokens a second."""
+TARGETS = {"1b": 0.55, "610m": 0.50, "210m": 0.40}  # of the device's dense bf16 peak, by executed operations
+PEER_TARGET = 3.0  # times the padded peer's tokens a second
 CLM, MLM = "clm", "mlm(mask=0.4)"
 
 
@@ -30,24 +28,16 @@ def _by_width(heads: int, groups: int, layers: int, vocab_size: int, seq_length:
 class Sizes:
     """Of everything."""
 
-    correctness: Mapping[str, Setup]
-    """by the width of a head"""
+    correctness: Mapping[str, Setup]  # by the width of a head
     parity: Setup
-    parity_packs: int
-    """of a micro-batch; an update has two"""
-    updates: int
-    """of parity"""
+    parity_packs: int  # of a micro-batch; an update has two
+    updates: int  # of parity
     speed: Mapping[str, Setup]
-    compared: str
-    """which of `speed` the peer and other kernels are compared on"""
-    micro_batches: int
-    """of an update"""
-    packs: int
-    """of a micro-batch; 0: what fills the card"""
-    seconds: float
-    """that an objective is timed"""
-    documents: int
-    """of the comparison with the peer"""
+    compared: str  # which of `speed` the peer and other kernels are compared on
+    micro_batches: int  # of an update
+    packs: int  # of a micro-batch; 0: what fills the card
+    seconds: float  # that an objective is timed
+    documents: int  # of the comparison with the peer
     passes: int
 
 

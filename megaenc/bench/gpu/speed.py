@@ -18,12 +18,10 @@ from megaenc.bench.gpu.breakdown import Watched, breakdown, synchronisations
 from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.turns import clock, peak_memory
 from megaenc.objectives import Objective
-from megaenc.training.engine import BatchResult
+from megaenc.training.engine import BatchResult, Update
 
-FILLED = 0.92
-"""Of the memory that is free, how much tensors may take; the rest is lost between them."""
-LARGEST = 2**31 - 1
-"""Numbers of one tensor: kernels that count in 32 bits go no further."""
+FILLED = 0.92  # of the memory that is free, how much tensors may take; the rest is lost between them
+LARGEST = 2**31 - 1  # numbers of one tensor: kernels that count in 32 bits go no further
 
 
 @dataclass
@@ -33,14 +31,10 @@ class Timing:
     engine: Watched
     setup: Setup
     backend: Backend
-    packs: int
-    """of a micro-batch"""
-    micro_batches: int
-    """of an update"""
-    seconds: float
-    """of each objective"""
-    deadline: float
-    """of time.monotonic"""
+    packs: int  # of a micro-batch
+    micro_batches: int  # of an update
+    seconds: float  # of each objective
+    deadline: float  # of time.monotonic
     steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def row(self, objective: str) -> dict[str, Any]:
@@ -55,25 +49,24 @@ class Timing:
             _forget(self.engine)
             self.packs = min(self.packs - 1, int(0.9 * self.packs))
 
-    def _update(self) -> tuple[float, Any]:
-        """Make one more; return its seconds and what it is."""
-        found: dict[str, Any] = {}
-        with clock(found):
+    def _update(self) -> tuple[Update, float]:
+        """Make one more; return it and its seconds."""
+        with clock(found := {}):
             update = self.engine.update(next(self.steps))
-        return found["seconds"], update
+        return update, found["seconds"]
 
     def _row(self) -> dict[str, Any]:
-        first, _ = self._update()
+        _, first = self._update()
         made.forget_peak()
-        taken, updates, retries = [], [], _retries()
-        while len(taken) < 3 or (sum(taken) < self.seconds and len(taken) < 50):
-            if taken and time.monotonic() + taken[-1] > self.deadline:
+        timed, retries, spent = [], _retries(), 0.0
+        while len(timed) < 3 or (spent < self.seconds and len(timed) < 50):
+            if timed and time.monotonic() + timed[-1][1] > self.deadline:
                 break
-            seconds, update = self._update()
-            taken.append(seconds)
-            updates.append(update)
+            timed.append(self._update())
+            spent += timed[-1][1]
+        updates, taken = zip(*timed, strict=True)
         total = sum((update.result for update in updates), BatchResult())
-        tokens, spent = len(taken) * self.micro_batches * self.packs * self.setup.seq_length, sum(taken)
+        tokens = len(taken) * self.micro_batches * self.packs * self.setup.seq_length
         peak = self.backend.peak_flops(torch.bfloat16 if self.setup.bf16 else torch.float32)
         return {
             "tokens_per_second": tokens / spent,
@@ -111,8 +104,7 @@ def measured(
 ) -> Iterator[Finding]:
     """Yield rows for the table, one after the other; nothing is begun after `deadline`.
 
-    `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and
-    where the host waits.
+    `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and where the host waits.
     """
     backend = made.begin()
     engine = made.filled(made.plan_of(setup, *objectives), backend, Watched)

@@ -32,7 +32,6 @@ class _Cells(string.Formatter):
     """Formats values with two more words: of a verdict, and of what is no number."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        """See string.Formatter."""
         if isinstance(value, bool):
             return "pass" if value else "**FAIL**"
         return "no number" if value is None or value != value else super().format_field(value, format_spec)
@@ -44,8 +43,8 @@ _cell = _Cells().vformat
 def table(found: Found) -> str:
     """Return all of it, in sections."""
     parts = [_head(found)]
-    for heading, section in SECTIONS.items():
-        if lines := list(section(found)):
+    for name, (heading, section) in SECTIONS.items():
+        if lines := list(section(found, found.get(name, {}))):
             parts.append("\n".join([f"## {heading}\n", *lines]))
     return "\n\n".join(parts)
 
@@ -63,90 +62,82 @@ def _head(found: Found) -> str:
 
 
 def _grid(titles: str, form: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    yield titles
-    yield "|" + "---|" * (titles.count("|") - 1)
-    for row in rows:
+    """Yield the lines of a table; none without rows."""
+    for number, row in enumerate(rows):
+        if not number:
+            yield titles
+            yield "|" + "---|" * (titles.count("|") - 1)
         yield _cell(form, (), row)
 
 
-def _correctness(found: Found) -> Iterator[str]:
-    rows = found.get("correctness", {}).get("rows")
-    if not rows:
-        return
+def _correctness(found: Found, part: Found) -> Iterator[str]:
+    rows = part.get("rows", [])
     yield from _grid(*CORRECTNESS, rows)
-    others = sorted({name for row in rows for name in row["not_compared"]})
-    if others:
+    if others := sorted({name for row in rows for name in row["not_compared"]}):
         yield f"\nNot compared, being called otherwise with these kernels: {', '.join(others)}."
 
 
-def _parity(found: Found) -> Iterator[str]:
-    runs = {name: losses for name, losses in found.get("parity", {}).items() if name.startswith(("host ", "device "))}
-    if not runs:
-        return
+def _parity(found: Found, part: Found) -> Iterator[str]:
+    runs = {name: losses for name, losses in part.items() if name.startswith(("host ", "device "))}
     form = "| {update} | " + " | ".join(f"{{losses[{number}]:.5f}}" for number in range(len(runs))) + " |"
     steps = enumerate(zip(*runs.values(), strict=True), 1)
     yield from _grid(f"| update | {' | '.join(runs)} |", form, ({"update": step, "losses": losses} for step, losses in steps))
-    for row in found["parity"].get("rows", ()):
+    for row in part.get("rows", ()):
         yield _cell("\n{numbers} beside {beside}: off by {worst:.1e} at most, {allowed:.1e} allowed: {passed}", (), row)
 
 
-def _speed(found: Found) -> Iterator[str]:
-    rows = [
-        row | {"model": model, "objective": objective} | _judged(row, found["targets"]["mfu"].get(model))
-        for model, each in found.get("speed", {}).items()
-        for objective, row in each.items()
-        if "mfu" in row
-    ]
-    if not rows:
-        return
-    yield from _grid(*SPEED, rows)
-    yield (
-        "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. Peak memory: of tensors. "
-        "A micro-batch: packs in one row."
-    )
-    for model, row in {row["model"]: row for row in rows}.items():
+def _verdict(row: Found, target: float | None) -> str:
+    if target is None or row["mfu"] is None:
+        return ""
+    return "hit" if row["mfu"] >= target else f"**missed by {100 * (target - row['mfu']):.1f}**"
+
+
+def _speed(found: Found, part: Found) -> Iterator[str]:
+    rows = {}
+    for model, objective, row in ((model, *pair) for model, each in part.items() for pair in each.items() if "mfu" in pair[1]):
+        target = found["targets"]["mfu"].get(model)
+        rows[model, objective] = row | {
+            "model": model,
+            "objective": objective,
+            "tflops": row["flops_per_second"] / 1e12,
+            "gib": row["peak_memory"] / GIB,
+            "of_peak": "unknown peak" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %",
+            "target": f"{100 * target:.0f} %" if target else "",
+            "verdict": _verdict(row, target),
+            "warning": "" if row["finite"] else " **not finite**",
+        }
+    yield from _grid(*SPEED, rows.values())
+    if rows:
+        yield (
+            "\nTFLOP/s: executed, of matrix products and attention, a causal mask's hidden half left out. "
+            "Peak memory: of tensors. A micro-batch: packs in one row."
+        )
+    for model, row in {model: row for (model, _), row in rows.items()}.items():
         used = row.get("fused") or {}
         mine, others = (", ".join(name for name, is_used in used.items() if is_used is which) for which in (True, False))
         fused = (f"; fused: {mine or 'none'}" if used else "") + (f", by torch: {others}" if others else "")
         yield f"\n{model}: {title(row['kernels'])}{fused}"
 
 
-def _judged(row: Found, target: float | None) -> Found:
-    """Return what a row of the speed says in words of its own."""
-    mfu, verdict = row["mfu"], ""
-    if target is not None and mfu is not None:
-        verdict = "hit" if mfu >= target else f"**missed by {100 * (target - mfu):.1f}**"
-    return {
-        "tflops": row["flops_per_second"] / 1e12,
-        "gib": row["peak_memory"] / GIB,
-        "of_peak": "unknown peak" if mfu is None else f"{100 * mfu:.1f} %",
-        "target": f"{100 * target:.0f} %" if target else "",
-        "verdict": verdict,
-        "warning": "" if row["finite"] else " **not finite**",
-    }
-
-
-def _breakdown(found: Found) -> Iterator[str]:
-    columns = {(model, text): each for model, both in found.get("breakdown", {}).items() for text, each in both.items()}
-    if not columns:
-        return
+def _breakdown(found: Found, part: Found) -> Iterator[str]:
+    columns = {(model, text): each for model, both in part.items() for text, each in both.items()}
     rows = {group: [f"{100 * each['shares'].get(group, 0):.1f}" for each in columns.values()] for group in GROUPS}
     for what, key in (("matrix products", "matrix_flops_per_second"), ("attention", "attention_flops_per_second")):
         rates = [each[key] for each in columns.values()]
         rows[f"{what}, TFLOP/s"] = ["" if rate is None else f"{rate / 1e12:,.3g}" for rate in rates]
-    lines = ({"line": " | ".join([group, *cells])} for group, cells in rows.items())
+    lines = [{"line": " | ".join([group, *cells])} for group, cells in rows.items() if cells]
     yield from _grid(f"|  | {' | '.join(map(' '.join, columns))} |", "| {line} |", lines)
     for (model, objective), each in columns.items():
         if not each["by_time_too"]:
             yield f"\n{model} {objective}: the device's clock is not the host's, so groups are by names alone."
         kernels = ", ".join(f"`{name[:60]}`" for name in each["attention_kernels"])
         yield f"\n{model} {objective}: attention by {kernels or 'no kernel of a known name'}."
-        if "missed" in _judged(found["speed"][model][objective], found["targets"]["mfu"].get(model))["verdict"]:
+        if "missed" in _verdict(found["speed"][model][objective], found["targets"]["mfu"].get(model)):
             yield f"Missed its target. Next thing to try: {each['next']}."
 
 
-def _synchronisations(found: Found) -> Iterator[str]:
-    for model, each in found.get("synchronisations", {}).items():
+def _synchronisations(found: Found, part: Found) -> Iterator[str]:
+    for model, each in part.items():
         if "left out" in each:
             yield f"- {model}: not looked for, {each['left out']}"
             continue
@@ -155,21 +146,20 @@ def _synchronisations(found: Found) -> Iterator[str]:
         yield f"- {model}: {often}, {each['of_an_update']:g} times an update beside"
 
 
-def _peer(found: Found) -> Iterator[str]:
-    peer = found.get("peer", {})
-    if not peer.get("rows"):
+def _peer(found: Found, part: Found) -> Iterator[str]:
+    if not part.get("rows"):
         return
-    yield from _grid(*PEER, (row | {"name": name, "gib": row["peak_memory"] / GIB} for name, row in peer["rows"].items()))
-    if "same_loss" in peer:
-        yield _cell("\nThe same loss at the start: {same_loss}", (), peer)
+    yield from _grid(*PEER, (row | {"name": name, "gib": row["peak_memory"] / GIB} for name, row in part["rows"].items()))
+    if "same_loss" in part:
+        yield _cell("\nThe same loss at the start: {same_loss}", (), part)
     target = found["targets"]["peer"]
-    for name, ratio in peer.get("ratios", {}).items():
+    for name, ratio in part.get("ratios", {}).items():
         judged = f" (target {target:g}: {'hit' if ratio >= target else '**missed**'})" if name.endswith("padded") else ""
         yield f"\n{name}: {ratio:.2f} times{judged}"
 
 
-def _phases(found: Found) -> Iterator[str]:
-    yield from _grid(*PHASES, ({"name": name, **phase} for name, phase in found["phases"].items()))
+def _phases(found: Found, part: Found) -> Iterator[str]:
+    yield from _grid(*PHASES, ({"name": name, **phase} for name, phase in part.items()))
     lines: dict[str, list[str]] = {}
     for phase, said in found.get("said", {}).items():
         for line in dict.fromkeys(said):
@@ -177,18 +167,18 @@ def _phases(found: Found) -> Iterator[str]:
     for line, names in lines.items():
         yield f"\nSaid in {', '.join(names)}: {line}"
     speed = {f"speed, {name}": each for name, each in found.get("speed", {}).items()}
-    for part, each in {**speed, "peer": found.get("peer", {}), "compare": found.get("compare", {})}.items():
+    for name, each in {**speed, "peer": found.get("peer", {}), "compare": found.get("compare", {})}.items():
         if left := each.get("left out"):
             told = left if isinstance(left, str) else ", ".join(f"{what}: {why}" for what, why in left.items())
-            yield f"\nLeft out of {part}: {told}"
+            yield f"\nLeft out of {name}: {told}"
 
 
-SECTIONS: dict[str, Callable[[Found], Iterator[str]]] = {
-    "Correctness: one micro-batch beside float32 on the host": _correctness,
-    "Parity: losses of a short run, CLM then MLM, on the device and on the host": _parity,
-    "Speed": _speed,
-    "Where a step goes, in percent of its time": _breakdown,
-    "Where the host waits for the device": _synchronisations,
-    "Beside transformers": _peer,
-    "Phases": _phases,
+SECTIONS: dict[str, tuple[str, Callable[[Found, Found], Iterator[str]]]] = {
+    "correctness": ("Correctness: one micro-batch beside float32 on the host", _correctness),
+    "parity": ("Parity: losses of a short run, CLM then MLM, on the device and on the host", _parity),
+    "speed": ("Speed", _speed),
+    "breakdown": ("Where a step goes, in percent of its time", _breakdown),
+    "synchronisations": ("Where the host waits for the device", _synchronisations),
+    "peer": ("Beside transformers", _peer),
+    "phases": ("Phases", _phases),
 }

@@ -28,7 +28,6 @@ def given(words: Sequence[str], flag: str) -> dict[str, Any]:
 
 
 def _values(hint: Any) -> tuple[Any, ...]:
-    """Return what a type made of bool, None and literals allows."""
     if hint is bool:
         return (True, False)
     return (None,) if hint is NoneType else tuple(value for part in get_args(hint) for value in (_values(part) or (part,)))
@@ -58,16 +57,14 @@ def worth_a_trial(
     `computed`: what the defaults over `base` have come to, all fields, where that is measured already; `lacking`: by FIELD=VALUE,
     what cannot be had.
     """
-    tried, left_out = [], {}
+    left_out = {}
     for kernels in others(base):
-        why = next((lacking[one] for one in (title({name: value}) for name, value in kernels.items()) if one in lacking), "")
+        missing = [lacking[word] for word in title(kernels).split() if word in lacking]
         if computed == dataclasses.asdict(Kernels()) | kernels:
-            why = "what is measured above"
-        if why:
-            left_out[title(kernels)] = why
-        else:
-            tried.append(kernels)
-    return tried, left_out
+            missing = ["what is measured above"]
+        if missing:
+            left_out[title(kernels)] = missing[0]
+    return [kernels for kernels in others(base) if title(kernels) not in left_out], left_out
 
 
 def title(kernels: dict[str, Any]) -> str:
