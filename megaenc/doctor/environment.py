@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from megaenc.doctor.findings import Asked, Finding, Level, ok
+from megaenc.doctor.findings import Asked, Finding, note, ok, problem
 
 _PREFIXES = (
     "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
@@ -76,16 +76,15 @@ BITES = (
 
 def variables(asked: Asked) -> list[Finding]:
     """Show those that are set, in order of the alphabet."""
-    shown = {
-        name: value
+    found = [
+        _variable(name, value)
         for name, value in sorted(asked.environment.items())
         if name.startswith(_PREFIXES) and not _SECRET.search(name)
-    }
-    found = [_variable(name, value) for name, value in shown.items()]
-    if "HIP_VISIBLE_DEVICES" in shown and "ROCR_VISIBLE_DEVICES" in shown:
+    ]
+    both = [asked.environment.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "ROCR")]
+    if None not in both:
         advice = "the first counts among those that the second leaves: set one of them"
-        both = f"{shown['HIP_VISIBLE_DEVICES']} of {shown['ROCR_VISIBLE_DEVICES']}"
-        found.append(Finding("HIP_ and ROCR_VISIBLE_DEVICES", both, "note", advice))
+        found.append(note("HIP_ and ROCR_VISIBLE_DEVICES", " of ".join(both), advice))
     return found or [ok("variables", "none of NCCL, RCCL, CUDA, HIP, HSA, TORCH, OMP and their like is set")]
 
 
@@ -93,8 +92,6 @@ def _variable(name: str, value: str) -> Finding:
     for pattern, instead in _SECRET_PARTS:
         value = pattern.sub(instead, value)
     text = value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
-    alike: Level = "ok" if name in _OF_A_RANK else "note"
     advice = next((advice for names, bites, advice in BITES if name in names.split() and bites(value)), "")
-    if not advice:
-        return ok(name, text or "(empty)", alike)
-    return Finding(name, text, "problem" if name == "TRITON_INTERPRET" else "note", advice, alike)
+    judge = problem if advice and name == "TRITON_INTERPRET" else note
+    return judge(name, text or "(empty)" * (not advice), advice, "ok" if name in _OF_A_RANK else "note")

@@ -12,7 +12,7 @@ from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note,
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
-_SWAPPED, _RESERVED = 0.1, 0.1  # of memory
+_MUCH = 0.1  # of the memory
 ENOUGH_SHARED = GIB
 """Bytes of /dev/shm: RCCL and NCCL take up to about 10 MB there for each pair of a node's processes that speak through it, and
 workers of loaders pass batches through it. Docker gives 64 MB."""
@@ -27,27 +27,28 @@ def processors(asked: Asked) -> list[Finding]:
     found = [
         ok("processor", names[0] if names else platform.processor() or platform.machine(), alike="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
+        threads(asked, cores),
     ]
     if share and share < 0.9 * cores:
         advice = "threads are made for cores: give the container cores (--cpuset-cpus) rather than time (--cpus)"
-        found.append(note("time on them", f"limited to that of {share:.3g} cores", advice))
-    return [*found, threads(asked, cores)]
+        found.insert(2, note("time on them", f"limited to that of {share:.3g} cores", advice))
+    return found
 
 
 def threads(asked: Asked, cores: int) -> Finding:
     """Compare OMP_NUM_THREADS, which counts for one process alone, with the cores."""
-    given, processes = asked.environment.get("OMP_NUM_THREADS", ""), local_world_size()
+    what, processes = "threads", local_world_size()
+    given = asked.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
-        advice = "start at most a process a core: --nproc-per-node"
-        return note("threads", f"{processes} processes on {cores} cores", advice)
+        return note(what, f"{processes} processes on {cores} cores", "start at most a process a core: --nproc-per-node")
     if world_size() > 1 or "RANK" in asked.environment or not given:
-        return ok("threads", f"{max(1, cores // processes)} for each process")
+        return ok(what, f"{max(1, cores // processes)} for each process")
     if given.isdigit() and int(given) < cores:
         advice = f"take OMP_NUM_THREADS out, or start {cores} processes, if training here shall use all cores"
-        return note("threads", f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)
+        return note(what, f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)
     if given.isdigit() and int(given) > cores:
-        return note("threads", f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
-    return ok("threads", f"{given} for each process")
+        return note(what, f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
+    return ok(what, f"{given} for each process")
 
 
 def quota(root: Path = Path("/")) -> float | None:
@@ -80,49 +81,43 @@ def memory(asked: Asked) -> list[Finding]:
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} free"
     found = [ok("memory", text + (f"; this container or job may use {limit / GIB:.1f}" if limit and limit < total else ""))]
     swapped = psutil.swap_memory().used
-    if swapped > _SWAPPED * total:
+    if swapped > _MUCH * total:
         advice = "something is short of memory here: see what takes it before a run is started"
         found.append(note("swap", f"{swapped / GIB:.1f} GiB are swapped out", advice))
     pages, size = (re.search(rf"{name}:\s+(\d+)", about) for name in ("HugePages_Total", "Hugepagesize"))
     reserved = int(pages[1]) * int(size[1]) * 1024 if pages and size else 0
-    if reserved > _RESERVED * total:
+    if reserved > _MUCH * total:
         advice = "set apart for programs that ask for them, which no run does: vm.nr_hugepages=0"
         found.append(note("huge pages", f"{reserved / GIB:.1f} GiB reserved", advice))
     return found
 
 
 def shared_memory(asked: Asked) -> list[Finding]:
-    """Tell the size of /dev/shm and what is free of it."""
-    place = asked.root / "dev/shm"
+    """Judge the size of /dev/shm, what is free of it, and whether it can be written to."""
+    place, what = asked.root / "dev/shm", "/dev/shm"
     try:
         about = os.statvfs(place)
-        writable = os.access(place, os.W_OK)
     except OSError as error:
         advice = "mount a tmpfs there: NCCL and processes that share tensors need it"
-        return [problem("/dev/shm", error.strerror or str(error), advice)]
-    return [shared_memory_of(about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail, writable, accelerated(asked))]
-
-
-def shared_memory_of(size: int, free: int, writable: bool, needed: bool) -> Finding:
-    """Judge a /dev/shm of `size` bytes; `needed`: whether accelerators speak through it."""
+        return [problem(what, error.strerror or str(error), advice)]
+    size, free = about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail
     text = f"{_bytes(size)}, {_bytes(free)} free"
-    if not writable:
-        return problem("/dev/shm", f"{text}, and may not be written to", "chmod 1777 /dev/shm")
+    if not os.access(place, os.W_OK):
+        return [problem(what, f"{text}, and may not be written to", "chmod 1777 /dev/shm")]
     if size >= ENOUGH_SHARED and free >= ENOUGH_SHARED // 2:
-        return ok("/dev/shm", text)
+        return [ok(what, text)]
     more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {ENOUGH_SHARED // GIB}g"
     advice = more if size < ENOUGH_SHARED else "it is nearly full: remove what processes that are gone have left there"
-    if needed:
-        return problem("/dev/shm", text, f"NCCL ends with a bus error where it is too small; {advice}")
-    return note("/dev/shm", text, f"enough to train on processors, too little for accelerators; {advice}")
+    if accelerated(asked):
+        return [problem(what, text, f"NCCL ends with a bus error where it is too small; {advice}")]
+    return [note(what, text, f"enough to train on processors, too little for accelerators; {advice}")]
 
 
 def limits(asked: Asked) -> list[Finding]:
     """Tell how many open files and how much locked memory this process may have."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards = any((asked.root / "sys/class/infiniband").glob("*"))
-    return [open_files(files, most, world_size()), locked_memory(locked, cards)]
+    files, memory = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return [open_files(*files, world_size()), locked_memory(memory[0], cards)]
 
 
 def open_files(files: int, most: int, ranks: int) -> Finding:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,9 @@ def join(seconds: float) -> None:
     from megaenc.backend.rendezvous import meet
 
     timeout = timedelta(seconds=seconds)
-    if "RANK" in os.environ:
-        store, own, size = meet(timeout)
-        dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
-        dist.barrier()
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store, own, size = meet(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
+    dist.barrier()
 
 
 def _gather(mine: Any) -> list[Any]:
@@ -70,17 +67,15 @@ def clocks(asked: Asked) -> list[Finding]:
     """Tell how far the clocks of the ranks are apart; rank 0 measures and tells."""
     if world_size() == 1:
         return []
-    join(asked.seconds)
-    hosts = _gather(socket.gethostname())
-    offsets = measured_offsets()
+    hosts, offsets = _gather(socket.gethostname()), measured_offsets()
     return [] if rank() else [apart(offsets, hosts)]
 
 
 def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
     """Return on rank 0, for each rank, the seconds that its clock is ahead and how wrong that may be; elsewhere an empty list.
 
-    As NTP does it (RFC 5905, section 8): a message goes there and back, both ends note the time of sending and receiving; of some
-    the one with the shortest way is right to half of that way.
+    As NTP does it (RFC 5905, section 8): of some messages there and back, whose times both ends note, the quickest is right to
+    half of its way.
     """
     import torch
     import torch.distributed as dist
@@ -100,8 +95,7 @@ def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float
             sent = clock()
             dist.send(ping, other)
             dist.recv(pong, other)
-            back = clock()
-            there, away = pong.tolist()
+            back, (there, away) = clock(), pong.tolist()
             ways.append((back - sent - (away - there), ((there - sent) + (away - back)) / 2))
         shortest, offset = min(ways)
         offsets.append((offset, max(shortest, 0.0) / 2))
@@ -131,23 +125,17 @@ def shared_folder(asked: Asked) -> list[Finding]:
     """Tell whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
     if world_size() == 1:
         return []
-    import torch.distributed as dist
-
-    join(asked.seconds)
     path = existing(Path(asked.save)) / f".megaenc-doctor-{_gather(secrets.token_hex(8))[0]}"
-    file = None
-    try:
-        if not rank():
-            with suppress(OSError):  # a folder that cannot be written to is found by another probe
-                file = open(path, "x")  # noqa: SIM115 - closed, and so unlocked, when all have looked
+    with ExitStack() as stack:
+        made = False
+        with suppress(OSError):  # a folder that cannot be written to is found by another probe
+            if not rank():
+                file = stack.enter_context(open(path, "x"))
+                stack.callback(path.unlink, missing_ok=True)
+                made = True
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = _gather(file is not None)[0]
-        everywhere = _gather(_shared(path) if rank() and there else "")
-    finally:
-        if file is not None:
-            path.unlink(missing_ok=True)
-            file.close()
-    dist.barrier()
+        there = _gather(made)[0]
+        everywhere = _gather(_shared(path) if rank() and there else "")  # until which the file is open, and so locked
     return [] if rank() or not there else [sharing(everywhere)]
 
 
@@ -190,7 +178,6 @@ def shared_arrays(asked: Asked) -> list[Finding]:
 
     from megaenc.data.shared import shared
 
-    join(asked.seconds)
     made = []
 
     def make() -> tuple[np.ndarray]:

@@ -2,9 +2,10 @@
 
 import importlib
 import platform
-import re
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import megaenc
 from megaenc.doctor.findings import Asked, Finding, Probe, note, ok, problem
@@ -57,12 +58,9 @@ def package(asked: Asked, name: str) -> list[Finding]:
 
 def _unlike_torch_s() -> list[Finding]:
     """Return a finding where the triton that is installed is not the one that this torch asks for."""
-    from packaging.requirements import Requirement
-
     there = {called: version for called in _OF_TRITON if (version := _installed(called))}
     text = " and ".join(f"{called} {version}" for called, version in there.items())
-    wanted = [Requirement(line) for line in metadata.requires("torch") or () if re.match(r"[\w-]+", line)[0] in _OF_TRITON]
-    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})]
+    wanted = [each for each in _requirements("torch") if each.name in _OF_TRITON]
     if len(there) > 1:
         keep = f"{wanted[0].name}{wanted[0].specifier}" if wanted else "the one for this torch"
         advice = f"one is written over the other: pip uninstall {' '.join(there)}, then install {keep}"
@@ -72,6 +70,30 @@ def _unlike_torch_s() -> list[Finding]:
             advice = f"pip install '{each.name}{each.specifier}'"
             return [note("triton", f"{text}; this torch asks for {each.name}{each.specifier}", advice, alike="note")]
     return []
+
+
+def lacking() -> Finding:
+    """Tell what megaenc's own list of packages asks for and is not there, or in another version."""
+    try:
+        wanted = _requirements("megaenc")
+    except metadata.PackageNotFoundError:
+        advice = "./install.sh installs it and all it needs"
+        return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
+    there = {each: _installed(each.name) for each in wanted}
+    wrong = [
+        f"{each.name} {version}, expected {each.specifier}" if version else f"{each.name} is missing"
+        for each, version in there.items()
+        if not version or not each.specifier.contains(version, prereleases=True)
+    ]
+    if wrong:
+        return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
+    return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
+
+
+def _requirements(distribution: str) -> list[Requirement]:
+    """Return what a package asks for here, without its extras. Raises PackageNotFoundError."""
+    found = map(Requirement, metadata.requires(distribution) or ())
+    return [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
 
 
 def _import(name: str) -> None:
@@ -93,27 +115,6 @@ def _installed(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def lacking() -> Finding:
-    """Tell what megaenc's own list of packages asks for and is not there, or in another version."""
-    from packaging.requirements import Requirement
-
-    try:
-        wanted = [Requirement(line) for line in metadata.requires("megaenc") or ()]
-    except metadata.PackageNotFoundError:
-        advice = "./install.sh installs it and all it needs"
-        return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
-    wrong = []
-    for each in (each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})):
-        there = _installed(each.name)
-        if not there:
-            wrong.append(f"{each.name} is missing")
-        elif not each.specifier.contains(there, prereleases=True):
-            wrong.append(f"{each.name} {there}, expected {each.specifier}")
-    if wrong:
-        return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
-    return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
 
 
 def libraries(asked: Asked) -> list[Finding]:

@@ -82,11 +82,11 @@ def test_a_device_without_error_counts_is_fine():
 
 
 def test_links_decide_the_layout():
-    pairs = accelerators.nvidia_links(TOPOLOGY)
+    pairs = accelerators.linked_pairs(TOPOLOGY)
     assert pairs == {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
     [found] = accelerators.links(pairs)
     assert (found.level, found.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in found.advice
-    [found] = accelerators.links(accelerators.rocm_links(ROCM_TOPOLOGY))
+    [found] = accelerators.links(accelerators.linked_pairs(ROCM_TOPOLOGY))
     assert (found.level, found.found) == ("ok", "all XGMI")
     [found] = accelerators.links({(0, 1): "PCIE", (0, 2): "PCIE", (1, 2): "PCIE"})
     assert found.level == "ok", "there are none that are linked better"

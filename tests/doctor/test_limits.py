@@ -1,47 +1,54 @@
 """Shared memory, open files, locked memory."""
 
 import resource
+from types import SimpleNamespace
 
-from megaenc.doctor.findings import Asked, accelerated
-from megaenc.doctor.machine import limits, locked_memory, open_files, shared_memory, shared_memory_of
+import pytest
+
+from megaenc.doctor.findings import Asked
+from megaenc.doctor.machine import limits, locked_memory, open_files, shared_memory
 
 GIB, MIB = 2**30, 2**20
 
 
-def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them():
-    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=True)
-    assert (found.level, found.found) == ("problem", "64 MiB, 64 MiB free")
-    assert "--ipc host" in found.advice and "--shm-size 1g" in found.advice
-    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=False)
-    assert found.level == "note"
-
-
-def test_a_large_one_that_is_full_is_named_as_full():
-    found = shared_memory_of(64 * GIB, 10 * MIB, writable=True, needed=True)
-    assert found.level == "problem" and "nearly full" in found.advice
-    found = shared_memory_of(64 * GIB, 60 * GIB, writable=True, needed=True)
-    assert found.level == "ok"
-
-
-def test_one_that_cannot_be_written_to_or_is_not_there_is_a_problem(tmp_path):
-    found = shared_memory_of(64 * GIB, 64 * GIB, writable=False, needed=False)
-    assert found.level == "problem" and "chmod" in found.advice
-    [found] = shared_memory(Asked(root=tmp_path))
-    assert found.level == "problem" and "mount a tmpfs" in found.advice
-
-
-def test_the_size_is_that_of_the_file_system(tmp_path, monkeypatch):
+@pytest.fixture
+def shm(tmp_path, monkeypatch):
+    """Judge a /dev/shm of so many bytes, of a machine with or without accelerators."""
     (tmp_path / "dev/shm").mkdir(parents=True)
 
-    class Small:
-        f_frsize, f_blocks, f_bavail = 4096, 16384, 16384
+    def judged(size, free, *, writable=True, accelerators=True):
+        monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=free))
+        monkeypatch.setattr("os.access", lambda path, how: writable)
+        (tmp_path / "dev/nvidia0").unlink(missing_ok=True)
+        if accelerators:
+            (tmp_path / "dev/nvidia0").touch()
+        [found] = shared_memory(Asked(root=tmp_path))
+        return found
 
-    monkeypatch.setattr("os.statvfs", lambda path: Small)
+    return judged
+
+
+def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them(shm):
+    found = shm(64 * MIB, 64 * MIB)
+    assert (found.level, found.found) == ("problem", "64 MiB, 64 MiB free")
+    assert "--ipc host" in found.advice and "--shm-size 1g" in found.advice
+    assert shm(64 * MIB, 64 * MIB, accelerators=False).level == "note"
+
+
+def test_a_large_one_that_is_full_is_named_as_full(shm):
+    found = shm(64 * GIB, 10 * MIB)
+    assert found.level == "problem" and "nearly full" in found.advice
+    assert shm(64 * GIB, 60 * GIB).level == "ok"
+
+
+def test_one_that_cannot_be_written_to_is_a_problem(shm):
+    found = shm(64 * GIB, 64 * GIB, writable=False, accelerators=False)
+    assert found.level == "problem" and "chmod" in found.advice
+
+
+def test_one_that_is_not_there_is_a_problem(tmp_path):
     [found] = shared_memory(Asked(root=tmp_path))
-    assert (found.level, found.found) == ("note", "64 MiB, 64 MiB free")
-    (tmp_path / "dev/nvidia0").touch()
-    assert accelerated(Asked(root=tmp_path))
-    assert shared_memory(Asked(root=tmp_path))[0].level == "problem"
+    assert found.level == "problem" and "mount a tmpfs" in found.advice
 
 
 def test_open_files_go_by_the_ranks():
