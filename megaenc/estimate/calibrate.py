@@ -9,7 +9,7 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.estimate.case import Case
 from megaenc.estimate.documents import Documents
-from megaenc.estimate.machines import BETWEEN_LATENCY, INSIDE_LATENCY, Link, Machine, Rates
+from megaenc.estimate.machines import Link, Rates, messages
 from megaenc.estimate.memory import kept_bytes, stage_memory
 from megaenc.estimate.time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
 from megaenc.estimate.whole import Demand
@@ -21,7 +21,7 @@ _LEAST = 0.05  # of what was measured beside it, where times that vary leave not
 
 
 def calibrate(
-    settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Machine | None, seconds: float = 4.0
+    settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Rates | None, seconds: float = 4.0
 ) -> Rates:
     """Measure, `seconds` for each thing, a minute in all.
 
@@ -29,6 +29,7 @@ def calibrate(
 
     Each process has one rank's share of a layer and of the vocabulary, and all compute at once, as they will in the run.
     """
+    import psutil
     import torch  # here alone: estimates from the table need none of it
 
     from megaenc.backend.device import detect
@@ -43,18 +44,18 @@ def calibrate(
         )
     share = share_of(settings, case)
     objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
-    description = "cpu" if host else torch.cuda.get_device_name()
     say(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
     with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
         jobs = [Job(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
         each = list(workers.map(jobs))
     found = {name: mean(one[name] for one in each) for name in each[0]}
-    memory = _memory(host, devices)
-    return rates_from(found, share, demand, host, devices, memory, known, f"{description}, {devices} at once, measured here")
+    memory = psutil.virtual_memory().total / devices if host else torch.cuda.get_device_properties(0).total_memory
+    source = f"{'cpu' if host else torch.cuda.get_device_name()}, {devices} at once, measured here"
+    return rates_from(found, share, demand, host, devices, memory, known, source)
 
 
 def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
-    """One rank's share of every layer and of the vocabulary, as a run of one process."""
+    """Return one rank's share of every layer and of the vocabulary, as a run of one process."""
     shape, tensor = settings.shape, case.tensor
     rows = padded_vocab_size(case.vocab_size, shape.make_vocab_size_divisible_by, tensor) // tensor
     part = dataclasses.replace(
@@ -83,10 +84,10 @@ def rates_from(
     host: bool,
     devices: int,
     memory: float,
-    known: Machine | None,
+    known: Rates | None,
     source: str,
 ) -> Rates:
-    """Rates such that the formulas give what was measured, for the model of one layer and for each layer more.
+    """Return rates such that the formulas give what was measured, for the model of one layer and for each layer more.
 
     The difference between the two depths is a layer; without its products and attention it is everything else. What one layer
     does not explain is embedding, head and loss; what is neither is the update. Memory beyond the formulas' is the allocator's.
@@ -104,13 +105,17 @@ def rates_from(
     attention = found.get("attention") or found["causal attention"]
     causal = found.get("causal attention") or found["attention"]
     core = packs * work.attention_flops(one.shape) / (causal if work.causal else attention)
-    layer = (found[f"forward and backward {many}"] - found[f"forward and backward {few}"]) / (many - few)
-    rest = max(layer - found["products"] - core, _LEAST * found["products"])
+    shallow, whole = (found[f"forward and backward {depth}"] for depth in DEPTHS)
+    rest = max((whole - shallow) / (many - few) - found["products"] - core, _LEAST * found["products"])
     head = packs * work.head_flops(one.shape, one.rows) / gemm
-    ends = max(found[f"forward and backward {few}"] - found["products"] - core - rest - head, _LEAST * head)
-    in_batches = MICRO_BATCHES * (found[f"forward and backward {many}"] + found[f"data {many}"])
-    update = max(found[f"whole {many}"] - in_batches, 1e-6)
-    inside = _inside(found, devices, known)
+    ends = max(shallow - found["products"] - core - rest - head, _LEAST * head)
+    update = max(found[f"whole {many}"] - MICRO_BATCHES * (whole + found[f"data {many}"]), 1e-6)
+    if devices > 1:
+        passed = 2 * (devices - 1) / devices * found["bytes activations"]
+        bandwidth = passed / max(found["reduce activations"] - found["reduce small"], 1e-6)
+        inside = Link(bandwidth, found["reduce small"] / (2 * messages(devices)))
+    else:
+        inside = known.inside if known else Link(float("inf"), 0.0)
     plain = Rates(
         peak=found["peak"],
         gemm=gemm,
@@ -122,7 +127,7 @@ def rates_from(
         layer_floor=0.0,
         start=found[f"data {few}"],
         inside=inside,
-        between=inside if known is None else Link(known.wire * known.between, BETWEEN_LATENCY),
+        between=known.between if known else inside,
         devices=devices if known is None or host else known.devices,
         memory=memory,
         base=found["base"],
@@ -137,23 +142,3 @@ def rates_from(
     kept = kept_bytes(one, stage, host)[0]
     growing = min(max(0.0, (lost[1] - lost[0]) / ((many - few) * kept)), 1.0)
     return dataclasses.replace(plain, pieces=max(0.0, lost[1] - growing * many * kept), pieces_of_kept=growing)
-
-
-def _inside(found: dict[str, float], devices: int, known: Machine | None) -> Link:
-    """The link between the devices of a node, from what took how long."""
-    if devices == 1:
-        return Link(known.wire * known.inside, INSIDE_LATENCY) if known else Link(float("inf"), 0.0)
-    latency = found["reduce small"] / (2 * min(devices - 1, 5 * (devices - 1).bit_length()))
-    sent = 2 * (devices - 1) / devices * found["bytes activations"]
-    return Link(sent / max(found["reduce activations"] - found["reduce small"], 1e-6), latency)
-
-
-def _memory(host: bool, devices: int) -> float:
-    """Bytes that one of `devices` processes may take here."""
-    if host:
-        import psutil
-
-        return psutil.virtual_memory().total / devices
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory

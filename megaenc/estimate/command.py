@@ -10,11 +10,10 @@ from megaenc.console import quiet, rich_console
 from megaenc.errors import one_line_errors
 from megaenc.estimate.case import Case, phases
 from megaenc.estimate.documents import Documents, documents, vocabulary
-from megaenc.estimate.layouts import best_layout
-from megaenc.estimate.machines import GIB, Rates, machine, rates_of
+from megaenc.estimate.machines import GIB, USABLE, Rates, between, inside, machine
 from megaenc.estimate.report import Report
 from megaenc.estimate.settings import EstimateSettings, read
-from megaenc.estimate.whole import Demand, estimate
+from megaenc.estimate.whole import Demand, best_layout, estimate
 from megaenc.files import write_whole
 from megaenc.output_paths import check_output_file, make_parent
 
@@ -40,21 +39,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def make_report(settings: EstimateSettings) -> Report:
-    """Everything that there is to say of a run. Raises InputError."""
+    """Return everything that there is to say of a run. Raises InputError."""
     run = settings.pretrain
     vocab_size, said = vocabulary_size(settings)
     docs = documents(run.data, settings.document_tokens)
-    case = Case.of(run, vocab_size, settings.gpus)
-    demand = demand_of(settings, vocab_size, docs)
+    case, demand = Case.of(run, vocab_size, settings.gpus), demand_of(settings, vocab_size, docs)
     rates = _rates(settings, case, demand, docs)
-    own = estimate(case, demand, rates)
-    search = settings.suggest and settings.mfu is None
+    own, search = estimate(case, demand, rates), settings.suggest and settings.mfu is None
     better = best_layout(case, demand, rates) if search else None
     return Report(run.model_name, said, docs, rates, own, better, search, settings.price_per_hour, settings.mfu)
 
 
 def vocabulary_size(settings: EstimateSettings) -> tuple[int, str]:
-    """Rows of the embedding, and where the number is from."""
+    """Return the rows of the embedding, and where the number is from."""
     run = settings.pretrain
     if run.shape.vocab_size:
         return run.shape.vocab_size, f"vocabulary of {run.shape.vocab_size:,}"
@@ -65,7 +62,7 @@ def vocabulary_size(settings: EstimateSettings) -> tuple[int, str]:
 
 
 def demand_of(settings: EstimateSettings, vocab_size: int, docs: Documents) -> Demand:
-    """What the run computes: its phases, and its validations under the usual two objectives and its own."""
+    """Return what the run computes: its phases, and its validations under the usual two objectives and its own."""
     run = settings.pretrain
     found = phases(run, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in found)
@@ -75,21 +72,18 @@ def demand_of(settings: EstimateSettings, vocab_size: int, docs: Documents) -> D
 
 
 def _rates(settings: EstimateSettings, case: Case, demand: Demand, docs: Documents) -> Rates:
-    known = None
-    if settings.gpu:
-        known = machine(settings.gpu)
-        for name, given, unit in (
-            ("devices", settings.devices_per_node, 1),
-            ("memory", settings.memory_gib, GIB),
-            ("inside", settings.intra_node_bandwidth, 1e9),
-            ("between", settings.inter_node_bandwidth, 1e9),
-        ):
-            known = dataclasses.replace(known, **{name: given * unit}) if given else known
+    known = machine(settings.gpu) if settings.gpu else None
+    if known:
+        given = {
+            "devices": settings.devices_per_node,
+            "memory": settings.memory_gib and USABLE * (settings.memory_gib * GIB),
+            "inside": settings.intra_node_bandwidth and inside(settings.intra_node_bandwidth),
+            "between": settings.inter_node_bandwidth and between(settings.inter_node_bandwidth),
+        }
+        known = dataclasses.replace(known, **{name: value for name, value in given.items() if value})
     if not settings.calibrate:
-        return rates_of(known)
+        return known
     from megaenc.estimate.calibrate import calibrate  # imports torch
 
     rates = calibrate(settings.pretrain, case, demand, docs, known)
-    if settings.memory_gib:
-        rates = dataclasses.replace(rates, memory=settings.memory_gib * GIB)
-    return rates
+    return dataclasses.replace(rates, memory=settings.memory_gib * GIB) if settings.memory_gib else rates

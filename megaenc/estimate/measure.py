@@ -5,13 +5,13 @@ an all-reduce. Times are medians, in seconds.
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -56,20 +56,8 @@ class Job:
     """for each measurement, about"""
 
 
-class RandomDocuments:
-    """Documents of random tokens whose lengths are drawn from `lengths`; see megaenc.data.stream.Documents."""
-
-    def __init__(self, lengths: tuple[int, ...], vocab_size: int):
-        self._drawn, self._vocab_size = np.random.default_rng(0), vocab_size
-        self.document_lengths = self._drawn.choice(lengths, max(8, _TOKENS // max(1, int(np.mean(lengths)))))
-
-    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """See megaenc.data.stream.Documents."""
-        return self._drawn.integers(2, self._vocab_size, int((stops - starts).sum()))
-
-
 def measure(job: Job) -> dict[str, float]:
-    """All of it, in this process, at the same time as the others."""
+    """Measure all of it, in this process, at the same time as the others."""
     quiet()
     os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
     prepare_megatron()
@@ -89,13 +77,13 @@ def measure(job: Job) -> dict[str, float]:
 
     dtype = torch.bfloat16 if job.settings.bf16 else torch.float32
     case = Case.of(job.settings, job.settings.shape.vocab_size, 1)
+    hidden, inner, queries = case.shape.hidden_size, case.shape.ffn_hidden_size, case.shape.query_size
+    weights = [(queries + 2 * case.keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
     _products(backend, dtype, 256, [(256, 256)], 0.1)  # libraries set themselves up
     found = {"base": _taken(backend)}
     meet()
     found["peak"] = backend.peak_flops(dtype)
     meet()
-    hidden, inner, queries = case.shape.hidden_size, case.shape.ffn_hidden_size, case.shape.query_size
-    weights = [(queries + 2 * case.keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
     found["products"] = _products(backend, dtype, case.row, weights, job.seconds)
     for depth in DEPTHS:  # the shallower first: the most that was taken grows alone
         meet()
@@ -112,14 +100,18 @@ def _median(call: Callable[[], Any], seconds: float) -> float:
     return timer.blocked_autorange(min_run_time=seconds).median
 
 
-def _wait(backend: Backend) -> None:
+def _timed(backend: Backend, call: Callable[[], Any]) -> float:
+    """Return the seconds of one `call`, until the device is done with it."""
+    clock = time.perf_counter()
+    call()
     if not backend.is_host:
         torch.cuda.synchronize(backend.device)
+    return time.perf_counter() - clock
 
 
 def _products(backend: Backend, dtype: torch.dtype, rows: int, weights: list[tuple[int, int]], seconds: float) -> float:
-    """`rows` by each weight [outputs, columns], forward and both ways back, as a layer's parallel layers have them."""
-    random = partial(torch.randn, dtype=dtype, device=backend.device)
+    """Return the seconds of `rows` by each weight [outputs, columns], forward and both ways back, as in a layer."""
+    random = functools.partial(torch.randn, dtype=dtype, device=backend.device)
     tensors = [(random(rows, columns), random(outputs, columns), random(rows, outputs)) for outputs, columns in weights]
 
     def call() -> None:
@@ -132,28 +124,29 @@ def _products(backend: Backend, dtype: torch.dtype, rows: int, weights: list[tup
 
 
 def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> dict[str, float]:
-    """Whole updates of a model of `depth` layers by the training engine, the memory that they took, and its core attention."""
+    """Return the times of whole updates of a model of `depth` layers by the training engine, their memory, and its attention."""
     from megaenc.training.engine import Engine
     from megaenc.training.plan import Plan
     from megaenc.training.timing import DATA, FORWARD_BACKWARD
 
     settings = dataclasses.replace(job.settings, shape=dataclasses.replace(job.settings.shape, num_layers=depth))
-    vocabulary = Vocabulary(settings.shape.vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
-    length, total = settings.data.seq_length, settings.total_iters
-    documents = RandomDocuments(job.lengths or (length,), vocabulary.size)
+    size, length, total = settings.shape.vocab_size, settings.data.seq_length, settings.total_iters
+    vocabulary = Vocabulary(size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
     cut = RandomLengthPacks if settings.data.packing == "random-length" else ConcatPacks
+    drawn, lengths = np.random.default_rng(0), job.lengths or (length,)
+    documents = SimpleNamespace(  # of random tokens; see megaenc.data.stream.Documents
+        document_lengths=drawn.choice(lengths, max(8, _TOKENS // max(1, int(np.mean(lengths))))),
+        joined=lambda _, starts, stops: drawn.integers(2, size, int((stops - starts).sum())),
+    )
     packs = cut(documents, np.arange(len(documents.document_lengths)), length, settings.seed)
     schedules = [Schedule.build(f"{text}:1.0", total, vocabulary, settings.seed) for text in job.objectives]
     rate, data = LearningRate(1e-6, 0, 1, total), SimpleNamespace(train=packs, held_out=None)
     engine = Engine(Plan(settings, vocabulary, None, data, schedules[0], rate), backend)
-    numbers, parts, whole = itertools.count(1), [], []
-    predicted = engine.update(next(numbers)).result.predicted
+    predicted = engine.update(1).result.predicted
+    parts, whole = [], []
     meet()
     while len(whole) < 3 or (sum(whole) < 2 * job.seconds and len(whole) < 50):
-        clock = time.perf_counter()
-        engine.update(next(numbers))
-        _wait(backend)
-        whole.append(time.perf_counter() - clock)
+        whole.append(_timed(backend, lambda: engine.update(len(whole) + 2)))
         parts.append(engine.watch.seconds())
     found = {
         f"data {depth}": median(part[DATA] for part in parts) / MICRO_BATCHES,
@@ -169,34 +162,28 @@ def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> 
 
 
 def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPacks, seconds: float) -> dict[str, float]:
-    """Operations a second, as training counts them, of attention over a row of packs, forward and backward."""
+    """Return the FLOP/s, as training counts them, of attention over a row of packs, forward and backward."""
     from megaenc.model.attention import PackedAttention
     from megaenc.model.layers import transformer_config
     from megaenc.training.attention_choice import choose_attention
     from megaenc.training.batches import micro_batch
 
-    settings, dtype, objective = engine.plan.settings, engine.plan.dtype, schedule.objective(1)
-    shape, device = settings.shape, backend.device
-    wanted, layout = settings.kernels.attention_backend, Layout()
-    chosen = choose_attention(wanted, shape, layout, dtype, {objective.attention}, backend)
+    settings, dtype, objective, device = engine.plan.settings, engine.plan.dtype, schedule.objective(1), backend.device
+    shape, layout, rows = settings.shape, Layout(), settings.micro_batch_size * settings.data.seq_length
+    chosen = choose_attention(settings.kernels.attention_backend, shape, layout, dtype, {objective.attention}, backend)
     core = PackedAttention(transformer_config(shape, layout, dtype), 1, None, "self", backend=chosen)
     packing = micro_batch(packs, range(settings.micro_batch_size), objective, 1, device).packing
     heads, groups, width = shape.num_attention_heads, shape.num_query_groups, shape.head_dim
-    rows = settings.micro_batch_size * settings.data.seq_length
     q, k, v = (torch.randn(rows, 1, n, width, dtype=dtype, device=device, requires_grad=True) for n in (heads, groups, groups))
     gradient = torch.randn(rows, 1, heads * width, dtype=dtype, device=device)
-
-    def call() -> None:
-        core(q, k, v, None, packed_seq_params=packing).backward(gradient)
-
-    taken = _median(call, seconds)
+    taken = _median(lambda: core(q, k, v, None, packed_seq_params=packing).backward(gradient), seconds)
     layer = dataclasses.replace(shape, num_layers=1)
     flops = sum(layer.attention_flops(stop - begin, prefix=prefix - begin) for begin, prefix, stop in packing.spans())
     return {("causal " if objective.attention is Attention.CAUSAL else "") + "attention": flops / taken}
 
 
 def _taken(backend: Backend) -> float:
-    """Bytes of this process before it has a model: resident, or of the device's memory."""
+    """Return the bytes of this process before it has a model: resident, or of the device's memory."""
     if backend.is_host:
         return psutil.Process().memory_info().rss
     free, total = torch.cuda.mem_get_info(backend.device)
@@ -204,7 +191,7 @@ def _taken(backend: Backend) -> float:
 
 
 def _links(backend: Backend, job: Job, dtype: torch.dtype, row: int) -> dict[str, float]:
-    """An all-reduce between all processes, of a few numbers and of a row of activations."""
+    """Return the times of an all-reduce between all processes, of a few numbers and of a row of activations."""
     dist.init_process_group(backend.process_group, init_method=f"file://{job.folder}/links", rank=job.rank, world_size=job.ranks)
     activations = torch.ones(row, dtype=dtype, device=backend.device)
     found: dict[str, float] = {"bytes activations": activations.nbytes}
@@ -212,10 +199,7 @@ def _links(backend: Backend, job: Job, dtype: torch.dtype, row: int) -> dict[str
         times = []
         for _ in range(8):
             dist.barrier()
-            clock = time.perf_counter()
-            dist.all_reduce(tensor)
-            _wait(backend)
-            times.append(time.perf_counter() - clock)
+            times.append(_timed(backend, functools.partial(dist.all_reduce, tensor)))
         found[f"reduce {name}"] = median(times[1:])
     dist.destroy_process_group()
     return found

@@ -67,10 +67,11 @@ class PaperLayout(Layout):
 
 
 def read_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each part that Megatron's notation says, Et*6|t*7|t*7|t*6L. InputError where it says none of this model."""
+    """Return the layers of each part that Megatron's notation says, Et*6|t*7|t*7|t*6L. InputError if it is none of this model."""
     flag = f"--pipeline-model-parallel-layout {text}"
-    spread = re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text.replace(",", ""))
-    spread = re.sub(r"(.)\*(\d+)", lambda found: found[1] * int(found[2]), spread)
+    spread = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        spread = re.sub(repeated, lambda found: found[1] * int(found[2]), spread)
     parts = spread.split("|")
     if "".join(parts) != f"E{'t' * num_layers}L":
         raise InputError(f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts")
@@ -80,20 +81,18 @@ def read_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
 
 
 def write_split(split: Sequence[int]) -> str:
-    """The same in Megatron's notation."""
-    parts = [f"t*{layers}" if layers > 1 else "t" * layers for layers in split]
-    return "|".join(["E" + parts[0], *parts[1:-1], parts[-1] + "L"])
+    """Return the same in Megatron's notation."""
+    return f"E{'|'.join(f't*{layers}' if layers > 1 else 't' * layers for layers in split)}L"
 
 
 def read(argv: Sequence[str], prog: str) -> EstimateSettings:
-    """The settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    """Return the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
     # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
     base = EstimateSettings(pretrain=PretrainSettings(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=over_defaults(argv, prog, base.pretrain))
     settings = flags.parse(EstimateSettings, argv, prog=prog, description=DESCRIPTION, default=default)
-    pretrain = settings.pretrain
-    layout = PaperLayout(**flags.flatten(pretrain.layout))
-    settings = replace(settings, pretrain=replace(pretrain, layout=layout))
+    layout = PaperLayout(**flags.flatten(settings.pretrain.layout))
+    settings = replace(settings, pretrain=replace(settings.pretrain, layout=layout))
     _check(settings)
     settings.pretrain.check(settings.gpus)
     return settings
