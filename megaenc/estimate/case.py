@@ -1,14 +1,52 @@
 """A model in a layout, in numbers: what each rank holds and runs; and what the steps of a run compute."""
 
+import math
+import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaenc.backend.layout import Layout
 from megaenc.data.vocabulary import Vocabulary
+from megaenc.errors import InputError
 from megaenc.estimate.documents import Documents
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.objectives import Attention, Objective, Schedule
 from megaenc.training.settings import PretrainSettings
+
+
+@dataclass(frozen=True)
+class PaperLayout(Layout):
+    """A layout for a machine that need not be this one; nothing of megatron-core or torch is imported to read it."""
+
+    def split(self, num_layers: int) -> tuple[int, ...]:
+        text, stages = self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size
+        if not text or stages == 1 or self.num_layers_per_virtual_pipeline_stage:
+            return super().split(num_layers)
+        return read_split(text, num_layers, stages)
+
+    def _check_overlap(self) -> None:
+        if self.overlap_param_gather and not (self.use_distributed_optimizer and self.overlap_grad_reduce):
+            raise InputError("--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def read_split(text: str, num_layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each part that Megatron's notation says, Et*6|t*7|t*7|t*6L. InputError if it is none of this model."""
+    flag = f"--pipeline-model-parallel-layout {text}"
+    spread = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        spread = re.sub(repeated, lambda found: found[1] * int(found[2]), spread)
+    parts = spread.split("|")
+    if "".join(parts) != f"E{'t' * num_layers}L":
+        raise InputError(f"{flag}: expected E, t for each of the {num_layers} layers, then L, with | between parts")
+    if len(parts) % stages or not all(parts):
+        raise InputError(f"{flag}: found {len(parts)} parts, expected {stages} or a multiple of it, none of them empty")
+    return tuple(part.count("t") for part in parts)
+
+
+def write_split(split: Sequence[int]) -> str:
+    """Return the same in Megatron's notation."""
+    return f"E{'|'.join(f't*{layers}' if layers > 1 else 't' * layers for layers in split)}L"
 
 
 @dataclass(frozen=True)
@@ -118,10 +156,9 @@ class Case:
     @property
     def layer_parameters(self) -> int:
         """Of a layer, on each of its ranks."""
-        shape, qkv = self.shape, self.shape.query_size + 2 * self.keys
-        matrices = shape.hidden_size * (qkv + shape.query_size + 3 * shape.ffn_hidden_size)
-        whole = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
-        return (matrices + shape.add_qkv_bias * qkv) // self.tensor + whole
+        shape, widths = self.shape, self.shape.linear_widths(self.tensor)
+        norms = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
+        return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
     def stage(self, number: int) -> Stage:
         """Return what stage `number` (0, 1, ...) holds."""

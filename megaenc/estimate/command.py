@@ -1,26 +1,67 @@
-"""`megaenc estimate`: what a run takes, before anything is booked."""
+"""What a pretraining run takes, before it starts: memory, time, hours, what is sent, and a layout that suits.
 
-import dataclasses
+megaenc estimate --config configs/pretrain/encoder-610m.yaml --gpu mi250x --gpus 192
+megaenc estimate --model small --seq-length 1024 --calibrate --gpus 2 --tensor-model-parallel-size 2
+
+All flags of `megaenc pretrain` count; no data needs to be there.
+"""
+
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megaenc import flags
 from megaenc.console import quiet, rich_console
-from megaenc.errors import one_line_errors
-from megaenc.estimate.case import Case, phases
+from megaenc.errors import InputError, one_line_errors
+from megaenc.estimate.case import Case, PaperLayout, phases
 from megaenc.estimate.documents import Documents, documents, vocabulary
 from megaenc.estimate.machines import GIB, USABLE, Rates, between, inside, machine
 from megaenc.estimate.report import Report
-from megaenc.estimate.settings import EstimateSettings, read
 from megaenc.estimate.whole import Demand, best_layout, estimate
 from megaenc.files import write_whole
 from megaenc.output_paths import check_output_file, make_parent
+from megaenc.training.settings import PretrainSettings, has_bf16, over_defaults
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.
 _USUAL = {"small": 32_768, "tiny": 8_192}
 _STUDY = 128_256
+
+
+@dataclass(frozen=True)
+class EstimateSettings:
+    """One estimate."""
+
+    gpu: str = ""
+    """device: a100, a100-40gb, h100, h100-pcie, h200, gh200, b200, l40s, mi210, mi250, mi250x (a die each), mi300a, mi300x,
+    mi325x, mi355x"""
+    gpus: int = 1
+    """devices of the run, all alike: processes of torchrun; a die of an MI250X is one"""
+    calibrate: bool = False
+    """measure this machine for a minute, as many processes at once as the run has here, instead of the table"""
+    mfu: float | None = None
+    """take this share of the peak as reached (0.4 is 40 %) and work hours out from it alone"""
+    price_per_hour: float | None = None
+    """of one device, in any currency: adds what the run costs"""
+    document_tokens: tuple[int, ...] = ()
+    """lengths of documents, equally likely: 500, or 50 300 2000; from --data-path unless given"""
+    devices_per_node: int | None = None
+    """of the node, where the table has another"""
+    memory_gib: float | None = None
+    """of a device, where the table has another"""
+    intra_node_bandwidth: float | None = None
+    """GB/s from a device to others of its node, where the table has another"""
+    inter_node_bandwidth: float | None = None
+    """GB/s from a node to others, each device's share, where the table has another"""
+    suggest: bool = True
+    """look for a layout that fits and is faster"""
+    explain: bool = False
+    """state every term with its formula and numbers"""
+    output: str = ""
+    """JSON file for all of it, every term included"""
+    pretrain: PretrainSettings = field(default_factory=lambda: PretrainSettings(bf16=True))
 
 
 @one_line_errors
@@ -36,6 +77,36 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.output:
         make_parent(Path(settings.output), "--output")
         write_whole(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
+
+
+def read(argv: Sequence[str], prog: str) -> EstimateSettings:
+    """Return the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
+    base = EstimateSettings(pretrain=PretrainSettings(bf16="--calibrate" not in argv or has_bf16()))
+    default = replace(base, pretrain=over_defaults(argv, prog, base.pretrain))
+    settings = flags.parse(EstimateSettings, argv, prog=prog, description=__doc__, default=default)
+    layout = PaperLayout(**flags.flatten(settings.pretrain.layout))
+    settings = replace(settings, pretrain=replace(settings.pretrain, layout=layout))
+    _check(settings)
+    settings.pretrain.check(settings.gpus)
+    return settings
+
+
+def _check(settings: EstimateSettings) -> None:
+    for name in ("gpus", "devices_per_node"):
+        if (value := getattr(settings, name)) is not None and value < 1:
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected 1 or more")
+    for name in ("memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
+        if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a number above 0")
+    if settings.mfu is not None and not 0 < settings.mfu <= 1:
+        raise InputError(f"--mfu: found {settings.mfu}, expected a share of the peak, above 0 and at most 1 (0.4 is 40 %)")
+    if settings.calibrate and settings.mfu is not None:
+        raise InputError(f"--mfu {settings.mfu}: found beside --calibrate, which measures; expected one of them")
+    if not settings.gpu and not settings.calibrate:
+        raise InputError("--gpu: missing, expected a device such as h100 or mi250x, or --calibrate to measure this machine")
+    if not settings.calibrate and not settings.pretrain.bf16:
+        raise InputError("--no-bf16: the table's speeds are those of bf16; --calibrate measures float32 on this machine")
 
 
 def make_report(settings: EstimateSettings) -> Report:
@@ -80,10 +151,10 @@ def _rates(settings: EstimateSettings, case: Case, demand: Demand, docs: Documen
             "inside": settings.intra_node_bandwidth and inside(settings.intra_node_bandwidth),
             "between": settings.inter_node_bandwidth and between(settings.inter_node_bandwidth),
         }
-        known = dataclasses.replace(known, **{name: value for name, value in given.items() if value})
+        known = replace(known, **{name: value for name, value in given.items() if value})
     if not settings.calibrate:
         return known
-    from megaenc.estimate.calibrate import calibrate  # imports torch
+    from megaenc.estimate.measure import calibrate  # imports torch
 
     rates = calibrate(settings.pretrain, case, demand, docs, known)
-    return dataclasses.replace(rates, memory=settings.memory_gib * GIB) if settings.memory_gib else rates
+    return replace(rates, memory=settings.memory_gib * GIB) if settings.memory_gib else rates

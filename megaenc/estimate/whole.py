@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megaenc.errors import InputError
-from megaenc.estimate.case import Case, PhaseWork, Stage, Work
+from megaenc.estimate.case import Case, PaperLayout, PhaseWork, Stage, Work, write_split
 from megaenc.estimate.machines import Rates
 from megaenc.estimate.memory import RankMemory, worst_memory
-from megaenc.estimate.settings import PaperLayout, write_split
 from megaenc.estimate.time import StepTime, micro_batch_terms, step_time
 
 ALIKE = 1.02  # times within this of the best: then the simpler layout is better
