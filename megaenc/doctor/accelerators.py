@@ -56,11 +56,11 @@ def driver(asked: Asked) -> list[Finding]:
         advice = "look at `rocm-smi` itself: driver, or a container without --device /dev/kfd --device /dev/dri"
         nothing = problem("rocm-smi", why, _RESTART.format("amdgpu")) if why else note("rocm-smi", "names no device", advice)
         # It fails where any single thing of any device cannot be had.
-        return [*(rocm_devices(told) or [nothing]), *_linked([rocm, "--showtopotype"], seconds)]
+        return [*(rocm_devices(told) or [nothing]), *links([rocm, "--showtopotype"], seconds)]
     if nvidia:
         told, why = told_by([nvidia, f"--query-gpu={','.join(_TOLD)}", "--format=csv,noheader,nounits"], seconds)
         found = [problem("nvidia-smi", why, _RESTART.format("Xid errors"))] if why else nvidia_devices(told)
-        return [*found, *_linked([nvidia, "topo", "-m"], seconds)]
+        return [*found, *links([nvidia, "topo", "-m"], seconds)]
     if not accelerated(asked):
         return [ok("driver", "none: neither nvidia-smi nor rocm-smi is here")]
     loaded = {name: text_of(asked.root / f"sys/module/{name}/version") for name in ("amdgpu", "nvidia")}
@@ -114,14 +114,6 @@ def _counted(names: list[str]) -> str:
     return "; ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _linked(command: Sequence[str], seconds: float) -> list[Finding]:
-    told, why = told_by(command, seconds)
-    if why:
-        advice = "see what it says by hand: how devices are linked decides the layout"
-        return [note("links", f"`{' '.join(command)}`: {why}", advice)]
-    return links(linked_pairs(told))
-
-
 def linked_pairs(told: str) -> dict[tuple[int, int], str]:
     """Read from `nvidia-smi topo -m` or `rocm-smi --showtopotype` the link of each pair of devices, the lower one first."""
     lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", told).splitlines()]
@@ -133,17 +125,17 @@ def linked_pairs(told: str) -> dict[tuple[int, int], str]:
     return {(own, other): link for own, row in rows.items() for other, link in zip(rows, row, strict=False) if own < other}
 
 
-def links(pairs: dict[tuple[int, int], str]) -> list[Finding]:
-    """Tell what the links of the pairs of devices mean for a layout."""
-    if not pairs:
-        return []
-    kinds = Counter(pairs.values())
-    if len(kinds) == 1:
-        return [ok("links", f"all {next(iter(kinds))}", alike="note")]
-    text = ", ".join(f"{count} pairs {kind}" for kind, count in kinds.most_common())
-    ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in kinds if kind in _WEAK)
+def links(command: Sequence[str], seconds: float) -> list[Finding]:
+    """Tell what the links of the pairs of devices, as `command` tells them, mean for a layout."""
+    told, why = told_by(command, seconds)
+    if why:
+        advice = "see what it says by hand: how devices are linked decides the layout"
+        return [note("links", f"`{' '.join(command)}`: {why}", advice)]
+    kinds = Counter(linked_pairs(told).values())
+    text = ", ".join(f"{count} pairs {kind}" if len(kinds) > 1 else f"all {kind}" for kind, count in kinds.most_common())
+    ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in kinds if kind in _WEAK and len(kinds) > 1)
     advice = f"{ways}: keep tensor parallelism among devices that are linked better" if ways else ""
-    return [note("links", text, advice, alike="note")]
+    return [note("links", text, advice, alike="note")] if kinds else []
 
 
 def seen_by_torch(asked: Asked) -> list[Finding]:

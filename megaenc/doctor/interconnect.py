@@ -17,18 +17,19 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 
 def cards(asked: Asked) -> list[Finding]:
     """Tell which networks' cards there are to link nodes by, and whether a process may use them as it is told to."""
-    found = [*slingshot(asked), *infiniband(asked)]
-    alone = several_nodes() and accelerated(asked)
-    advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
-    text, advice = ("no card", advice) if alone else ("no card; needed between nodes only", "")
-    return found or [note("InfiniBand, RoCE", text, advice)]
-
-
-def slingshot(asked: Asked) -> list[Finding]:
-    """Tell the cards of /sys/class/cxi, HPE's Slingshot, and the plugin without which RCCL and NCCL pass them over."""
-    names = sorted(card.name for card in (asked.root / "sys/class/cxi").glob("*"))
-    found = [ok("Slingshot", ", ".join(names), alike="note")] if names else []
-    return [*found, _plugin(asked)] if names and accelerated(asked) else found
+    classes = asked.root / "sys/class"
+    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, which RCCL and NCCL pass over by themselves
+    ports = sorted((classes / "infiniband").glob("*/ports/*"))
+    found = [ok("Slingshot", ", ".join(slingshot), alike="note")] if slingshot else []
+    found += [_plugin(asked)] if slingshot and accelerated(asked) else []
+    found += [_port(port, asked) for port in ports]
+    if ports and not (asked.root / "dev/infiniband").exists():
+        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
+        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
+    if not found and several_nodes() and accelerated(asked):
+        advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
+        return [note("InfiniBand, RoCE", "no card", advice)]
+    return found or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
 
 def _plugin(asked: Asked) -> Finding:
@@ -36,25 +37,14 @@ def _plugin(asked: Asked) -> Finding:
     name = asked.environment.get("NCCL_NET_PLUGIN", "")
     if name.lower() == "none":
         return problem_between_nodes(what, "NCCL_NET_PLUGIN=none", f"{without}: take it out")
-    if name:
-        return ok(what, f"NCCL_NET_PLUGIN={name}")
     folders = filter(None, asked.environment.get("LD_LIBRARY_PATH", "").split(":"))
-    there = [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
+    there = [f"NCCL_NET_PLUGIN={name}"] if name else []
+    there += [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
     there += [plugin for plugin in _PLUGINS if f"/{plugin}\0" in text_of(asked.root / "etc/ld.so.cache")]
     if there:
         return ok(what, there[0])
     advice = f"{without}: load the cluster's module of aws-ofi-rccl or aws-ofi-nccl, or name its folder in LD_LIBRARY_PATH"
     return problem_between_nodes(what, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
-
-
-def infiniband(asked: Asked) -> list[Finding]:
-    """Tell the ports of /sys/class/infiniband; nothing where there is none."""
-    ports = sorted((asked.root / "sys/class/infiniband").glob("*/ports/*"))
-    found = [_port(port, asked) for port in ports]
-    if found and not (asked.root / "dev/infiniband").exists():
-        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
-        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
-    return found
 
 
 def _port(port: Path, asked: Asked) -> Finding:

@@ -53,25 +53,23 @@ def threads(asked: Asked, cores: int) -> Finding:
 
 def quota(root: Path = Path("/")) -> float | None:
     """Return the cores' worth of time that the container or job has; None without a limit."""
-    old = root / "sys/fs/cgroup/cpu"
-    pairs = [text_of(folder / "cpu.max").split() for folder in _groups(root)]
-    pairs.append([text_of(old / "cpu.cfs_quota_us"), text_of(old / "cpu.cfs_period_us")])
+    pairs = [text.split() for text in _limits(root, "cpu.max")]
+    pairs.append([text_of(root / "sys/fs/cgroup/cpu" / file) for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
     return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and all(word.isdigit() for word in pair)), default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the bytes that the container or job may use; None without a limit."""
-    files = [folder / "memory.max" for folder in _groups(root)]
-    texts = [text_of(file) for file in (*files, root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [*_limits(root, "memory.max"), text_of(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
     return min((int(text) for text in texts if text.isdigit() and int(text) < 2**60), default=None)
 
 
-def _groups(root: Path) -> list[Path]:
-    """Return the folders of this process's control group and of those above it, as version 2 has them."""
+def _limits(root: Path, file: str) -> list[str]:
+    """Return what `file` says in this process's control group and in those above it, as version 2 has them."""
     line = next((line for line in text_of(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
-    return [top, *(folder for folder in (own, *own.parents) if top in folder.parents)]
+    return [text_of(folder / file) for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))]
 
 
 def memory(asked: Asked) -> list[Finding]:
@@ -114,29 +112,22 @@ def shared_memory(asked: Asked) -> list[Finding]:
 
 
 def limits(asked: Asked) -> list[Finding]:
-    """Tell how many open files and how much locked memory this process may have."""
-    cards = any((asked.root / "sys/class/infiniband").glob("*"))
-    files, memory = resource.getrlimit(resource.RLIMIT_NOFILE), resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return [open_files(*files, world_size()), locked_memory(memory[0], cards)]
-
-
-def open_files(files: int, most: int, ranks: int) -> Finding:
-    """Judge a limit of `files`, which a process may raise to `most` itself."""
-    what, needed = "open files", _OTHER_FILES + _FILES_A_RANK * ranks
-    if files == resource.RLIM_INFINITY or files >= needed:
-        return ok(what, "without limit" if files == resource.RLIM_INFINITY else f"{files:,}")
-    raised = needed if most == resource.RLIM_INFINITY else min(most, max(needed, 65536))
-    text = f"{files:,} for a process, of {ranks} about {needed:,} may be needed"
-    return problem(what, text, f"ulimit -n {raised} before the start")
-
-
-def locked_memory(locked: int, cards: bool) -> Finding:
-    """Judge a limit of `locked` bytes; `cards`: whether there are InfiniBand cards, which read locked memory."""
-    text = "without limit" if locked == resource.RLIM_INFINITY else _bytes(locked)
-    if not cards or locked == resource.RLIM_INFINITY or locked >= _LOCKED:
-        return ok("locked memory", text)
+    """Judge how many open files and how much locked memory, which InfiniBand cards read, this process may have."""
+    endless, ranks = resource.RLIM_INFINITY, world_size()
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the first may be raised to the second by the process itself
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    needed = _OTHER_FILES + _FILES_A_RANK * ranks
+    if files == endless or files >= needed:
+        found = [ok("open files", "without limit" if files == endless else f"{files:,}")]
+    else:
+        text = f"{files:,} for a process, of {ranks} about {needed:,} may be needed"
+        raised = needed if most == endless else min(most, max(needed, 65536))
+        found = [problem("open files", text, f"ulimit -n {raised} before the start")]
+    text = "without limit" if locked == endless else _bytes(locked)
+    if locked == endless or locked >= _LOCKED or not any((asked.root / "sys/class/infiniband").glob("*")):
+        return [*found, ok("locked memory", text)]
     ways = "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
-    return problem_between_nodes("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")
+    return [*found, problem_between_nodes("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")]
 
 
 def _bytes(size: float) -> str:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaenc.doctor.findings import Asked
-from megaenc.doctor.machine import limits, locked_memory, open_files, shared_memory
+from megaenc.doctor.machine import limits, shared_memory
 
 GIB, MIB = 2**30, 2**20
 
@@ -51,22 +51,34 @@ def test_one_that_is_not_there_is_a_problem(tmp_path):
     assert found.level == "problem" and "mount a tmpfs" in found.advice
 
 
-def test_open_files_go_by_the_ranks():
-    assert open_files(1024, 4096, ranks=8).level == "ok"
-    found = open_files(1024, 4096, ranks=192)
+@pytest.fixture
+def allowed(tmp_path, monkeypatch):
+    """Judge limits of so many open files and bytes of locked memory, for so many ranks of eight a node."""
+
+    def judged(files=(2**20, 2**20), locked=resource.RLIM_INFINITY, ranks=1, cards=False):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+        given = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: (locked, locked)}
+        monkeypatch.setattr("resource.getrlimit", given.get)
+        if cards:
+            (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
+        return limits(Asked(root=tmp_path))
+
+    return judged
+
+
+def test_open_files_go_by_the_ranks(allowed):
+    assert allowed((1024, 4096), ranks=8)[0].level == "ok"
+    found = allowed((1024, 4096), ranks=192)[0]
     assert found.level == "problem" and found.advice.startswith("ulimit -n 4096")
-    assert open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY, ranks=4096).level == "ok"
-    assert "ulimit -n 33280" in open_files(1024, resource.RLIM_INFINITY, ranks=4096).advice
+    assert allowed((resource.RLIM_INFINITY, resource.RLIM_INFINITY), ranks=4096)[0].level == "ok"
+    assert "ulimit -n 33280" in allowed((1024, resource.RLIM_INFINITY), ranks=4096)[0].advice
 
 
-def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(tmp_path, monkeypatch):
-    assert locked_memory(8 * MIB, cards=False).level == "ok"
-    found = locked_memory(8 * MIB, cards=True)
+def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(allowed):
+    assert allowed(locked=8 * MIB)[1].level == "ok"
+    assert allowed(locked=8 * MIB, ranks=16)[1].level == "ok"
+    found = allowed(locked=8 * MIB, cards=True)[1]
     assert (found.level, found.found) == ("note", "8 MiB") and "ulimit -l unlimited" in found.advice
-    assert locked_memory(resource.RLIM_INFINITY, cards=True).level == "ok"
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8 * MIB, 8 * MIB))
-    assert limits(Asked(root=tmp_path))[1].level == "ok"
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert limits(Asked(root=tmp_path))[1].level == "problem"
+    assert allowed(cards=True)[1].level == "ok"
+    assert allowed(locked=8 * MIB, ranks=16, cards=True)[1].level == "problem"
