@@ -110,7 +110,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if settings.json:
         command = shlex.join(sys.argv[1:] if argv is None else argv)
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ranks_asked": world_size(), "command": command}
-        _write(Path(settings.json), report.as_json(looked, found, about))
+        make_parent(Path(settings.json), "--json")
+        try:  # after the report: a disk that is full or broken is among what is looked for
+            write_whole(Path(settings.json), report.as_json(looked, found, about))
+        except OSError as error:
+            raise InputError(f"--json {settings.json}: cannot be written: {error.strerror}") from None
     if any(finding.level == "problem" for finding in found):
         for_good(1)
         sys.exit(1)
@@ -126,20 +130,8 @@ def _check(settings: DoctorFlags) -> None:
         check_output_file(Path(settings.json), "--json")
 
 
-def _write(path: Path, text: str) -> None:
-    """After the report has been printed: a disk that is full or broken is among what is looked for."""
-    make_parent(path, "--json")
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}") from None
-
-
 def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Looked:
-    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it.
-
-    What is found is put into `findings` as it comes.
-    """
+    """Carry out this rank's probes of `subjects`, and what they ask for right after them; add to `findings` what is found."""
     waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
     of_all = [each for each in waiting if each.where == "ranks"]
     if of_all and _MEETING not in of_all and world_size() > 1:
@@ -162,7 +154,7 @@ def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Lo
 
 
 def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]:
-    """Return on rank 0 what all ranks have found, with those missing named; elsewhere nothing, unless rank 0 cannot be told."""
+    """Return on rank 0 what all ranks have found, with those missing named; elsewhere nothing."""
     if world_size() == 1:
         return [mine]
     patience = _OTHERS * settings.timeout
@@ -174,11 +166,10 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     if why:
         alone = _between("comparing", why, "nothing is known of the other ranks: see what they have printed")
         mine = replace(mine, findings=(*mine.findings, alone))
-        if not rank():
-            return [mine]
-        print(f"rank {rank()} on {mine.host}\n{report.text(mine.findings, SUBJECTS)}", flush=True)
-    if rank():
-        return []  # torchrun would end rank 0, which will miss this one, for anything else
+        if rank():  # and no more, or torchrun would end rank 0, which will miss this one
+            print(f"rank {rank()} on {mine.host}\n{report.text(mine.findings, SUBJECTS)}", flush=True)
+    if why or rank():
+        return [] if rank() else [mine]
     looked, wrong = {}, []
     for each, content in found.items():
         try:

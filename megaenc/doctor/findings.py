@@ -66,9 +66,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to look at: `function`, "module:name", called with an Asked and `arguments`.
+    """Something to look at, which may hang or die without the others.
 
-    It returns findings, and probes to be carried out next, each of which may hang or die without the others.
+    `function`, "module:name", called with an Asked and `arguments`, returns findings, and probes to be carried out next.
     """
 
     subject: str

@@ -72,7 +72,7 @@ def clocks(asked: Asked) -> list[Finding]:
 
 
 def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Return on rank 0, for each rank, the seconds that its clock is ahead and how wrong that may be; elsewhere an empty list.
+    """Return on rank 0 the seconds that each rank's clock is ahead and how wrong that may be; elsewhere an empty list.
 
     As NTP does it (RFC 5905, section 8): of some messages there and back, whose times both ends note, the quickest is right to
     half of its way.
@@ -88,25 +88,27 @@ def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float
             pong[0], pong[1] = received, clock()
             dist.send(pong, 0)
         return []
-    offsets = [(0.0, 0.0)]
-    for other in range(1, dist.get_world_size()):
-        ways = []
-        for _ in range(PINGS):
-            sent = clock()
-            dist.send(ping, other)
-            dist.recv(pong, other)
-            back, (there, away) = clock(), pong.tolist()
-            ways.append((back - sent - (away - there), ((there - sent) + (away - back)) / 2))
-        shortest, offset = min(ways)
-        offsets.append((offset, max(shortest, 0.0) / 2))
-    return offsets
+
+    def way(other: int) -> tuple[float, float]:
+        sent = clock()
+        dist.send(ping, other)
+        dist.recv(pong, other)
+        back, (there, away) = clock(), pong.tolist()
+        return back - sent - (away - there), ((there - sent) + (away - back)) / 2
+
+    shortest = [min(way(other) for _ in range(PINGS)) for other in range(1, dist.get_world_size())]
+    return [(0.0, 0.0), *((offset, max(seconds, 0.0) / 2) for seconds, offset in shortest)]
 
 
 def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     """Judge the `measured_offsets` of ranks on `hosts`."""
-    first, last = min(range(len(offsets)), key=lambda at: offsets[at]), max(range(len(offsets)), key=lambda at: offsets[at])
+
+    def seconds(value: float) -> str:
+        return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+    first, *_, last = sorted(range(len(offsets)), key=lambda at: offsets[at])
     difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
-    text = f"at most {_seconds(difference)} apart, to {_seconds(error)}"
+    text = f"at most {seconds(difference)} apart, to {seconds(error)}"
     if difference - error < _APART:
         return ok("clocks", text)
     odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is right, for somebody has to be
@@ -115,10 +117,6 @@ def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     if difference - error < _FAR_APART:
         return note("clocks", text, advice)
     return problem("clocks", text, f"{advice}; file times, certificates and Slurm's own keys are refused at minutes")
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
 
 
 def shared_folder(asked: Asked) -> list[Finding]:
@@ -218,8 +216,7 @@ def named(ranks: list[int]) -> str:
 def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
     """Return on rank 0, by rank, the text of each rank, except those that are missing after `patience` seconds.
 
-    It goes through the launcher's store, which exists even if no group could be made, and which anybody who reaches its port can
-    write to.
+    It goes through the launcher's store, which is there without a group, and which anybody who reaches its port can write to.
     """
     import torch.distributed as dist
 
@@ -229,11 +226,8 @@ def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
         store.set(str(own), mine)
         return {}
     found, deadline = {0: mine.encode()}, time.monotonic() + patience
-    while len(found) < size:
-        for other in range(1, size):
-            if other not in found and store.check([str(other)]):
-                found[other] = store.get(str(other))
-        if time.monotonic() > deadline:
-            break
+    while len(found) < size and time.monotonic() < deadline:
         time.sleep(_POLL)
+        there = [other for other in range(1, size) if other not in found and store.check([str(other)])]
+        found |= {other: store.get(str(other)) for other in there}
     return found

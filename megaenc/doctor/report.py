@@ -36,8 +36,7 @@ def to_json(looked: Looked) -> str:
 def from_json(content: bytes, rank: int) -> Looked:
     """Return the findings that `rank` has put into the store of the launcher. Raises ValueError for anything else.
 
-    Anybody who reaches the store's port can write to it, so that nothing of the text is believed: it has a largest size, the
-    types of `Looked`, and nothing that a terminal would not print.
+    Anybody who reaches the store's port can write to it: size, types and what a terminal would not print are checked.
     """
     if len(content) > _MOST_BYTES:
         raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
@@ -82,10 +81,9 @@ def together(looked: Sequence[Looked]) -> list[Finding]:
 
 
 def _merged(by_rank: dict[int, Finding], hosts: dict[int, str], compared: bool) -> list[Finding]:
-    """Return one finding where all say the same.
+    """Return what all say; else, if they are `compared`, what most say and one finding of the others.
 
-    Else, if they are `compared`, that of most ranks, and one of those which have found something else; if they are not, the first
-    if it is harmless, and with their ranks those that are not.
+    If they are not, the first if it is harmless, and with their ranks those that are not.
     """
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(by_rank):
