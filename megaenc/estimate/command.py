@@ -93,12 +93,11 @@ def read(argv: Sequence[str], prog: str) -> EstimateSettings:
 
 
 def _check(settings: EstimateSettings) -> None:
-    for name in ("gpus", "devices_per_node"):
-        if (value := getattr(settings, name)) is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected 1 or more")
-    for name in ("memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
+    whole = ("gpus", "devices_per_node")
+    for name in (*whole, "memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
-            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected a number above 0")
+            expected = "1 or more" if name in whole else "a number above 0"
+            raise InputError(f"--{name.replace('_', '-')}: found {value}, expected {expected}")
     if settings.mfu is not None and not 0 < settings.mfu <= 1:
         raise InputError(f"--mfu: found {settings.mfu}, expected a share of the peak, above 0 and at most 1 (0.4 is 40 %)")
     if settings.calibrate and settings.mfu is not None:

@@ -69,11 +69,9 @@ class Job:
 def calibrate(
     settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Rates | None, seconds: float = 4.0
 ) -> Rates:
-    """Measure, `seconds` for each thing, a minute in all.
+    """Measure, `seconds` for each thing, a minute in all, in processes that have one rank's share each and compute at once.
 
     `known`: the machine of --gpu, whose links between nodes count where the run has more than one.
-
-    Each process has one rank's share of a layer and of the vocabulary, and all compute at once, as they will in the run.
     """
     host = detect().is_host
     devices = min(case.gpus, usable_cores() if host else torch.cuda.device_count())
@@ -82,8 +80,7 @@ def calibrate(
             f"--calibrate: found one device here, which cannot say how {case.gpus} are connected; "
             "give --gpu too, for the table's links"
         )
-    share = share_of(settings, case)
-    objectives = tuple(dict.fromkeys(work.objective for work in demand.works))
+    share, objectives = share_of(settings, case), tuple(dict.fromkeys(work.objective for work in demand.works))
     say(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
     with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
         jobs = [Job(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]

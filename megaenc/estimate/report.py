@@ -143,13 +143,9 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
             {
                 "objective": work.objective,
                 "predicted_share": work.predicted / work.tokens,
-                "flops": step.flops,
-                "seconds": step.seconds,
+                **dataclasses.asdict(step),
                 "tokens_per_second": case.global_batch_size * case.seq_length / step.seconds,
                 "model_flops_utilization": step.flops / step.seconds / (rates.peak * case.gpus) if rates.peak else None,
-                "pipeline_bubble": step.bubble,
-                "terms": [dataclasses.asdict(term) for term in step.terms],
-                "sent": [dataclasses.asdict(term) for term in step.sent],
             }
             for work, step in found.steps
         ],

@@ -18,10 +18,8 @@ class StepTime:
     seconds: float
     flops: float
     """of all ranks, as training counts them"""
-    bubble: float
+    pipeline_bubble: float
     """share of the pipeline's time in which a stage waits for others, on average"""
-    slowest: int
-    """the stage with the longest micro-batch"""
     terms: tuple[Term, ...]
     """seconds, those of the slowest stage, adding up to the step's"""
     sent: tuple[Term, ...]
@@ -34,8 +32,8 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
     each = [micro_batch_terms(case, work, stage, rates) for stage in stages]
     times = [sum(seconds for _, seconds, _ in terms) for terms in each]
     longest = max(times)
-    slowest = times.index(longest)
-    stage, idle = stages[slowest], (sum(times) - longest) / case.turns
+    slowest, idle = times.index(longest), (sum(times) - longest) / case.turns
+    stage = stages[slowest]
     others = "the other stages' micro-batch" + ("" if case.turns == 1 else f" / {case.turns} turns")
     fills = f"{others}; even stages: (p - 1) of m + p - 1 = {count + case.stages - 1}"
     many = f"{count:,} micro-batch{'es' if count > 1 else ''}"
@@ -51,7 +49,7 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
     terms = tuple(Term(name, seconds, "s", formula) for name, seconds, formula in found if seconds)
     flops = case.global_batch_size * work.flops(case.shape, case.vocab_size)
     bubble = 1 - count * sum(times) / (case.stages * (count * longest + idle))
-    return StepTime(sum(term.value for term in terms), flops, bubble, slowest, terms, tuple(sent(case, stage, work)))
+    return StepTime(sum(term.value for term in terms), flops, bubble, terms, tuple(sent(case, stage, work)))
 
 
 def layer_bytes_moved(case: Case) -> float:
