@@ -153,8 +153,8 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
         "validation_seconds": found.validation,
         "seconds": found.seconds,
         "device_hours": found.hours,
-        "flops": found.flops,
-        "tokens": found.tokens,
+        "flops": sum(phase.flops for phase in found.phases),
+        "tokens": sum(phase.tokens for phase in found.phases),
     }
 
 

@@ -78,16 +78,6 @@ class Estimate:
         return sum(phase.seconds for phase in self.phases) + self.validation
 
     @property
-    def tokens(self) -> int:
-        """That it reads to train."""
-        return sum(phase.tokens for phase in self.phases)
-
-    @property
-    def flops(self) -> float:
-        """Of training."""
-        return sum(phase.flops for phase in self.phases)
-
-    @property
     def hours(self) -> float:
         """Of all devices together."""
         return self.seconds * self.case.gpus / 3600
@@ -167,9 +157,9 @@ def _layouts(case: Case, work: Work, rates: Rates) -> Iterator[Case]:
 
 
 def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
-    """Return layers of each stage such that the longest stage is shortest: embedding and above all the head weigh on the ends.
+    """Return layers of each stage, of one part each, such that the longest is shortest: embedding and head weigh on the ends.
 
-    One part a stage. Each layer goes to the stage that is done first, which is best where all layers take as long.
+    Each layer goes to the stage that is done first, which is best where all layers take as long.
     """
 
     def seconds(layers: int, first: bool = False, last: bool = False) -> float:

@@ -101,13 +101,14 @@ def test_more_devices_take_less_time_and_more_device_hours():
     found = [estimate(case(gpus=gpus), demand(), rates()) for gpus in (1, 2, 4, 8, 16)]
     times, hours = [one.seconds for one in found], [one.hours for one in found]
     assert times == sorted(times, reverse=True) and hours == sorted(hours)
-    assert len({one.flops for one in found}) == 1 and found[0].tokens == 100 * 16 * 64
+    [phase] = found[0].phases
+    assert {one.phases[0].flops for one in found} == {phase.flops} and phase.tokens == 100 * 16 * 64
 
 
 def test_a_given_utilization_gives_the_hours():
     wanted = dataclasses.replace(demand(), mfu=0.1)
     found = estimate(case(gpus=4), wanted, rates())
-    assert found.seconds == pytest.approx(found.flops / (0.1 * 1e12 * 4))
+    assert found.seconds == pytest.approx(found.phases[0].flops / (0.1 * 1e12 * 4))
 
 
 def test_recomputation_costs_a_forward_pass():
