@@ -36,7 +36,6 @@ from megaenc.estimate.machines import Link, Rates, messages
 from megaenc.estimate.memory import kept_bytes, stage_memory
 from megaenc.estimate.time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
 from megaenc.estimate.whole import Demand
-from megaenc.model.config import padded_vocab_size
 from megaenc.objectives import Attention, Schedule
 from megaenc.processes import Workers, highest_resident, usable_cores
 from megaenc.training.learning_rate import LearningRate
@@ -94,20 +93,19 @@ def calibrate(
 def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
     """Return one rank's share of every layer and of the vocabulary, as a run of one process."""
     shape, tensor = settings.shape, case.tensor
-    rows = padded_vocab_size(case.vocab_size, shape.make_vocab_size_divisible_by, tensor) // tensor
     part = dataclasses.replace(
         shape,
         num_attention_heads=shape.num_attention_heads // tensor,
         num_query_groups=shape.num_query_groups // tensor,
         ffn_hidden_size=shape.ffn_hidden_size // tensor,
         kv_channels=shape.head_dim,
-        vocab_size=rows,
+        vocab_size=case.rows,
     )
     return dataclasses.replace(
         settings,
         shape=part,
         layout=Layout(),
-        global_batch_size=2 * settings.micro_batch_size,
+        global_batch_size=MICRO_BATCHES * settings.micro_batch_size,
         rampup_batch_size=None,
         train_iters=10_000,
         train_tokens=None,

@@ -47,8 +47,13 @@ class Report:
         console.print(f"the run: {_clock(own.seconds)}, {hours}{price}{kept}", soft_wrap=True)
         if explain:
             for title, terms, by in self._explained():
+                table = Table(box=None, show_header=False, pad_edge=False)
+                for justify in ("left", "right", "left"):
+                    table.add_column(overflow="fold", justify=justify)
+                for term in terms:
+                    table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
                 console.print(f"\n{title}")
-                console.print(_terms(terms, by))
+                console.print(table)
         for line in self._advice():
             console.print(line, soft_wrap=True)
 
@@ -173,15 +178,6 @@ def _memory(found: Estimate, rates: Rates) -> Table:
     names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in found.memory.terms), strict=True)
     judged = f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much")
     return _table(("GiB", *names, "together", "of"), [("a rank", *values, f"{found.memory.total / GIB:.1f}", judged)])
-
-
-def _terms(terms: tuple[Term, ...], by: float) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for justify in ("left", "right", "left"):
-        table.add_column(overflow="fold", justify=justify)
-    for term in terms:
-        table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
-    return table
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
