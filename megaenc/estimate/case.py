@@ -244,8 +244,7 @@ def work_of(start: Objective, end: Objective, settings: PretrainSettings, docs: 
         predicted = (start.mask + end.mask) / 2 * (length - begins - docs.special)
     if start.attention is Attention.PREFIX:
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
-        after = length * (1 - (low + high) / 2) + docs.pieces / 2  # a prefix is rounded down
-        predicted = min(predicted, after)
+        predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down
         seen = docs.squares * (low * low + low * high + high * high) / 3
     return Work(start.describe(end=end), length, max(predicted, 0.0), docs.squares, seen)
 

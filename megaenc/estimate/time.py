@@ -31,16 +31,15 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
     stages, count = case.every_stage(), case.micro_batches
     each = [micro_batch_terms(case, work, stage, rates) for stage in stages]
     times = [sum(seconds for _, seconds, _ in terms) for terms in each]
-    longest = max(times)
-    slowest, idle = times.index(longest), (sum(times) - longest) / case.turns
-    stage = stages[slowest]
+    stage, terms, longest = max(zip(stages, each, times, strict=True), key=lambda slowest: slowest[2])
+    idle = (sum(times) - longest) / case.turns
     others = "the other stages' micro-batch" + ("" if case.turns == 1 else f" / {case.turns} turns")
     fills = f"{others}; even stages: (p - 1) of m + p - 1 = {count + case.stages - 1}"
     many = f"{count:,} micro-batch{'es' if count > 1 else ''}"
-    computing = sum(seconds for name, seconds, _ in each[slowest] if "all-reduce" not in name)
+    computing = sum(seconds for name, seconds, _ in terms if "all-reduce" not in name)
     moved = update_bytes_moved(case, stage)
     found = [
-        *((name, count * seconds, f"{many} x {formula}") for name, seconds, formula in each[slowest]),
+        *((name, count * seconds, f"{many} x {formula}") for name, seconds, formula in terms),
         ("pipeline fills and drains", idle, fills),
         _border(case, rates),
         *_data_parallel(case, stage, rates, computing),
@@ -192,18 +191,14 @@ def sent(case: Case, stage: Stage, work: Work) -> list[Term]:
     row, count, n, d, parameters = case.row_bytes, case.micro_batches, case.tensor, case.data, stage.parameters
     a_layer = (5 if case.sharded > 1 else 4) + 2 * (case.layout.recompute_granularity == "full")
     times = a_layer * stage.layers + stage.first
-    head = work.predicted / case.seq_length * stage.last
+    all_rows = count * (times + work.predicted / case.seq_length * stage.last)
     ways = (not stage.first) + (not stage.last)
     copied, text = 8.0, f"2 (d - 1) / d x 4 x {parameters:,}"
     if case.layout.use_distributed_optimizer:
         copied, text = 4 + case.width, f"(d - 1) / d x (4 + w) x {parameters:,}"
     m, rows = f"m {count:,}", f"S H w = {_n(row)}B"
     found = [
-        (
-            "tensor parallel",
-            (times + head) * count * 2 * (n - 1) / n * row,
-            f"m {count:,} x {times} x 2 (t - 1) / t x {rows}, and the head",
-        ),
+        ("tensor parallel", all_rows * 2 * (n - 1) / n * row, f"{m} x {times} x 2 (t - 1) / t x {rows}, and the head"),
         ("pipeline", count * ways * case.turns * row / case.sharded, f"{m} x {ways} neighbours x {rows}"),
         ("data parallel", (d - 1) / d * copied * parameters, text),
     ]
