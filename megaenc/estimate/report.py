@@ -58,21 +58,20 @@ class Report:
             console.print(line, soft_wrap=True)
 
     def _steps(self, said: dict[str, Any]) -> Table:
-        rows = []
-        for step in said["steps"]:
-            share = step["model_flops_utilization"]
-            rows.append(
-                (
-                    step["objective"],
-                    f"{100 * step['predicted_share']:.1f} %",
-                    f"{step['flops']:.3g}",
-                    f"{step['seconds']:.3g}" + (" (given)" if self.mfu else ""),
-                    f"{step['tokens_per_second']:,.0f}",
-                    f"{step['tokens_per_second'] / said['devices']:,.0f}",
-                    "-" if share is None else f"{100 * share:.1f} %",
-                    f"{100 * step['pipeline_bubble']:.1f} %",
-                )
+        given, devices = " (given)" if self.mfu else "", said["devices"]
+        rows = [
+            (
+                step["objective"],
+                f"{100 * step['predicted_share']:.1f} %",
+                f"{step['flops']:.3g}",
+                f"{step['seconds']:.3g}{given}",
+                f"{step['tokens_per_second']:,.0f}",
+                f"{step['tokens_per_second'] / devices:,.0f}",
+                f"{100 * step['model_flops_utilization']:.1f} %" if self.rates.peak else "-",
+                f"{100 * step['pipeline_bubble']:.1f} %",
             )
+            for step in said["steps"]
+        ]
         return _table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows)
 
     def _phases(self, said: dict[str, Any]) -> Table:
