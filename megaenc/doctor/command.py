@@ -94,7 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     leave_if_told()
     quiet()
     settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
-    _check(settings)
+    unknown = [name for name in settings.only if name not in SUBJECTS]
+    if unknown:
+        raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
+    if not settings.timeout > 0:
+        raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
+    if settings.json and not rank():
+        check_output_file(Path(settings.json), "--json")
     findings: list[Finding] = []
     try:
         with stopped_by_sigterm(), Prober(Asked(settings.save, settings.timeout, environment)) as prober:
@@ -118,16 +124,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if any(finding.level == "problem" for finding in found):
         for_good(1)
         sys.exit(1)
-
-
-def _check(settings: DoctorFlags) -> None:
-    unknown = [name for name in settings.only if name not in SUBJECTS]
-    if unknown:
-        raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
-    if not settings.timeout > 0:
-        raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
-    if settings.json and not rank():
-        check_output_file(Path(settings.json), "--json")
 
 
 def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Looked:

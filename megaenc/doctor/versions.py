@@ -52,24 +52,22 @@ def package(asked: Asked, name: str) -> list[Finding]:
         if found not in KNOWN_VERSIONS:  # the adapters were not written for it
             advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
             return [problem(name, f"{found}; expected {' or '.join(KNOWN_VERSIONS)}", advice, alike="problem")]
-    unlike = _unlike_torch_s() if name == "triton" else []
-    return unlike or [ok(name, found, alike="problem" if needed else "note")]
+    return [_triton(found) if name == "triton" else ok(name, found, alike="problem" if needed else "note")]
 
 
-def _unlike_torch_s() -> list[Finding]:
-    """Return a finding where the triton that is installed is not the one that this torch asks for."""
+def _triton(found: str) -> Finding:
+    """Judge whether the triton that is installed is the one that this torch asks for."""
     there = {called: version for called in _OF_TRITON if (version := _installed(called))}
     text = " and ".join(f"{called} {version}" for called, version in there.items())
-    wanted = [each for each in _requirements("torch") if each.name in _OF_TRITON]
+    wanted = {f"{each.name}{each.specifier}": each for each in _requirements("torch") if each.name in _OF_TRITON}
     if len(there) > 1:
-        keep = f"{wanted[0].name}{wanted[0].specifier}" if wanted else "the one for this torch"
+        keep = next(iter(wanted), "the one for this torch")
         advice = f"one is written over the other: pip uninstall {' '.join(there)}, then install {keep}"
-        return [note("triton", text, advice, alike="note")]
-    for each in wanted:
+        return note("triton", text, advice, alike="note")
+    for called, each in wanted.items():
         if not each.specifier.contains(there.get(each.name, "0"), prereleases=True):
-            advice = f"pip install '{each.name}{each.specifier}'"
-            return [note("triton", f"{text}; this torch asks for {each.name}{each.specifier}", advice, alike="note")]
-    return []
+            return note("triton", f"{text}; this torch asks for {called}", f"pip install '{called}'", alike="note")
+    return ok("triton", found, alike="note")
 
 
 def lacking() -> Finding:
@@ -105,28 +103,26 @@ def _import(name: str) -> None:
         importlib.import_module(_MODULES.get(name, name))
 
 
+def _installed(name: str) -> str:
+    """Return the version of a package; empty where it is not installed."""
+    return next((found.version for found in metadata.distributions(name=name)), "")
+
+
 def _version(name: str) -> str:
-    """Return the version of a package, by whichever of its names it is installed; empty where it is not."""
+    """Return the same by whichever of its names it is installed."""
     return next(filter(None, map(_installed, _OF_TRITON if name == "triton" else (name,))), "")
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def libraries(asked: Asked) -> list[Finding]:
     """Tell what torch was built for, and the libraries that it brings."""
     import torch
 
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
-    built = f"ROCm {torch.version.hip}" if torch.version.hip else built
+    hip, cuda = torch.version.hip, torch.version.cuda
+    built = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "processors alone"
     found = [ok("torch is built for", built, alike="problem")]
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found.append(ok("RCCL" if torch.version.hip else "NCCL", nccl, alike="problem"))
-        if not torch.version.hip and torch.backends.cudnn.is_available():
+        found.append(ok("RCCL" if hip else "NCCL", nccl, alike="problem"))
+        if not hip and torch.backends.cudnn.is_available():
             found.append(ok("cuDNN", str(torch.backends.cudnn.version()), alike="note"))
     return found
