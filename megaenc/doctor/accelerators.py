@@ -22,14 +22,7 @@ _WEAK = {
 }
 _BESIDES = "/opt/rocm/bin"  # which is rarely on the PATH
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-
-
-class ToolError(Exception):
-    """A program did not tell what it was asked, in one line; `told` is what it printed before it failed."""
-
-    def __init__(self, why: str, told: str = ""):
-        super().__init__(why)
-        self.told = told
+_RESTART = "the driver does not answer: look at `dmesg` for {}; a restart of the machine may be needed"
 
 
 def installed(program: str) -> str:
@@ -37,8 +30,8 @@ def installed(program: str) -> str:
     return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}{os.pathsep}{_BESIDES}") or ""
 
 
-def told_by(command: Sequence[str], seconds: float) -> str:
-    """Return what `command` prints. ToolError where it fails or has not ended after `seconds`.
+def told_by(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Return what `command` prints, and in one line why that is not all: it failed, or has not ended after `seconds`.
 
     It is killed then and not waited for: what hangs in a driver does not even die.
     """
@@ -49,11 +42,9 @@ def told_by(command: Sequence[str], seconds: float) -> str:
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        raise ToolError(f"no answer in {seconds:.3g} s") from None
-    if process.returncode:
-        last = (told.strip().splitlines() or ["without a word"])[-1]
-        raise ToolError(f"exit code {process.returncode}: {last[:200]}", told)
-    return told
+        return "", f"no answer in {seconds:.3g} s"
+    last = (told.strip().splitlines() or ["without a word"])[-1]
+    return told, f"exit code {process.returncode}: {last[:200]}" if process.returncode else ""
 
 
 def driver(asked: Asked) -> list[Finding]:
@@ -61,24 +52,21 @@ def driver(asked: Asked) -> list[Finding]:
     seconds = 0.4 * asked.seconds
     nvidia, rocm = installed("nvidia-smi"), installed("rocm-smi")
     if rocm and (not nvidia or (asked.root / "dev/kfd").exists()):
-        return [*_rocm(rocm, seconds), *_linked([rocm, "--showtopotype"], seconds, rocm_links)]
+        told, why = told_by([rocm, "--showproductname", "--showdriverversion", "--showmeminfo", "vram"], seconds)
+        advice = "look at `rocm-smi` itself: driver, or a container without --device /dev/kfd --device /dev/dri"
+        nothing = problem("rocm-smi", why, _RESTART.format("amdgpu")) if why else note("rocm-smi", "names no device", advice)
+        # It fails where any single thing of any device cannot be had.
+        return [*(rocm_devices(told) or [nothing]), *links([rocm, "--showtopotype"], seconds)]
     if nvidia:
-        return [*_nvidia(nvidia, seconds), *_linked([nvidia, "topo", "-m"], seconds, nvidia_links)]
+        told, why = told_by([nvidia, f"--query-gpu={','.join(_TOLD)}", "--format=csv,noheader,nounits"], seconds)
+        found = [problem("nvidia-smi", why, _RESTART.format("Xid errors"))] if why else nvidia_devices(told)
+        return [*found, *links([nvidia, "topo", "-m"], seconds)]
     if not accelerated(asked):
         return [ok("driver", "none: neither nvidia-smi nor rocm-smi is here")]
     loaded = {name: text_of(asked.root / f"sys/module/{name}/version") for name in ("amdgpu", "nvidia")}
     text = ", ".join(f"{name} {version}" for name, version in loaded.items() if version) or "devices are there"
     advice = "install the driver's programs (in a container: the runtime of the maker) to see memory, errors and links"
     return [note("driver", f"{text}; neither nvidia-smi nor rocm-smi is here", advice, alike="note")]
-
-
-def _nvidia(program: str, seconds: float) -> list[Finding]:
-    try:
-        told = told_by([program, f"--query-gpu={','.join(_TOLD)}", "--format=csv,noheader,nounits"], seconds)
-    except ToolError as error:
-        advice = "the driver does not answer: look at `dmesg` for Xid errors; a restart of the machine may be needed"
-        return [problem("nvidia-smi", str(error), advice)]
-    return nvidia_devices(told)
 
 
 def nvidia_devices(told: str) -> list[Finding]:
@@ -97,93 +85,57 @@ def nvidia_devices(told: str) -> list[Finding]:
     return found
 
 
-def _in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
-    """A finding for (device, bytes that are taken of it), before this command has taken any."""
-    busy = [f"{device}: {taken / GIB:.1f} GiB" for device, taken in used if taken > _BUSY]
-    if not busy:
-        return []
-    advice = f"another process is there, see `{program}`: two runs on a device end out of memory or at half speed"
-    return [note("memory in use", ", ".join(busy), advice)]
-
-
-def _rocm(program: str, seconds: float) -> list[Finding]:
-    try:
-        told = told_by([program, "--showproductname", "--showdriverversion", "--showmeminfo", "vram"], seconds)
-    except ToolError as error:
-        told = error.told  # it fails where any single thing of any device cannot be had
-        if not rocm_devices(told):
-            advice = "the driver does not answer: look at `dmesg` for amdgpu; a restart of the machine may be needed"
-            return [problem("rocm-smi", str(error), advice)]
-    advice = "look at `rocm-smi` itself: driver, or a container without --device /dev/kfd --device /dev/dri"
-    return rocm_devices(told) or [note("rocm-smi", "names no device", advice)]
-
-
 def rocm_devices(told: str) -> list[Finding]:
     """Return the findings for the lines of rocm-smi; none where it names no device."""
-    patterns = (("devices", "Card [Ss]eries"), ("architecture", "GFX Version"), ("driver", "Driver version"))
-    said = {what: re.findall(rf"{name}:\s*(.+?)\s*$", told, re.MULTILINE) for what, name in patterns}
-    if not said["devices"]:
+
+    def values(name: str) -> list[str]:
+        return re.findall(rf"{name}:\s*(.+?)\s*$", told, re.MULTILINE)
+
+    devices = values("Card [Ss]eries")
+    if not devices:
         return []
-    said["driver"] = dict.fromkeys(said["driver"])
-    found = [
-        ok(what, _counted(values) if what != "driver" else ", ".join(values), alike="note")
-        for what, values in said.items()
-        if values
-    ]
+    driver = ", ".join(dict.fromkeys(values("Driver version")))
+    texts = {"devices": _counted(devices), "architecture": _counted(values("GFX Version")), "driver": driver}
     used = re.findall(r"GPU\[(\d+)\].*VRAM Total Used Memory \(B\):\s*(\d+)", told)
-    return found + _in_use([(device, int(taken)) for device, taken in used], "rocm-smi --showpids")
+    return [
+        *(ok(what, text, alike="note") for what, text in texts.items() if text),
+        *_in_use([(device, int(taken)) for device, taken in used], "rocm-smi --showpids"),
+    ]
+
+
+def _in_use(used: list[tuple[str, int]], program: str) -> list[Finding]:
+    """Return a finding for (device, bytes that are taken of it), before this command has taken any."""
+    busy = [f"{device}: {taken / GIB:.1f} GiB" for device, taken in used if taken > _BUSY]
+    advice = f"another process is there, see `{program}`: two runs on a device end out of memory or at half speed"
+    return [note("memory in use", ", ".join(busy), advice)] if busy else []
 
 
 def _counted(names: list[str]) -> str:
     return "; ".join(f"{count} x {name}" for name, count in Counter(names).items())
 
 
-def _linked(command, seconds, read) -> list[Finding]:
-    try:
-        return links(read(told_by(command, seconds)))
-    except ToolError as error:
+def linked_pairs(told: str) -> dict[tuple[int, int], str]:
+    """Read from `nvidia-smi topo -m` or `rocm-smi --showtopotype` the link of each pair of devices, the lower one first."""
+    lines = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", told).splitlines()]
+    rows = {
+        int(words[0][3:]): words[1:]
+        for words in lines
+        if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and not words[1].startswith("GPU")  # as the heading has it
+    }
+    return {(own, other): link for own, row in rows.items() for other, link in zip(rows, row, strict=False) if own < other}
+
+
+def links(command: Sequence[str], seconds: float) -> list[Finding]:
+    """Tell what the links of the pairs of devices, as `command` tells them, mean for a layout."""
+    told, why = told_by(command, seconds)
+    if why:
         advice = "see what it says by hand: how devices are linked decides the layout"
-        return [note("links", f"`{' '.join(command)}`: {error}", advice)]
-
-
-def nvidia_links(told: str) -> dict[tuple[int, int], str]:
-    """Read from `nvidia-smi topo -m` the link of each pair of devices, the lower one first."""
-    rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in told.splitlines()]
-    header = next((row for row in rows if "GPU0" in row), [])
-    columns = [int(word[3:]) for word in header if re.fullmatch(r"GPU\d+", word)]
-    pairs = {}
-    for row in rows:
-        if row is not header and row and re.fullmatch(r"GPU\d+", row[0]):
-            own = int(row[0][3:])
-            for other, link in zip(columns, row[1:], strict=False):
-                if own < other:
-                    pairs[own, other] = link
-    return pairs
-
-
-def rocm_links(told: str) -> dict[tuple[int, int], str]:
-    """Read the same from `rocm-smi --showtopotype`."""
-    pairs = {}
-    for line in told.splitlines():
-        words = line.split()
-        if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and not words[1].startswith("GPU"):
-            own = int(words[0][3:])
-            pairs |= {(own, other): link for other, link in enumerate(words[1:]) if own < other}
-    return pairs
-
-
-def links(pairs: dict[tuple[int, int], str]) -> list[Finding]:
-    """Tell what the links of the pairs of devices mean for a layout."""
-    if not pairs:
-        return []
-    kinds = Counter(pairs.values())
-    if len(kinds) == 1:
-        return [ok("links", f"all {next(iter(kinds))}", alike="note")]
-    text = ", ".join(f"{count} pairs {kind}" for kind, count in kinds.most_common())
-    ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in kinds if kind in _WEAK)
-    if not ways:
-        return [ok("links", text, alike="note")]
-    return [note("links", text, f"{ways}: keep tensor parallelism among devices that are linked better", alike="note")]
+        return [note("links", f"`{' '.join(command)}`: {why}", advice)]
+    kinds = Counter(linked_pairs(told).values())
+    text = ", ".join(f"{count} pairs {kind}" if len(kinds) > 1 else f"all {kind}" for kind, count in kinds.most_common())
+    ways = ", ".join(f"{kind} goes over {_WEAK[kind]}" for kind in kinds if kind in _WEAK and len(kinds) > 1)
+    advice = f"{ways}: keep tensor parallelism among devices that are linked better" if ways else ""
+    return [note("links", text, advice, alike="note")] if kinds else []
 
 
 def seen_by_torch(asked: Asked) -> list[Finding]:

@@ -1,6 +1,5 @@
 """The collectives that training uses, over the process group that it would use: right numbers, time, bytes a second."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -12,9 +11,8 @@ from megaenc.doctor.findings import Asked, Finding, ok, problem
 from megaenc.doctor.ranks import join
 from megaenc.ranks import rank
 
-_SMALL, _SMALL_TURNS = 16, 30  # numbers for each rank; turns
+_SMALL = 16  # numbers for each rank
 _MEGABYTES = {"cpu": 4, "cuda": 64}
-_TURNS = 5
 _MODULUS = 251  # numbers are small and whole, so that every order of adding them gives the same
 
 
@@ -27,9 +25,14 @@ def collectives(asked: Asked) -> list[Finding]:
         group = dist.new_group(backend=backend.process_group)
     library = {"rocm": "RCCL", "cuda": "NCCL"}.get(backend.name, "gloo")
     # Of the tensor's bytes, those that a rank sends at least: what bytes a second are counted by.
-    sent = {_all_reduce: 2 * (size - 1) / size, _reduce_scatter: (size - 1) / size, _all_gather: (size - 1) / size, _ring: 1.0}
-    tried = [run for run in sent if size > 1 or run is not _ring]
-    return [_tried(run, f"{_NAMES[run]}, {library}", backend.device, group, sent[run]) for run in tried]
+    share = (size - 1) / size
+    tried = [
+        ("all-reduce", _all_reduce, 2 * share),
+        ("reduce-scatter", _reduce_scatter, share),
+        ("all-gather", _all_gather, share),
+    ]
+    tried += [("send and receive", _ring, 1.0)] if size > 1 else []
+    return [_tried(run, f"{name}, {library}", backend.device, group, sent) for name, run, sent in tried]
 
 
 # Each takes this rank's tensor of n * W numbers for W ranks, `numbers`, which makes those of any rank, and the group. It returns
@@ -65,32 +68,22 @@ def _ring(own, numbers, group):
     return result, lambda: numbers(back)
 
 
-_NAMES = {
-    _all_reduce: "all-reduce",
-    _reduce_scatter: "reduce-scatter",
-    _all_gather: "all-gather",
-    _ring: "send and receive",
-}
-
-
-def made(of: int, numbers: int, device):
+def made(of: int, numbers: int, device: torch.device) -> torch.Tensor:
     """Make float32[numbers] of rank `of`: whole numbers, others on each rank and at each place."""
     return ((torch.arange(numbers, device=device) * (of + 1) + of) % _MODULUS).float()
 
 
-def _tried(run: Callable, place: str, device, group, sent: float) -> Finding:
-    size = dist.get_world_size()
+def _tried(run: Callable, place: str, device: torch.device, group: dist.ProcessGroup | None, sent: float) -> Finding:
+    size, seconds = dist.get_world_size(), []
     large = _MEGABYTES[device.type] * 2**20 // 4 // size * size
-    seconds = []
-    for count, turns in ((_SMALL * size, _SMALL_TURNS), (large, _TURNS)):
-        numbers = functools.partial(made, numbers=count, device=device)
-        own = numbers(rank())
-        found, expected = run(own, numbers, group)
+    for count, turns in ((_SMALL * size, 30), (large, 5)):
+        call = (made(rank(), count, device), lambda of, count=count: made(of, count, device), group)
+        found, expected = run(*call)
         if not torch.equal(found, right := expected()):
             wrong = int((found != right).sum())
             advice = "no run over this network can be trusted: NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, tell which link it is"
             return problem(place, f"{wrong:,} of {found.numel():,} numbers are wrong on rank {rank()}", advice)
-        timer = Timer("run(own, numbers, group)", globals={"run": run, "own": own, "numbers": numbers, "group": group})
+        timer = Timer("run(*call)", globals={"run": run, "call": call})
         seconds.append(timer.timeit(turns).mean)  # as often on all ranks; it warms up, and waits for the device
     if size == 1:
         return ok(place, "right, with one rank")

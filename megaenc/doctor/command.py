@@ -93,36 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     leave_if_told()
     quiet()
-    words = sys.argv[1:] if argv is None else argv
     settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
-    _check(settings)
-    asked = Asked(settings.save, settings.timeout, environment)
-    findings: list[tuple[str, Finding]] = []
-    try:
-        with stopped_by_sigterm(), Prober(asked) as prober:
-            mine = look(prober, settings.only or SUBJECTS, findings)
-            looked = _of_all(prober, mine, settings)
-    except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
-        advice = "by hand, or because another rank has died: see what was printed of it"
-        say(report.text([*findings, ("ranks", problem("stopped", "before all was looked at", advice))], SUBJECTS))
-        raise
-    if not looked:
-        return
-    found = together(looked)
-    say(report.text(found, SUBJECTS))
-    if settings.json:
-        about = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "ranks_asked": world_size(),
-            "command": shlex.join(words),
-        }
-        _write(Path(settings.json), report.as_json(looked, found, about))
-    if any(finding.level == "problem" for _, finding in found):
-        for_good(1)
-        sys.exit(1)
-
-
-def _check(settings: DoctorFlags) -> None:
     unknown = [name for name in settings.only if name not in SUBJECTS]
     if unknown:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
@@ -130,22 +101,33 @@ def _check(settings: DoctorFlags) -> None:
         raise InputError(f"--timeout {settings.timeout:g}: expected seconds above 0")
     if settings.json and not rank():
         check_output_file(Path(settings.json), "--json")
-
-
-def _write(path: Path, text: str) -> None:
-    """After the report has been printed: a disk that is full or broken is among what is looked for."""
-    make_parent(path, "--json")
+    findings: list[Finding] = []
     try:
-        write_whole(path, text)
-    except OSError as error:
-        raise InputError(f"--json {path}: cannot be written: {error.strerror}") from None
+        with stopped_by_sigterm(), Prober(Asked(settings.save, settings.timeout, environment)) as prober:
+            looked = _of_all(prober, look(prober, settings.only or SUBJECTS, findings), settings)
+    except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
+        advice = "by hand, or because another rank has died: see what was printed of it"
+        say(report.text([*findings, _between("stopped", "before all was looked at", advice)], SUBJECTS))
+        raise
+    if not looked:
+        return
+    found = together(looked)
+    say(report.text(found, SUBJECTS))
+    if settings.json:
+        command = shlex.join(sys.argv[1:] if argv is None else argv)
+        about = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ranks_asked": world_size(), "command": command}
+        make_parent(Path(settings.json), "--json")
+        try:  # after the report: a disk that is full or broken is among what is looked for
+            write_whole(Path(settings.json), report.as_json(looked, found, about))
+        except OSError as error:
+            raise InputError(f"--json {settings.json}: cannot be written: {error.strerror}") from None
+    if any(finding.level == "problem" for finding in found):
+        for_good(1)
+        sys.exit(1)
 
 
-def look(prober: Prober, subjects: Sequence[str], findings: list[tuple[str, Finding]]) -> Looked:
-    """Carry out the probes of `subjects` that are this rank's; what a probe asks for comes right after it.
-
-    What is found is put into `findings` as it comes.
-    """
+def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Looked:
+    """Carry out this rank's probes of `subjects`, and what they ask for right after them; add to `findings` what is found."""
     waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
     of_all = [each for each in waiting if each.where == "ranks"]
     if of_all and _MEETING not in of_all and world_size() > 1:
@@ -160,7 +142,7 @@ def look(prober: Prober, subjects: Sequence[str], findings: list[tuple[str, Find
             progress.update(done, description=f"looking at {probe.subject}: {probe.name}")
             found, ended = prober.findings(probe)
             met &= ended or probe.where != "ranks"
-            findings += [(probe.subject, replace(each, where=probe.where)) for each in found if isinstance(each, Finding)]
+            findings += [replace(each, subject=probe.subject, where=probe.where) for each in found if isinstance(each, Finding)]
             more = [each for each in found if isinstance(each, Probe)]
             waiting.extendleft(reversed(more))
             progress.total, done = progress.total + len(more), done + 1
@@ -168,35 +150,36 @@ def look(prober: Prober, subjects: Sequence[str], findings: list[tuple[str, Find
 
 
 def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]:
-    """On rank 0 what all ranks have found, with those missing named; elsewhere nothing, unless rank 0 cannot be told."""
+    """Return on rank 0 what all ranks have found, with those missing named; elsewhere nothing."""
     if world_size() == 1:
         return [mine]
     patience = _OTHERS * settings.timeout
     try:
         found, told = prober.call("megaenc.doctor.ranks:exchange", to_json(mine), patience, seconds=patience + settings.timeout)
+        why = "" if told else found[0].found
     except NoAnswer as error:
-        found, told = [problem("comparing", str(error), "")], False
-    if not told:
-        alone = _with(mine, "comparing", found[0].found, "nothing is known of the other ranks: see what they have printed")
-        if rank():
-            print(f"rank {rank()} on {mine.host}\n{report.text(alone.findings, SUBJECTS)}", flush=True)
-            return []  # torchrun would end rank 0, which will miss this one, for anything else
-        return [alone]
-    if rank():
-        return []
-    looked = {0: mine}
+        why = str(error)
+    if why:
+        alone = _between("comparing", why, "nothing is known of the other ranks: see what they have printed")
+        mine = replace(mine, findings=(*mine.findings, alone))
+        if rank():  # and no more, or torchrun would end rank 0, which will miss this one
+            print(f"rank {rank()} on {mine.host}\n{report.text(mine.findings, SUBJECTS)}", flush=True)
+    if why or rank():
+        return [] if rank() else [mine]
+    looked, wrong = {}, []
     for each, content in found.items():
         try:
-            looked[each] = from_json(content, each)
+            looked[each] = from_json(content, each) if each else mine
         except ValueError as error:
             advice = "something else writes to torchrun's port: keep it within the job's own network"
-            looked[0] = _with(looked[0], f"malformed, rank {each}", f"its findings: {error}", advice)
+            wrong.append(_between(f"malformed, rank {each}", f"its findings: {error}", advice))
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        looked[0] = _with(looked[0], "missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice)
+        wrong.append(_between("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
+    looked[0] = replace(mine, findings=(*mine.findings, *wrong))
     return [looked[each] for each in sorted(looked)]
 
 
-def _with(looked: Looked, what: str, found: str, advice: str) -> Looked:
-    return replace(looked, findings=(*looked.findings, ("ranks", problem(what, found, advice))))
+def _between(what: str, found: str, advice: str) -> Finding:
+    return replace(problem(what, found, advice), subject="ranks")

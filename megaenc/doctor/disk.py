@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
@@ -19,36 +18,34 @@ _MAKE_ROOM = "make room there, or raise the quota"
 _SLOW = 50 * _MB  # bytes a second
 _SECONDS = 2.0
 _MOST = 512 * 2**20
-_PASSING = {
-    "tmpfs": "memory and lost when the machine stops",
-    "overlay": "the container and lost with it",
-}
+_PASSING = {"tmpfs": "memory and lost when the machine stops", "overlay": "the container and lost with it"}
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, or the nearest folder above it that is there, as far as this user may see."""
+    """Return `folder`, or the nearest folder above it that is there, as far as this user may see."""
     folder = Path(os.path.realpath(folder))
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
 def space(asked: Asked) -> list[Finding]:
-    """Which file system it is, with free bytes and free names."""
+    """Tell which file system it is, with free bytes and free names."""
     place = existing(Path(asked.save))
-    about = os.statvfs(place)
-    free, kind = about.f_frsize * about.f_bavail, file_system(place, asked.root)
-    text, advice = f"{place}, on {kind}", f"what is saved there is in {_PASSING.get(kind)}: give --save a folder on a disk"
-    found = [note("folder", text, advice) if kind in _PASSING else ok("folder", text)]
+    about, kind = os.statvfs(place), file_system(place, asked.root)
+    free, names = about.f_frsize * about.f_bavail, about.f_favail
+    lost = f"what is saved there is in {_PASSING.get(kind)}: give --save a folder on a disk"
+    little = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3: --keep-last keeps few of them"
     text = f"{free / GIB:,.1f} GiB free of {about.f_frsize * about.f_blocks / GIB:,.1f}"
-    advice = "a checkpoint of the 1B model takes 20 GB, one of the 210M model 3: --keep-last keeps few of them"
-    found.append(note("space", text, advice) if free < _LITTLE_SPACE else ok("space", text))
-    if about.f_files and about.f_favail < 10_000:
-        advice = "a run writes a file for each rank and save: remove old ones"
-        found.append(note("files", f"{about.f_favail:,} more can be made", advice))
+    found = [
+        note("folder", f"{place}, on {kind}", lost if kind in _PASSING else ""),
+        note("space", text, little if free < _LITTLE_SPACE else ""),
+    ]
+    if about.f_files and names < 10_000:
+        found.append(note("files", f"{names:,} more can be made", "a run writes a file for each rank and save: remove old ones"))
     return found
 
 
 def temporary(asked: Asked) -> list[Finding]:
-    """Room for temporary files, which launcher, compilers and tokenisers write."""
+    """Tell the room for temporary files, which launcher, compilers and tokenisers write."""
     what, advice = "temporary files", "make room there, or export TMPDIR=FOLDER"
     try:
         place = gettempdir()
@@ -56,12 +53,11 @@ def temporary(asked: Asked) -> list[Finding]:
         return [problem(what, "no folder for them can be written to", advice)]
     about = os.statvfs(place)
     free = about.f_frsize * about.f_bavail
-    text = f"{place}, {free / GIB:,.1f} GiB free"
-    return [ok(what, text) if free > _ROOM else note(what, text, advice)]
+    return [note(what, f"{place}, {free / GIB:,.1f} GiB free", "" if free > _ROOM else advice)]
 
 
 def file_system(place: Path, root: Path = Path("/")) -> str:
-    """The type of the file system that holds `place`, as the kernel calls it."""
+    """Return the type of the file system that holds `place`, as the kernel calls it."""
     mounts = [line.split()[1:3] for line in text_of(root / "proc/mounts").splitlines()]
     holding = [(len(mount), kind) for mount, kind in mounts if f"{place}/".startswith(f"{mount.rstrip('/')}/")]
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
@@ -69,22 +65,19 @@ def file_system(place: Path, root: Path = Path("/")) -> str:
 
 def promises(asked: Asked) -> list[Finding]:
     """Try locks, renaming, syncing and speed in a folder of their own that is removed again."""
-    place = existing(Path(asked.save))
+    place, found = existing(Path(asked.save)), []
     try:
         with TemporaryDirectory(prefix=".megaenc-doctor-", dir=place) as name:
-            found = [_kept(what, promise, Path(name), advice) for what, promise, advice in _PROMISES]
+            for what, promise, advice in _PROMISES:
+                try:
+                    broken = promise(Path(name))
+                except OSError as error:
+                    broken = error.strerror or str(error)
+                    advice = _MAKE_ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
+                found.append(problem(what, broken, advice) if broken else ok(what, "kept"))
             return [*found, speed(Path(name))]
     except OSError as error:
         return [problem("writing", f"{place}: {error.strerror}", "give --save a folder that this user may write to")]
-
-
-def _kept(what: str, promise: Callable[[Path], str], folder: Path, advice: str) -> Finding:
-    try:
-        broken = promise(folder)
-    except OSError as error:
-        broken = error.strerror or str(error)
-        advice = _MAKE_ROOM if error.errno in (errno.ENOSPC, errno.EDQUOT) else advice
-    return problem(what, broken, advice) if broken else ok(what, "kept")
 
 
 def locks(folder: Path) -> str:
@@ -131,20 +124,14 @@ _PROMISES = (
 
 def speed(folder: Path) -> Finding:
     """Measure bytes a second of one process that writes and syncs for a moment, which is what a checkpoint does."""
-    piece, path = os.urandom(_PIECE), folder / "written"
-    begin, written = time.perf_counter(), 0
+    piece, begin, written = os.urandom(_PIECE), time.perf_counter(), 0
     try:
-        with open(path, "wb", buffering=0) as stream:
+        with open(folder / "written", "wb", buffering=0) as stream:
             while written < _MOST and time.perf_counter() - begin < _SECONDS:
                 written += stream.write(piece)
                 os.fsync(stream.fileno())
     except OSError as error:
         return problem("writing", f"{error.strerror} after {written / _MB:.0f} MB", _MAKE_ROOM)
-    return judged_speed(written / (time.perf_counter() - begin))
-
-
-def judged_speed(rate: float) -> Finding:
-    """Judge `rate` bytes a second."""
-    text = f"{rate / _MB:,.0f} MB/s by one process, synced"
+    rate = written / (time.perf_counter() - begin)
     advice = "a checkpoint of the 1B model would take over six minutes: a faster folder, --async-save or a longer --save-interval"
-    return note("writing", text, advice) if rate < _SLOW else ok("writing", text)
+    return note("writing", f"{rate / _MB:,.0f} MB/s by one process, synced", advice if rate < _SLOW else "")

@@ -1,9 +1,8 @@
 """The variables that torch, the networks and the accelerators listen to, each with a word where its value is known to bite."""
 
 import re
-from collections.abc import Callable
 
-from megaenc.doctor.findings import Asked, Finding, Level, ok
+from megaenc.doctor.findings import Asked, Finding, note, ok, problem
 
 _PREFIXES = (
     "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
@@ -25,67 +24,52 @@ _SECRET_PARTS = (
 _LONGEST = 120
 
 
-def _on(value: str) -> bool:
-    return value.strip().lower() not in ("", "0", "false", "off", "no")
-
-
-def _off(value: str) -> bool:
-    return not _on(value)
-
-
-def _any(value: str) -> bool:
-    return True
-
-
-def _not_1(value: str) -> bool:
-    return value != "1"
-
-
-def _is(*values: str) -> Callable[[str], bool]:
-    return lambda value: value.strip().upper() in values
-
-
 BITES = (
-    ("NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_UNFUSED_ATTN", _not_1,
+    ("NVTE_FLASH_ATTN NVTE_FUSED_ATTN NVTE_UNFUSED_ATTN", "not 1",
      "of no effect: it is for Transformer Engine's attention, which no run takes; --attention-backend chooses instead"),
-    ("CUDA_DEVICE_MAX_CONNECTIONS", _not_1,
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "not 1",
      "megatron-core's overlap of communication and computing counts on 1, which megaenc sets where it is not set: take it out"),
-    ("CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY", _on,
+    ("CUDA_LAUNCH_BLOCKING HIP_LAUNCH_BLOCKING AMD_SERIALIZE_KERNEL AMD_SERIALIZE_COPY", "on",
      "each kernel is waited for: for finding a fault only, take it out"),
-    ("NCCL_P2P_DISABLE", _on,
+    ("NCCL_P2P_DISABLE", "on",
      "accelerators of a node speak through the host's memory, several times slower: take it out unless they hang without"),
-    ("NCCL_SHM_DISABLE", _on, "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
-    ("NCCL_IB_DISABLE", _on, "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
-    ("NCCL_NET", _is("SOCKET"), "nodes speak over TCP whatever faster network there is: take it out"),
-    ("NCCL_NET_GDR_LEVEL", _is("0", "LOC"), "the network cards do not reach the accelerators' memory: take it out"),
-    ("NCCL_ALGO NCCL_PROTO", _any, "one way for all sizes costs speed: it is for runs that repeat bit by bit, else take it out"),
-    ("NCCL_DEBUG", _is("INFO", "TRACE"), "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file"),
-    ("NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT", _any, "torch reads it as TORCH_NCCL_... now: rename it or take it out"),
-    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", _off,
+    ("NCCL_SHM_DISABLE", "on", "what cannot go from card to card goes over the network: enlarge /dev/shm instead"),
+    ("NCCL_IB_DISABLE", "on", "nodes speak over TCP even where there is InfiniBand or RoCE: take it out there"),
+    ("NCCL_NET", "SOCKET", "nodes speak over TCP whatever faster network there is: take it out"),
+    ("NCCL_NET_GDR_LEVEL", "0 LOC", "the network cards do not reach the accelerators' memory: take it out"),
+    ("NCCL_ALGO NCCL_PROTO", "any", "one way for all sizes costs speed: it is for runs that repeat bit by bit, else take it out"),
+    ("NCCL_DEBUG", "INFO TRACE", "thousands of lines on a large run: NCCL_DEBUG=WARN, or NCCL_DEBUG_FILE for a file"),
+    ("NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT", "any", "torch reads it as TORCH_NCCL_... now: rename it or take it out"),
+    ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "off",
      "a lost rank leaves the others waiting until megaenc's own watch ends them: take it out"),
-    ("TORCH_NCCL_BLOCKING_WAIT", _on, "the host waits for each collective: take it out"),
-    ("TORCH_DISTRIBUTED_DEBUG", _is("DETAIL"), "every collective is compared over all ranks first: slow, take it out"),
-    ("HSA_OVERRIDE_GFX_VERSION", _any, "kernels of another architecture are run: wrong numbers may come of it"),
-    ("HSA_ENABLE_SDMA", _off, "copies take compute units: take it out unless copies were found to be wrong"),
-    ("PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NO_HIP_MEMORY_CACHING", _on, "each tensor is allocated anew: slow, take it out"),
-    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", _on, "float32 products are rounded to 10 bits: take it out"),
-    ("TRITON_INTERPRET", _on, "kernels run on the host, thousands of times slower: for tests only, take it out"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "on", "the host waits for each collective: take it out"),
+    ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "every collective is compared over all ranks first: slow, take it out"),
+    ("HSA_OVERRIDE_GFX_VERSION", "any", "kernels of another architecture are run: wrong numbers may come of it"),
+    ("HSA_ENABLE_SDMA", "off", "copies take compute units: take it out unless copies were found to be wrong"),
+    ("PYTORCH_NO_CUDA_MEMORY_CACHING PYTORCH_NO_HIP_MEMORY_CACHING", "on", "each tensor is allocated anew: slow, take it out"),
+    ("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "on", "float32 products are rounded to 10 bits: take it out"),
+    ("TRITON_INTERPRET", "on", "kernels run on the host, thousands of times slower: for tests only, take it out"),
 )  # fmt: skip
 """(Names, which of their values bite, what to do): notes, but for the last, which is a problem."""
 
 
+def _bites(value: str, values: str) -> bool:
+    """Return whether `value` is one of `values`: on, off, any, not 1, or the words themselves."""
+    word, on = value.strip().upper(), value.strip().lower() not in ("", "0", "false", "off", "no")
+    return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(values, word in values.split())
+
+
 def variables(asked: Asked) -> list[Finding]:
     """Show those that are set, in order of the alphabet."""
-    shown = {
-        name: value
+    found = [
+        _variable(name, value)
         for name, value in sorted(asked.environment.items())
         if name.startswith(_PREFIXES) and not _SECRET.search(name)
-    }
-    found = [_variable(name, value) for name, value in shown.items()]
-    if "HIP_VISIBLE_DEVICES" in shown and "ROCR_VISIBLE_DEVICES" in shown:
+    ]
+    both = [asked.environment.get(f"{name}_VISIBLE_DEVICES") for name in ("HIP", "ROCR")]
+    if None not in both:
         advice = "the first counts among those that the second leaves: set one of them"
-        both = f"{shown['HIP_VISIBLE_DEVICES']} of {shown['ROCR_VISIBLE_DEVICES']}"
-        found.append(Finding("HIP_ and ROCR_VISIBLE_DEVICES", both, "note", advice))
+        found.append(note("HIP_ and ROCR_VISIBLE_DEVICES", " of ".join(both), advice))
     return found or [ok("variables", "none of NCCL, RCCL, CUDA, HIP, HSA, TORCH, OMP and their like is set")]
 
 
@@ -93,8 +77,6 @@ def _variable(name: str, value: str) -> Finding:
     for pattern, instead in _SECRET_PARTS:
         value = pattern.sub(instead, value)
     text = value if len(value) <= _LONGEST else value[: _LONGEST - 3] + "..."
-    alike: Level = "ok" if name in _OF_A_RANK else "note"
-    advice = next((advice for names, bites, advice in BITES if name in names.split() and bites(value)), "")
-    if not advice:
-        return ok(name, text or "(empty)", alike)
-    return Finding(name, text, "problem" if name == "TRITON_INTERPRET" else "note", advice, alike)
+    advice = next((advice for names, values, advice in BITES if name in names.split() and _bites(value, values)), "")
+    judge = problem if advice and name == "TRITON_INTERPRET" else note
+    return judge(name, text or "(empty)" * (not advice), advice, "ok" if name in _OF_A_RANK else "note")

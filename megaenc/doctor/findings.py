@@ -21,31 +21,33 @@ class Finding:
     found: str
     level: Level = "ok"
     advice: str = ""
-    """What to do next; empty where nothing is to be done."""
+    """What to do next, if anything."""
     alike: Level = "ok"
     """How bad it is if another rank has found something else."""
+    subject: str = ""
+    """That of its probe, as is the next."""
     where: str = ""
-    """That of its probe; what is looked at once on a node is not missed on the node's other ranks."""
+    """What is looked at once on a node is not missed on the node's other ranks."""
 
 
 def ok(what: str, found: str, alike: Level = "ok") -> Finding:
-    """Nothing to do."""
+    """Return a finding that asks for nothing."""
     return Finding(what, found, alike=alike)
 
 
 def note(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
-    """Worth knowing."""
-    return Finding(what, found, "note", advice, alike)
+    """Return a finding that is worth knowing, if there is `advice`; else one that asks for nothing."""
+    return Finding(what, found, "note" if advice else "ok", advice, alike)
 
 
 def problem(what: str, found: str, advice: str, alike: Level = "ok") -> Finding:
-    """It stops or spoils a run."""
+    """Return a finding that stops or spoils a run."""
     return Finding(what, found, "problem", advice, alike)
 
 
 def problem_between_nodes(what: str, found: str, advice: str) -> Finding:
-    """A problem of a run on several nodes; worth knowing on one, which does without what is wrong."""
-    return problem(what, found, advice) if several_nodes() else note(what, found, advice)
+    """Return a problem of a run on several nodes, a note on one, which does without what is wrong."""
+    return (problem if several_nodes() else note)(what, found, advice)
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to look at: `function`, "module:name", called with an Asked and `arguments`.
+    """Something to look at, which may hang or die without the others.
 
-    It returns findings, and probes to be carried out next, each of which may hang or die without the others.
+    `function`, "module:name", called with an Asked and `arguments`, returns findings, and probes to be carried out next.
     """
 
     subject: str
@@ -82,6 +84,14 @@ class Probe:
     """What to do where it hangs or dies."""
 
 
+class Broken(Exception):
+    """A probe ended with a finding that leaves nothing for the like of it to go on from."""
+
+    def __init__(self, finding: Finding):
+        super().__init__(finding.found)
+        self.finding = finding
+
+
 def text_of(file: Path) -> str:
     """Return what stands in a file of the kernel, without space around it; empty where it cannot be read."""
     try:
@@ -93,11 +103,3 @@ def text_of(file: Path) -> str:
 def accelerated(asked: Asked) -> bool:
     """Return whether the machine has accelerators, without asking a driver."""
     return any((asked.root / "dev").glob("nvidia[0-9]*")) or (asked.root / "dev/kfd").exists()
-
-
-class Broken(Exception):
-    """A probe ended with a finding that leaves nothing for the like of it to go on from."""
-
-    def __init__(self, finding: Finding):
-        super().__init__(finding.found)
-        self.finding = finding

@@ -12,54 +12,39 @@ from megaenc.ranks import several_nodes
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PASSED_OVER = ("lo", "docker")
 _PLUGINS = ("librccl-net.so", "libnccl-net.so")
-"""By which RCCL and NCCL speak over networks that they do not know themselves; RCCL has looked for either, by its version."""
+"""By which RCCL, in its versions, and NCCL speak over networks that they do not know themselves."""
 
 
 def cards(asked: Asked) -> list[Finding]:
     """Tell which networks' cards there are to link nodes by, and whether a process may use them as it is told to."""
-    found = [*slingshot(asked), *infiniband(asked)]
-    if found:
-        return found
-    if several_nodes() and accelerated(asked):
+    classes = asked.root / "sys/class"
+    slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, which RCCL and NCCL pass over by themselves
+    ports = sorted((classes / "infiniband").glob("*/ports/*"))
+    found = [ok("Slingshot", ", ".join(slingshot), alike="note")] if slingshot else []
+    found += [_plugin(asked)] if slingshot and accelerated(asked) else []
+    found += [_port(port, asked) for port in ports]
+    if ports and not (asked.root / "dev/infiniband").exists():
+        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
+        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
+    if not found and several_nodes() and accelerated(asked):
         advice = "between nodes everything goes over TCP; in a container: --device /dev/infiniband --network host"
         return [note("InfiniBand, RoCE", "no card", advice)]
-    return [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
-
-
-def slingshot(asked: Asked) -> list[Finding]:
-    """Tell the cards of /sys/class/cxi, HPE's Slingshot, and the plugin without which RCCL and NCCL pass them over."""
-    names = sorted(card.name for card in (asked.root / "sys/class/cxi").glob("*"))
-    if not names:
-        return []
-    found = [ok("Slingshot", ", ".join(names), alike="note")]
-    return [*found, _plugin(asked)] if accelerated(asked) else found
+    return found or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
 
 def _plugin(asked: Asked) -> Finding:
     what, without = "plugin for Slingshot", "without it RCCL and NCCL speak over TCP between nodes"
-    named = asked.environment.get("NCCL_NET_PLUGIN", "")
-    if named.lower() == "none":
+    name = asked.environment.get("NCCL_NET_PLUGIN", "")
+    if name.lower() == "none":
         return problem_between_nodes(what, "NCCL_NET_PLUGIN=none", f"{without}: take it out")
-    if named:
-        return ok(what, f"NCCL_NET_PLUGIN={named}")
-    folders = [folder for folder in asked.environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    there = [str(path) for folder in folders for name in _PLUGINS if (path := Path(folder, name)).exists()]
-    installed = text_of(asked.root / "etc/ld.so.cache")
-    there += [name for name in _PLUGINS if f"/{name}\0" in installed]
+    folders = filter(None, asked.environment.get("LD_LIBRARY_PATH", "").split(":"))
+    there = [f"NCCL_NET_PLUGIN={name}"] if name else []
+    there += [str(path) for folder in folders for plugin in _PLUGINS if (path := Path(folder, plugin)).exists()]
+    there += [plugin for plugin in _PLUGINS if f"/{plugin}\0" in text_of(asked.root / "etc/ld.so.cache")]
     if there:
         return ok(what, there[0])
     advice = f"{without}: load the cluster's module of aws-ofi-rccl or aws-ofi-nccl, or name its folder in LD_LIBRARY_PATH"
     return problem_between_nodes(what, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
-
-
-def infiniband(asked: Asked) -> list[Finding]:
-    """Tell the ports of /sys/class/infiniband; nothing where there is none."""
-    ports = sorted((asked.root / "sys/class/infiniband").glob("*/ports/*"))
-    found = [_port(port, asked) for port in ports]
-    if found and not (asked.root / "dev/infiniband").exists():
-        advice = "between nodes NCCL falls back to TCP: docker run --device /dev/infiniband, or a bind of it"
-        found.append(problem_between_nodes("/dev/infiniband", "not there, though there are cards", advice))
-    return found
 
 
 def _port(port: Path, asked: Asked) -> Finding:
@@ -71,23 +56,25 @@ def _port(port: Path, asked: Asked) -> Finding:
         advice = "not used by NCCL; name the cards that are with NCCL_IB_HCA if it hangs on this one"
         return note(name, text, advice, alike="note")
     index = asked.environment.get("NCCL_IB_GID_INDEX", "")
-    if index.isdigit():
-        gid, version = text_of(port / "gids" / index), text_of(port / "gid_attrs/types" / index)
-        text += f", address {index}: {version or 'InfiniBand' if gid not in ('', _NO_GID) else 'none'}"
-        if gid in ("", _NO_GID):
-            advice = f"NCCL_IB_GID_INDEX={index} names no address of this card: take it out (NCCL_IB_GID_INDEX= for rocm_env.sh)"
-            return problem_between_nodes(name, text, advice)
-        if kind == "RoCE" and "v2" not in version:
-            called = version or "no RoCE v2"
-            advice = f"NCCL_IB_GID_INDEX={index} is {called}, which routers do not carry: name one of RoCE v2 (show_gids)"
-            return note(name, text, advice)
+    if not index.isdigit():
+        return ok(name, text, alike="note")
+    version = text_of(port / "gid_attrs/types" / index)
+    if text_of(port / "gids" / index) in ("", _NO_GID):
+        advice = f"NCCL_IB_GID_INDEX={index} names no address of this card: take it out (NCCL_IB_GID_INDEX= for rocm_env.sh)"
+        return problem_between_nodes(name, f"{text}, address {index}: none", advice)
+    text += f", address {index}: {version or 'InfiniBand'}"
+    if kind == "RoCE" and "v2" not in version:
+        version = version or "no RoCE v2"
+        advice = f"NCCL_IB_GID_INDEX={index} is {version}, which routers do not carry: name one of RoCE v2 (show_gids)"
+        return note(name, text, advice)
     return ok(name, text, alike="note")
 
 
 def interfaces(asked: Asked) -> list[Finding]:
     """Tell each interface that is up, and the ones that processes would meet over."""
-    given = psutil.net_if_addrs()
-    addresses = {name: [each.address for each in given.get(name, ()) if each.family == socket.AF_INET] for name in given}
+    addresses = {
+        name: [each.address for each in given if each.family == socket.AF_INET] for name, given in psutil.net_if_addrs().items()
+    }
     up = {name: about for name, about in psutil.net_if_stats().items() if about.isup and addresses.get(name)}
     found = []
     for name, about in sorted(up.items()):
@@ -99,29 +86,23 @@ def interfaces(asked: Asked) -> list[Finding]:
         own = list(dict.fromkeys(address[0] for *_, address in resolved))
     except OSError:
         own = []
-    return [
-        *found,
-        nccl_interface(asked.environment.get("NCCL_SOCKET_IFNAME"), list(up)),
-        gloo_interface(asked.environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners),
-    ]
+    environment = asked.environment
+    nccl = nccl_interface(environment.get("NCCL_SOCKET_IFNAME"), list(up))
+    return [*found, nccl, gloo_interface(environment.get("GLOO_SOCKET_IFNAME"), list(up), own, owners)]
 
 
 def nccl_interface(asked: str | None, usable: list[str]) -> Finding:
     """Tell over which of the interfaces `usable` NCCL and RCCL meet. `asked`: NCCL_SOCKET_IFNAME."""
     what = "NCCL meets over"
     if asked:
-        chosen = [name for name in usable if matches(asked, name)]
-        if not chosen:
-            advice = f"NCCL_SOCKET_IFNAME={asked} names none that is up: take it out or name one of {', '.join(usable)}"
-            return problem(what, "nothing", advice)
-        return ok(what, f"{', '.join(chosen)}, by NCCL_SOCKET_IFNAME")
+        chosen = ", ".join(name for name in usable if matches(asked, name))
+        advice = f"NCCL_SOCKET_IFNAME={asked} names none that is up: take it out or name one of {', '.join(usable)}"
+        return ok(what, f"{chosen}, by NCCL_SOCKET_IFNAME") if chosen else problem(what, "nothing", advice)
     first = [name for name in usable if name.startswith("ib")]
-    others = [name for name in usable if not name.startswith((*_PASSED_OVER, "ib"))]
-    chosen = first or others or usable
-    if several_nodes() and len(chosen) > 1:
-        advice = f"NCCL_SOCKET_IFNAME={chosen[0]} if it is that one which the nodes see each other by"
-        return note(what, ", ".join(chosen), advice)
-    return ok(what, ", ".join(chosen) or "no interface")
+    chosen = first or [name for name in usable if not name.startswith(_PASSED_OVER)] or usable
+    several = several_nodes() and len(chosen) > 1
+    advice = f"NCCL_SOCKET_IFNAME={chosen[0]} if it is that one which the nodes see each other by" if several else ""
+    return note(what, ", ".join(chosen) or "no interface", advice)
 
 
 def matches(asked: str, name: str) -> bool:
@@ -144,12 +125,11 @@ def gloo_interface(asked: str | None, usable: list[str], own: list[str], owners:
             advice = f"GLOO_SOCKET_IFNAME={asked}: name one of {', '.join(usable)}"
             return problem(what, f"{', '.join(missing)}, which is not up", advice)
         return ok(what, f"{asked}, by GLOO_SOCKET_IFNAME")
-    real = next((address for address in own if address in owners and owners[address] != "lo"), None)
+    real = next((address for address in own if owners.get(address, "lo") != "lo"), None)
     if real:
         return ok(what, f"{owners[real]}, the interface of {real}, to which this machine's name leads")
     text = f"lo: this machine's name leads to {', '.join(own) or 'no address'}"
-    if several_nodes():
-        others = [name for name in usable if not name.startswith(_PASSED_OVER)]
-        advice = f"other nodes cannot reach that: export GLOO_SOCKET_IFNAME={others[0] if others else 'INTERFACE'} on all"
-        return problem(what, text, advice)
-    return ok(what, f"{text}; enough on one node")
+    if not several_nodes():
+        return ok(what, f"{text}; enough on one node")
+    other = next((name for name in usable if not name.startswith(_PASSED_OVER)), "INTERFACE")
+    return problem(what, text, f"other nodes cannot reach that: export GLOO_SOCKET_IFNAME={other} on all")

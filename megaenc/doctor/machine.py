@@ -12,7 +12,7 @@ from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note,
 from megaenc.processes import usable_cores
 from megaenc.ranks import local_world_size, world_size
 
-_SWAPPED, _RESERVED = 0.1, 0.1  # of memory
+_MUCH = 0.1  # of the memory
 ENOUGH_SHARED = GIB
 """Bytes of /dev/shm: RCCL and NCCL take up to about 10 MB there for each pair of a node's processes that speak through it, and
 workers of loaders pass batches through it. Docker gives 64 MB."""
@@ -27,50 +27,49 @@ def processors(asked: Asked) -> list[Finding]:
     found = [
         ok("processor", names[0] if names else platform.processor() or platform.machine(), alike="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
+        threads(asked, cores),
     ]
     if share and share < 0.9 * cores:
         advice = "threads are made for cores: give the container cores (--cpuset-cpus) rather than time (--cpus)"
-        found.append(note("time on them", f"limited to that of {share:.3g} cores", advice))
-    return [*found, threads(asked, cores)]
+        found.insert(2, note("time on them", f"limited to that of {share:.3g} cores", advice))
+    return found
 
 
 def threads(asked: Asked, cores: int) -> Finding:
     """Compare OMP_NUM_THREADS, which counts for one process alone, with the cores."""
-    given, processes = asked.environment.get("OMP_NUM_THREADS", ""), local_world_size()
+    what, processes = "threads", local_world_size()
+    given = asked.environment.get("OMP_NUM_THREADS", "")
     if processes > cores:
-        advice = "start at most a process a core: --nproc-per-node"
-        return note("threads", f"{processes} processes on {cores} cores", advice)
+        return note(what, f"{processes} processes on {cores} cores", "start at most a process a core: --nproc-per-node")
     if world_size() > 1 or "RANK" in asked.environment or not given:
-        return ok("threads", f"{max(1, cores // processes)} for each process")
+        return ok(what, f"{max(1, cores // processes)} for each process")
     if given.isdigit() and int(given) < cores:
         advice = f"take OMP_NUM_THREADS out, or start {cores} processes, if training here shall use all cores"
-        return note("threads", f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)
+        return note(what, f"{given} (OMP_NUM_THREADS) of {cores} cores", advice)
     if given.isdigit() and int(given) > cores:
-        return note("threads", f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
-    return ok("threads", f"{given} for each process")
+        return note(what, f"{given} (OMP_NUM_THREADS) on {cores} cores", f"OMP_NUM_THREADS={cores} or less is faster")
+    return ok(what, f"{given} for each process")
 
 
 def quota(root: Path = Path("/")) -> float | None:
     """Return the cores' worth of time that the container or job has; None without a limit."""
-    old = root / "sys/fs/cgroup/cpu"
-    pairs = [text_of(folder / "cpu.max").split() for folder in _groups(root)]
-    pairs.append([text_of(old / "cpu.cfs_quota_us"), text_of(old / "cpu.cfs_period_us")])
+    pairs = [text.split() for text in _limits(root, "cpu.max")]
+    pairs.append([text_of(root / "sys/fs/cgroup/cpu" / file) for file in ("cpu.cfs_quota_us", "cpu.cfs_period_us")])
     return min((int(pair[0]) / int(pair[1]) for pair in pairs if pair and all(word.isdigit() for word in pair)), default=None)
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the bytes that the container or job may use; None without a limit."""
-    files = [folder / "memory.max" for folder in _groups(root)]
-    texts = [text_of(file) for file in (*files, root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
+    texts = [*_limits(root, "memory.max"), text_of(root / "sys/fs/cgroup/memory/memory.limit_in_bytes")]
     return min((int(text) for text in texts if text.isdigit() and int(text) < 2**60), default=None)
 
 
-def _groups(root: Path) -> list[Path]:
-    """Return the folders of this process's control group and of those above it, as version 2 has them."""
+def _limits(root: Path, file: str) -> list[str]:
+    """Return what `file` says in this process's control group and in those above it, as version 2 has them."""
     line = next((line for line in text_of(root / "proc/self/cgroup").splitlines() if line.startswith("0::")), "0::/")
     top = root / "sys/fs/cgroup"
     own = top / line[3:].strip("/")
-    return [top, *(folder for folder in (own, *own.parents) if top in folder.parents)]
+    return [text_of(folder / file) for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))]
 
 
 def memory(asked: Asked) -> list[Finding]:
@@ -80,68 +79,55 @@ def memory(asked: Asked) -> list[Finding]:
     text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} free"
     found = [ok("memory", text + (f"; this container or job may use {limit / GIB:.1f}" if limit and limit < total else ""))]
     swapped = psutil.swap_memory().used
-    if swapped > _SWAPPED * total:
+    if swapped > _MUCH * total:
         advice = "something is short of memory here: see what takes it before a run is started"
         found.append(note("swap", f"{swapped / GIB:.1f} GiB are swapped out", advice))
     pages, size = (re.search(rf"{name}:\s+(\d+)", about) for name in ("HugePages_Total", "Hugepagesize"))
     reserved = int(pages[1]) * int(size[1]) * 1024 if pages and size else 0
-    if reserved > _RESERVED * total:
+    if reserved > _MUCH * total:
         advice = "set apart for programs that ask for them, which no run does: vm.nr_hugepages=0"
         found.append(note("huge pages", f"{reserved / GIB:.1f} GiB reserved", advice))
     return found
 
 
 def shared_memory(asked: Asked) -> list[Finding]:
-    """Tell the size of /dev/shm and what is free of it."""
-    place = asked.root / "dev/shm"
+    """Judge the size of /dev/shm, what is free of it, and whether it can be written to."""
+    place, what = asked.root / "dev/shm", "/dev/shm"
     try:
         about = os.statvfs(place)
-        writable = os.access(place, os.W_OK)
     except OSError as error:
         advice = "mount a tmpfs there: NCCL and processes that share tensors need it"
-        return [problem("/dev/shm", error.strerror or str(error), advice)]
-    return [shared_memory_of(about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail, writable, accelerated(asked))]
-
-
-def shared_memory_of(size: int, free: int, writable: bool, needed: bool) -> Finding:
-    """Judge a /dev/shm of `size` bytes; `needed`: whether accelerators speak through it."""
+        return [problem(what, error.strerror or str(error), advice)]
+    size, free = about.f_frsize * about.f_blocks, about.f_frsize * about.f_bavail
     text = f"{_bytes(size)}, {_bytes(free)} free"
-    if not writable:
-        return problem("/dev/shm", f"{text}, and may not be written to", "chmod 1777 /dev/shm")
+    if not os.access(place, os.W_OK):
+        return [problem(what, f"{text}, and may not be written to", "chmod 1777 /dev/shm")]
     if size >= ENOUGH_SHARED and free >= ENOUGH_SHARED // 2:
-        return ok("/dev/shm", text)
+        return [ok(what, text)]
     more = f"{'docker run --ipc host, or' if size == 64 * MIB else 'give it more:'} --shm-size {ENOUGH_SHARED // GIB}g"
     advice = more if size < ENOUGH_SHARED else "it is nearly full: remove what processes that are gone have left there"
-    if needed:
-        return problem("/dev/shm", text, f"NCCL ends with a bus error where it is too small; {advice}")
-    return note("/dev/shm", text, f"enough to train on processors, too little for accelerators; {advice}")
+    if accelerated(asked):
+        return [problem(what, text, f"NCCL ends with a bus error where it is too small; {advice}")]
+    return [note(what, text, f"enough to train on processors, too little for accelerators; {advice}")]
 
 
 def limits(asked: Asked) -> list[Finding]:
-    """Tell how many open files and how much locked memory this process may have."""
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """Judge how many open files and how much locked memory, which InfiniBand cards read, this process may have."""
+    endless, ranks = resource.RLIM_INFINITY, world_size()
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the first may be raised to the second by the process itself
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    cards = any((asked.root / "sys/class/infiniband").glob("*"))
-    return [open_files(files, most, world_size()), locked_memory(locked, cards)]
-
-
-def open_files(files: int, most: int, ranks: int) -> Finding:
-    """Judge a limit of `files`, which a process may raise to `most` itself."""
-    what, needed = "open files", _OTHER_FILES + _FILES_A_RANK * ranks
-    if files == resource.RLIM_INFINITY or files >= needed:
-        return ok(what, "without limit" if files == resource.RLIM_INFINITY else f"{files:,}")
-    raised = needed if most == resource.RLIM_INFINITY else min(most, max(needed, 65536))
-    text = f"{files:,} for a process, of {ranks} about {needed:,} may be needed"
-    return problem(what, text, f"ulimit -n {raised} before the start")
-
-
-def locked_memory(locked: int, cards: bool) -> Finding:
-    """Judge a limit of `locked` bytes; `cards`: whether there are InfiniBand cards, which read locked memory."""
-    text = "without limit" if locked == resource.RLIM_INFINITY else _bytes(locked)
-    if not cards or locked == resource.RLIM_INFINITY or locked >= _LOCKED:
-        return ok("locked memory", text)
+    needed = _OTHER_FILES + _FILES_A_RANK * ranks
+    if files == endless or files >= needed:
+        found = [ok("open files", "without limit" if files == endless else f"{files:,}")]
+    else:
+        text = f"{files:,} for a process, of {ranks} about {needed:,} may be needed"
+        raised = needed if most == endless else min(most, max(needed, 65536))
+        found = [problem("open files", text, f"ulimit -n {raised} before the start")]
+    text = "without limit" if locked == endless else _bytes(locked)
+    if locked == endless or locked >= _LOCKED or not any((asked.root / "sys/class/infiniband").glob("*")):
+        return [*found, ok("locked memory", text)]
     ways = "ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity of slurmd"
-    return problem_between_nodes("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")
+    return [*found, problem_between_nodes("locked memory", text, f"InfiniBand registers memory between nodes: {ways}")]
 
 
 def _bytes(size: float) -> str:

@@ -1,12 +1,13 @@
 """What this process's device computes, against the formulas: matrix products, attention backends, fused kernels, float8."""
 
+import itertools
 import os
 
 import torch
 from torch.utils.benchmark import Timer
 
 from megaenc.backend import device as devices
-from megaenc.backend.device import detect
+from megaenc.backend.device import Backend, detect
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.backend.process import share_cores
 from megaenc.doctor.findings import Asked, Finding, Probe, note, ok, problem
@@ -22,14 +23,14 @@ _NEXT_BACKEND = "--attention-backend auto finds that too and takes the next, a s
 _TO_TORCH = "runs find that too and leave it to torch, which is slower: install the triton that is made for this torch"
 
 
-def _begin():
+def _begin() -> Backend:
     """Set this process up as a run is, and return its backend."""
     prepare_megatron()
     share_cores()
     return detect()
 
 
-def _short(dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -41,10 +42,9 @@ def products(asked: Asked) -> list[Finding]:
     in_float32 = 2.0**-10 if devices.rounds_to_tf32(backend.device) else 1e-5
     for dtype, allowed in ((torch.float32, in_float32), (torch.bfloat16, 2.0**-7)):
         what, error = f"products in {_short(dtype)}", product_error(backend.device, dtype)
-        rates[dtype] = rate(backend.device, dtype)
-        text = f"{rates[dtype] / 1e12:.3g} TFLOP/s" if rates[dtype] > 1e12 else f"{rates[dtype] / 1e9:.3g} GFLOP/s"
+        speed = rates[dtype] = rate(backend.device, dtype)
         if error <= allowed:
-            found.append(ok(what, f"right, {text}"))
+            found.append(ok(what, f"right, {speed / 1e12:.3g} TFLOP/s" if speed > 1e12 else f"right, {speed / 1e9:.3g} GFLOP/s"))
         else:
             advice = "nothing that this device computes can be trusted: try another one, or another build of torch"
             found.append(problem(what, f"off by {error:.2g}, where {allowed:.2g} is allowed", advice))
@@ -55,15 +55,15 @@ def products(asked: Asked) -> list[Finding]:
         text += f"; it is {'faster' if faster else 'slower'} than float32 here"
         default, other = ("bfloat16", "--no-bf16") if has else ("float32", "--bf16")
         advice = "" if has == faster else f"runs take {default} by default: try {other} on a short one"
-    found.append(note("bfloat16", text, advice, "note") if advice else ok("bfloat16", text, "note"))
-    peak = 0.0 if backend.is_host else devices.peak_bf16(torch.cuda.get_device_name(backend.device))
+    found.append(note("bfloat16", text, advice, "note"))
+    peak = 0.0 if backend.is_host else backend.peak_flops(torch.bfloat16)
     if peak and rates[torch.bfloat16] < _SLOW * peak:
         advice = "somebody else computes on it, or it is throttled: look at clocks, power and temperature"
         found.append(note("speed", f"{100 * rates[torch.bfloat16] / peak:.0f} % of the data sheet's bfloat16", advice))
     return found
 
 
-def product_error(device, dtype) -> float:
+def product_error(device: torch.device, dtype: torch.dtype) -> float:
     """Return |found - exact| / |exact| of a product of two 384 x 384 matrices of normal numbers, as lengths of all numbers."""
     drawn = torch.Generator().manual_seed(0)
     a, b = (torch.randn(384, 384, generator=drawn).to(dtype) for _ in range(2))
@@ -72,7 +72,7 @@ def product_error(device, dtype) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def rate(device, dtype) -> float:
+def rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return FLOP/s of a square matrix product, the median: of 8192 on an accelerator, on a host of what takes a moment."""
     if device.type == "cpu":
         return detect().peak_flops(dtype)
@@ -89,10 +89,8 @@ def backends(asked: Asked) -> list[Probe]:
 
     # The check at the start of a run cannot find a backend that hangs or dies for that run.
     advice = "a run hangs or dies there too, by --attention-backend auto as well: name another one than "
-    return [
-        Probe("attention", name, f"{__name__}:backend", "rank", (name,), 3, _NOTHING_LEFT if name == "sdpa" else advice + name)
-        for name in ORDER
-    ]
+    advices = {name: advice + name for name in ORDER} | {"sdpa": _NOTHING_LEFT}
+    return [Probe("attention", name, f"{__name__}:backend", "rank", (name,), 3, advices[name]) for name in ORDER]
 
 
 def backend(asked: Asked, name: str) -> list[Finding]:
@@ -102,17 +100,16 @@ def backend(asked: Asked, name: str) -> list[Finding]:
     from megaenc.objectives import Attention
 
     dtypes = (torch.float32, torch.bfloat16) if name == "sdpa" else (torch.bfloat16,)
+    sizes = dict(heads=_HEADS, groups=_GROUPS, seq_length=_LONGEST)
     worst = 0.0
-    for dtype in dtypes:
-        for width in _HEAD_WIDTHS:
-            sizes = dict(heads=_HEADS, groups=_GROUPS, head_dim=width, seq_length=_LONGEST)
-            verdict = check_backend(name, **sizes, dtype=dtype, device=device)
-            if not verdict.available:
-                return [ok(name, f"cannot be used: {verdict.why}")]
-            if not verdict.right:
-                advice = _NOTHING_LEFT if name == "sdpa" else _NEXT_BACKEND
-                return [problem(name, f"{verdict.why}, in {_short(dtype)}", advice, alike="note")]
-            worst = max(worst, verdict.error / verdict.allowed)
+    for dtype, width in itertools.product(dtypes, _HEAD_WIDTHS):
+        verdict = check_backend(name, **sizes, head_dim=width, dtype=dtype, device=device)
+        if not verdict.available:
+            return [ok(name, f"cannot be used: {verdict.why}")]
+        if not verdict.right:
+            advice = _NOTHING_LEFT if name == "sdpa" else _NEXT_BACKEND
+            return [problem(name, f"{verdict.why}, in {_short(dtype)}", advice, alike="note")]
+        worst = max(worst, verdict.error / verdict.allowed)
     masks, widths, kinds = ", ".join(Attention), " and ".join(map(str, _HEAD_WIDTHS)), " and ".join(map(_short, dtypes))
     return [ok(name, f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed")]
 
@@ -123,8 +120,9 @@ def kernels(asked: Asked) -> list[Finding | Probe]:
         return [ok("fused kernels", "for accelerators; on processors torch's operations take their place")]
     from megaenc.model.kernels.check import CHECKS
 
-    function, advice = f"{__name__}:kernel", "--no-fused-kernels goes without"
-    return [Probe("kernels", name, function, arguments=(name,), patience=3, advice=advice) for name in CHECKS]
+    return [
+        Probe("kernels", name, f"{__name__}:kernel", "rank", (name,), 3, "--no-fused-kernels goes without") for name in CHECKS
+    ]
 
 
 def kernel(asked: Asked, name: str) -> list[Finding]:
@@ -132,9 +130,9 @@ def kernel(asked: Asked, name: str) -> list[Finding]:
     device = _begin().device
     from megaenc.model.kernels.check import Widths, check_kernel
 
-    widths, worst = Widths(_HIDDEN, _HEAD, _FFN, _VOCABULARY), 0.0
+    worst = 0.0
     for dtype in (torch.bfloat16, torch.float32):
-        verdict = check_kernel(name, device, dtype, widths)
+        verdict = check_kernel(name, device, dtype, Widths(_HIDDEN, _HEAD, _FFN, _VOCABULARY))
         said = f"{verdict.why}, in {_short(dtype)}"
         if not verdict.available:
             return [note(name, f"cannot be run: {said}", _TO_TORCH, alike="note")]
@@ -146,11 +144,10 @@ def kernel(asked: Asked, name: str) -> list[Finding]:
 
 def float8_products(asked: Asked) -> list[Finding]:
     """Try what `--fp8-format` computes by, in both its formats: a note where runs with that flag would refuse to start."""
-    backend = _begin()
+    backend, what = _begin(), "float8 products"
     from megaenc.model.float8 import float8
     from megaenc.model.linear import check_products
 
-    what = "float8 products"
     try:
         kinds = [float8(name, backend) for name in _FORMATS]
     except InputError:

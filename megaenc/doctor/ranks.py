@@ -8,7 +8,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,9 @@ def join(seconds: float) -> None:
     from megaenc.backend.process import meet
 
     timeout = timedelta(seconds=seconds)
-    if "RANK" in os.environ:
-        store, own, size = meet(timeout)
-        dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
-        dist.barrier()
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store, own, size = meet(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
+    dist.barrier()
 
 
 def _gather(mine: Any) -> list[Any]:
@@ -70,17 +67,15 @@ def clocks(asked: Asked) -> list[Finding]:
     """Tell how far the clocks of the ranks are apart; rank 0 measures and tells."""
     if world_size() == 1:
         return []
-    join(asked.seconds)
-    hosts = _gather(socket.gethostname())
-    offsets = measured_offsets()
+    hosts, offsets = _gather(socket.gethostname()), measured_offsets()
     return [] if rank() else [apart(offsets, hosts)]
 
 
 def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
-    """Return on rank 0, for each rank, the seconds that its clock is ahead and how wrong that may be; elsewhere an empty list.
+    """Return on rank 0 the seconds that each rank's clock is ahead and how wrong that may be; elsewhere an empty list.
 
-    As NTP does it (RFC 5905, section 8): a message goes there and back, both ends note the time of sending and receiving; of some
-    the one with the shortest way is right to half of that way.
+    As NTP does it (RFC 5905, section 8): of some messages there and back, whose times both ends note, the quickest is right to
+    half of its way.
     """
     import torch
     import torch.distributed as dist
@@ -93,26 +88,27 @@ def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float
             pong[0], pong[1] = received, clock()
             dist.send(pong, 0)
         return []
-    offsets = [(0.0, 0.0)]
-    for other in range(1, dist.get_world_size()):
-        ways = []
-        for _ in range(PINGS):
-            sent = clock()
-            dist.send(ping, other)
-            dist.recv(pong, other)
-            back = clock()
-            there, away = pong.tolist()
-            ways.append((back - sent - (away - there), ((there - sent) + (away - back)) / 2))
-        shortest, offset = min(ways)
-        offsets.append((offset, max(shortest, 0.0) / 2))
-    return offsets
+
+    def way(other: int) -> tuple[float, float]:
+        sent = clock()
+        dist.send(ping, other)
+        dist.recv(pong, other)
+        back, (there, away) = clock(), pong.tolist()
+        return back - sent - (away - there), ((there - sent) + (away - back)) / 2
+
+    shortest = [min(way(other) for _ in range(PINGS)) for other in range(1, dist.get_world_size())]
+    return [(0.0, 0.0), *((offset, max(seconds, 0.0) / 2) for seconds, offset in shortest)]
 
 
 def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     """Judge the `measured_offsets` of ranks on `hosts`."""
-    first, last = min(range(len(offsets)), key=lambda at: offsets[at]), max(range(len(offsets)), key=lambda at: offsets[at])
+
+    def seconds(value: float) -> str:
+        return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
+
+    first, *_, last = sorted(range(len(offsets)), key=lambda at: offsets[at])
     difference, error = offsets[last][0] - offsets[first][0], offsets[last][1] + offsets[first][1]
-    text = f"at most {_seconds(difference)} apart, to {_seconds(error)}"
+    text = f"at most {seconds(difference)} apart, to {seconds(error)}"
     if difference - error < _APART:
         return ok("clocks", text)
     odd = last if abs(offsets[last][0]) > abs(offsets[first][0]) else first  # rank 0 is right, for somebody has to be
@@ -123,31 +119,21 @@ def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     return problem("clocks", text, f"{advice}; file times, certificates and Slurm's own keys are refused at minutes")
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms" if value >= 1e-3 else f"{1e6 * value:.3g} µs"
-
-
 def shared_folder(asked: Asked) -> list[Finding]:
     """Tell whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
     if world_size() == 1:
         return []
-    import torch.distributed as dist
-
-    join(asked.seconds)
     path = existing(Path(asked.save)) / f".megaenc-doctor-{_gather(secrets.token_hex(8))[0]}"
-    file = None
-    try:
-        if not rank():
-            with suppress(OSError):  # a folder that cannot be written to is found by another probe
-                file = open(path, "x")  # noqa: SIM115 - closed, and so unlocked, when all have looked
+    with ExitStack() as stack:
+        made = False
+        with suppress(OSError):  # a folder that cannot be written to is found by another probe
+            if not rank():
+                file = stack.enter_context(open(path, "x"))
+                stack.callback(path.unlink, missing_ok=True)
+                made = True
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        there = _gather(file is not None)[0]
-        everywhere = _gather(_shared(path) if rank() and there else "")
-    finally:
-        if file is not None:
-            path.unlink(missing_ok=True)
-            file.close()
-    dist.barrier()
+        there = _gather(made)[0]
+        everywhere = _gather(_shared(path) if rank() and there else "")  # until which the file is open, and so locked
     return [] if rank() or not there else [sharing(everywhere)]
 
 
@@ -190,7 +176,6 @@ def shared_arrays(asked: Asked) -> list[Finding]:
 
     from megaenc.data.shared import shared
 
-    join(asked.seconds)
     made = []
 
     def make() -> tuple[np.ndarray]:
@@ -231,8 +216,7 @@ def named(ranks: list[int]) -> str:
 def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
     """Return on rank 0, by rank, the text of each rank, except those that are missing after `patience` seconds.
 
-    It goes through the launcher's store, which exists even if no group could be made, and which anybody who reaches its port can
-    write to.
+    It goes through the launcher's store, which is there without a group, and which anybody who reaches its port can write to.
     """
     import torch.distributed as dist
 
@@ -242,11 +226,8 @@ def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
         store.set(str(own), mine)
         return {}
     found, deadline = {0: mine.encode()}, time.monotonic() + patience
-    while len(found) < size:
-        for other in range(1, size):
-            if other not in found and store.check([str(other)]):
-                found[other] = store.get(str(other))
-        if time.monotonic() > deadline:
-            break
+    while len(found) < size and time.monotonic() < deadline:
         time.sleep(_POLL)
+        there = [other for other in range(1, size) if other not in found and store.check([str(other)])]
+        found |= {other: store.get(str(other)) for other in there}
     return found

@@ -23,40 +23,36 @@ class Looked:
 
     rank: int
     host: str
-    findings: tuple[tuple[str, Finding], ...]
-    """With the subject of each."""
+    findings: tuple[Finding, ...]
     looked_at: frozenset[tuple[str, str]]
     """(subject, where) of the probes that it has carried out: each node's are left to its first rank."""
 
 
 def to_json(looked: Looked) -> str:
     """Return `looked` as the text that `from_json` reads."""
-    findings = [[subject, asdict(finding)] for subject, finding in looked.findings]
-    return json.dumps({"host": looked.host, "findings": findings, "looked_at": sorted(looked.looked_at)})
+    return json.dumps(asdict(looked) | {"looked_at": sorted(looked.looked_at)})
 
 
 def from_json(content: bytes, rank: int) -> Looked:
     """Return the findings that `rank` has put into the store of the launcher. Raises ValueError for anything else.
 
-    Anybody who reaches the store's port can write to it, so that nothing of the text is believed: it has a largest size, the
-    types of `Looked`, and nothing that a terminal would not print.
+    Anybody who reaches the store's port can write to it: size, types and what a terminal would not print are checked.
     """
     if len(content) > _MOST_BYTES:
         raise ValueError(f"larger than {_MOST_BYTES:,} bytes")
     values = parse_json(content)
     try:
-        findings = tuple((_text(subject), _finding(value)) for subject, value in values["findings"])
+        findings = tuple(
+            Finding(**{field.name: _text(row[field.name]) for field in fields(Finding)}) for row in values["findings"]
+        )
         looked_at = frozenset((_text(subject), _text(where)) for subject, where in values["looked_at"])
-        return Looked(rank, _text(values["host"]), findings, looked_at)
+        looked = Looked(rank, _text(values["host"]), findings, looked_at)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not the findings of a rank ({type(error).__name__}: {error})") from None
-
-
-def _finding(values: dict[str, Any]) -> Finding:
-    finding = Finding(**{field.name: _text(values[field.name]) for field in fields(Finding)})
-    if finding.level not in LEVELS or finding.alike not in LEVELS:
-        raise ValueError(f"found the level {finding.level[:20]!r}, expected one of {', '.join(LEVELS)}")
-    return finding
+    for level in (level for finding in findings for level in (finding.level, finding.alike)):
+        if level not in LEVELS:
+            raise ValueError(f"found the level {level[:20]!r}, expected one of {', '.join(LEVELS)}")
+    return looked
 
 
 def _text(value: Any) -> str:
@@ -66,75 +62,66 @@ def _text(value: Any) -> str:
     return printable(value)
 
 
-def together(looked: Sequence[Looked]) -> list[tuple[str, Finding]]:
+def together(looked: Sequence[Looked]) -> list[Finding]:
     """Return the findings of all, in the order of the first that has each; of one rank alone they stay as they are."""
     found: dict[tuple[str, str], dict[int, Finding]] = {}
     for each in looked:
-        for subject, finding in each.findings:
-            found.setdefault((subject, finding.what), {})[each.rank] = finding
+        for finding in each.findings:
+            found.setdefault((finding.subject, finding.what), {})[each.rank] = finding
     hosts = {each.rank: each.host for each in looked}
-    merged: list[tuple[str, Finding]] = []
+    merged: list[Finding] = []
     for (subject, what), by_rank in found.items():
         first = next(iter(by_rank.values()))
-        if not any(finding.alike != "ok" for finding in by_rank.values()):
-            merged += [(subject, finding) for finding in _own(by_rank, hosts)]
-            continue
-        for each in looked:
+        compared = any(finding.alike != "ok" for finding in by_rank.values())
+        for each in looked if compared else ():
             if (subject, first.where) in each.looked_at:
-                by_rank.setdefault(each.rank, Finding(what, "nothing", alike=first.alike, where=first.where))
-        merged += [(subject, finding) for finding in _compared(by_rank, hosts)]
+                by_rank.setdefault(each.rank, Finding(what, "nothing", alike=first.alike, subject=subject, where=first.where))
+        merged += _merged(by_rank, hosts, compared)
     return merged
 
 
-def _own(by_rank: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]:
-    """Return one finding where all say the same; else the first if it is harmless, and with their ranks those that are not."""
-    by_text: dict[tuple[str, str], list[int]] = {}
-    for rank, finding in by_rank.items():
-        by_text.setdefault((finding.found, finding.level), []).append(rank)
-    first = by_rank[min(by_rank)]
-    if len(by_text) == 1:
-        return [first]
-    worse = [ranks for (_, level), ranks in by_text.items() if level != "ok"][:_SHOWN]
-    odd = [
-        replace(by_rank[ranks[0]], what=f"{first.what}, rank {named(ranks)}", found=f"{text} ({hosts[ranks[0]]})")
-        for ranks in worse
-        for text in [by_rank[ranks[0]].found]
-    ]
-    return [*([first] if first.level == "ok" else []), *odd]
+def _merged(by_rank: dict[int, Finding], hosts: dict[int, str], compared: bool) -> list[Finding]:
+    """Return what all say; else, if they are `compared`, what most say and one finding of the others.
 
-
-def _compared(by_rank: dict[int, Finding], hosts: dict[int, str]) -> list[Finding]:
-    """Return the finding of most ranks, and one of those which have found something else."""
-    by_text: dict[str, list[int]] = {}
+    If they are not, the first if it is harmless, and with their ranks those that are not.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(by_rank):
-        by_text.setdefault(by_rank[rank].found, []).append(rank)
-    usual = by_rank[max(by_text.values(), key=len)[0]]  # of as many each, the lowest rank's
-    odd = [ranks for text, ranks in by_text.items() if text != usual.found]
+        alike.setdefault((by_rank[rank].found, by_rank[rank].level), []).append(rank)
+    groups = [(by_rank[ranks[0]], ranks) for ranks in alike.values()]
+    usual, usual_ranks = max(groups, key=lambda group: len(group[1])) if compared else groups[0]  # of as many, the lowest rank's
+    odd = [(finding, ranks) for finding, ranks in groups if ranks != usual_ranks]
     if not odd:
         return [usual]
+    if not compared:
+        return [usual] * (usual.level == "ok") + [
+            replace(finding, what=f"{usual.what}, rank {named(ranks)}", found=f"{finding.found} ({hosts[ranks[0]]})")
+            for finding, ranks in [group for group in groups if group[0].level != "ok"][:_SHOWN]
+        ]
     parts = [
-        f"{by_rank[ranks[0]].found} on rank {named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
-        for ranks in odd[:_SHOWN]
+        f"{finding.found} on rank {named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
+        for finding, ranks in odd[:_SHOWN]
     ]
     parts += [f"{len(odd) - _SHOWN} others"] if len(odd) > _SHOWN else []
-    findings = [by_rank[rank] for ranks in odd for rank in ranks]
-    level = max([usual.alike, *(finding.level for finding in findings)], key=LEVELS.index)
-    advice = next((finding.advice for finding in findings if finding.advice), "ranks differ: give all nodes the same")
-    return [usual, Finding(f"{usual.what} elsewhere", "; ".join(parts), level, advice)]
+    level = max([usual.alike, *(finding.level for finding, _ in odd)], key=LEVELS.index)
+    advice = next((finding.advice for finding, _ in odd if finding.advice), "ranks differ: give all nodes the same")
+    return [usual, Finding(f"{usual.what} elsewhere", "; ".join(parts), level, advice, subject=usual.subject)]
 
 
-def text(findings: Sequence[tuple[str, Finding]], subjects: Sequence[str]) -> str:
+def text(findings: Sequence[Finding], subjects: Sequence[str]) -> str:
     """Return a paragraph for each of `subjects` that has findings, and at the end what is to be done, the worst last."""
     lines: list[str] = []
     for subject in subjects:
-        of_it = [finding for name, finding in findings if name == subject]
-        if of_it:
-            lines += [subject, *(line for finding in of_it for line in _lines(finding)), ""]
-    return "\n".join([*lines, *_conclusion(findings)])
-
-
-def _wrapped(words: str, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+        of_it = [line for finding in findings if finding.subject == subject for line in _lines(finding)]
+        lines += [subject, *of_it, ""] if of_it else []
+    problems = [finding for finding in findings if finding.level == "problem"]
+    notes = sum(finding.level == "note" for finding in findings)
+    looked = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
+    lines.append(f"{len(problems) or 'no'} problem{'s' * (len(problems) > 1)}: {looked}")
+    for finding in problems:
+        lines += _wrapped(f"{finding.subject}, {finding.what}: {finding.found}", "  ", "    ")
+        lines += _wrapped(finding.advice, "    -> ", "       ")
+    return "\n".join(lines)
 
 
 def _lines(finding: Finding) -> list[str]:
@@ -143,25 +130,16 @@ def _lines(finding: Finding) -> list[str]:
     return _wrapped(finding.found or "-", first, beyond) + _wrapped(finding.advice, f"{beyond}-> ", f"{beyond}   ")
 
 
-def _conclusion(findings: Sequence[tuple[str, Finding]]) -> list[str]:
-    problems = [(subject, finding) for subject, finding in findings if finding.level == "problem"]
-    notes = sum(finding.level == "note" for _, finding in findings)
-    looked = f"{len(findings)} finding{'s' * (len(findings) != 1)}, {notes} note{'s' * (notes != 1)}"
-    if not problems:
-        return [f"no problem: {looked}"]
-    lines = [f"{len(problems)} problem{'s' * (len(problems) != 1)}: {looked}"]
-    for subject, finding in problems:
-        lines += _wrapped(f"{subject}, {finding.what}: {finding.found}", "  ", "    ")
-        lines += _wrapped(finding.advice, "    -> ", "       ")
-    return lines
+def _wrapped(words: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def as_json(looked: Sequence[Looked], findings: Sequence[tuple[str, Finding]], about: dict[str, Any]) -> str:
+def as_json(looked: Sequence[Looked], findings: Sequence[Finding], about: dict[str, Any]) -> str:
     """Return `about` the call, the findings of all ranks together, and those of each rank."""
-    worst = max((finding.level for _, finding in findings), key=LEVELS.index, default="ok")
-    ranks = [{"rank": each.rank, "host": each.host, "findings": [_row(*pair) for pair in each.findings]} for each in looked]
-    return json.dumps(about | {"worst": worst, "findings": [_row(*pair) for pair in findings], "ranks": ranks}, indent=1) + "\n"
 
+    def rows(of: Sequence[Finding]) -> list[dict[str, str]]:
+        return [{name: getattr(each, name) for name in ("subject", "what", "level", "found", "advice")} for each in of]
 
-def _row(subject: str, finding: Finding) -> dict[str, str]:
-    return {"subject": subject} | {name: getattr(finding, name) for name in ("what", "level", "found", "advice")}
+    worst = max((finding.level for finding in findings), key=LEVELS.index, default="ok")
+    ranks = [{"rank": each.rank, "host": each.host, "findings": rows(each.findings)} for each in looked]
+    return json.dumps(about | {"worst": worst, "findings": rows(findings), "ranks": ranks}, indent=1) + "\n"

@@ -2,9 +2,10 @@
 
 import importlib
 import platform
-import re
 from importlib import metadata
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import megaenc
 from megaenc.doctor.findings import Asked, Finding, Probe, note, ok, problem
@@ -51,27 +52,46 @@ def package(asked: Asked, name: str) -> list[Finding]:
         if found not in KNOWN_VERSIONS:  # the adapters were not written for it
             advice = f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
             return [problem(name, f"{found}; expected {' or '.join(KNOWN_VERSIONS)}", advice, alike="problem")]
-    unlike = _unlike_torch_s() if name == "triton" else []
-    return unlike or [ok(name, found, alike="problem" if needed else "note")]
+    return [_triton(found) if name == "triton" else ok(name, found, alike="problem" if needed else "note")]
 
 
-def _unlike_torch_s() -> list[Finding]:
-    """Return a finding where the triton that is installed is not the one that this torch asks for."""
-    from packaging.requirements import Requirement
-
+def _triton(found: str) -> Finding:
+    """Judge whether the triton that is installed is the one that this torch asks for."""
     there = {called: version for called in _OF_TRITON if (version := _installed(called))}
     text = " and ".join(f"{called} {version}" for called, version in there.items())
-    wanted = [Requirement(line) for line in metadata.requires("torch") or () if re.match(r"[\w-]+", line)[0] in _OF_TRITON]
-    wanted = [each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})]
+    wanted = {f"{each.name}{each.specifier}": each for each in _requirements("torch") if each.name in _OF_TRITON}
     if len(there) > 1:
-        keep = f"{wanted[0].name}{wanted[0].specifier}" if wanted else "the one for this torch"
+        keep = next(iter(wanted), "the one for this torch")
         advice = f"one is written over the other: pip uninstall {' '.join(there)}, then install {keep}"
-        return [note("triton", text, advice, alike="note")]
-    for each in wanted:
+        return note("triton", text, advice, alike="note")
+    for called, each in wanted.items():
         if not each.specifier.contains(there.get(each.name, "0"), prereleases=True):
-            advice = f"pip install '{each.name}{each.specifier}'"
-            return [note("triton", f"{text}; this torch asks for {each.name}{each.specifier}", advice, alike="note")]
-    return []
+            return note("triton", f"{text}; this torch asks for {called}", f"pip install '{called}'", alike="note")
+    return ok("triton", found, alike="note")
+
+
+def lacking() -> Finding:
+    """Tell what megaenc's own list of packages asks for and is not there, or in another version."""
+    try:
+        wanted = _requirements("megaenc")
+    except metadata.PackageNotFoundError:
+        advice = "./install.sh installs it and all it needs"
+        return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
+    there = {each: _installed(each.name) for each in wanted}
+    wrong = [
+        f"{each.name} {version}, expected {each.specifier}" if version else f"{each.name} is missing"
+        for each, version in there.items()
+        if not version or not each.specifier.contains(version, prereleases=True)
+    ]
+    if wrong:
+        return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
+    return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
+
+
+def _requirements(distribution: str) -> list[Requirement]:
+    """Return what a package asks for here, without its extras. Raises PackageNotFoundError."""
+    found = map(Requirement, metadata.requires(distribution) or ())
+    return [each for each in found if not each.marker or each.marker.evaluate({"extra": ""})]
 
 
 def _import(name: str) -> None:
@@ -83,49 +103,26 @@ def _import(name: str) -> None:
         importlib.import_module(_MODULES.get(name, name))
 
 
+def _installed(name: str) -> str:
+    """Return the version of a package; empty where it is not installed."""
+    return next((found.version for found in metadata.distributions(name=name)), "")
+
+
 def _version(name: str) -> str:
-    """Return the version of a package, by whichever of its names it is installed; empty where it is not."""
+    """Return the same by whichever of its names it is installed."""
     return next(filter(None, map(_installed, _OF_TRITON if name == "triton" else (name,))), "")
-
-
-def _installed(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def lacking() -> Finding:
-    """Tell what megaenc's own list of packages asks for and is not there, or in another version."""
-    from packaging.requirements import Requirement
-
-    try:
-        wanted = [Requirement(line) for line in metadata.requires("megaenc") or ()]
-    except metadata.PackageNotFoundError:
-        advice = "./install.sh installs it and all it needs"
-        return note("packages", "megaenc itself is not installed: it runs from its folder", advice)
-    wrong = []
-    for each in (each for each in wanted if not each.marker or each.marker.evaluate({"extra": ""})):
-        there = _installed(each.name)
-        if not there:
-            wrong.append(f"{each.name} is missing")
-        elif not each.specifier.contains(there, prereleases=True):
-            wrong.append(f"{each.name} {there}, expected {each.specifier}")
-    if wrong:
-        return problem("packages", "; ".join(wrong), "./install.sh, or pip install with the versions named")
-    return ok("packages", f"all {len(wanted)} that megaenc names are there, in versions that it takes")
 
 
 def libraries(asked: Asked) -> list[Finding]:
     """Tell what torch was built for, and the libraries that it brings."""
     import torch
 
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
-    built = f"ROCm {torch.version.hip}" if torch.version.hip else built
+    hip, cuda = torch.version.hip, torch.version.cuda
+    built = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "processors alone"
     found = [ok("torch is built for", built, alike="problem")]
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        found.append(ok("RCCL" if torch.version.hip else "NCCL", nccl, alike="problem"))
-        if not torch.version.hip and torch.backends.cudnn.is_available():
+        found.append(ok("RCCL" if hip else "NCCL", nccl, alike="problem"))
+        if not hip and torch.backends.cudnn.is_available():
             found.append(ok("cuDNN", str(torch.backends.cudnn.version()), alike="note"))
     return found

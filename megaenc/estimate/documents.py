@@ -34,7 +34,7 @@ class Documents:
 
 
 def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
-    """From `given` lengths, equally likely; else from the corpora, where they are on this disk; else one document a pack.
+    """Return how `given` lengths, equally likely, lie in packs; else the corpora's, if they are here; else one document a pack.
 
     Packs of random length have two chunks whatever the documents are. InputError for a length or corpus that cannot be.
     """
@@ -42,7 +42,8 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
         if not 1 <= length <= _LONGEST:
             raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_LONGEST:,} tokens")
     if data.packing == "random-length":
-        return _random_length(data.seq_length)
+        check_two_chunks(data.seq_length)
+        return Documents(mean_squares_of_chunks(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
     if given:
         lengths = np.array(given, dtype=np.int64)
         text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
@@ -59,20 +60,14 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
 
 
 def vocabulary(data: DataSettings) -> int | None:
-    """Ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
+    """Return the ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
     sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if os.path.isfile(sidecar_path(prefix))]
     return max(sizes, default=None)
 
 
-def _random_length(length: int) -> Documents:
-    """Two chunks, cut anywhere that leaves both as long as the shortest that there may be."""
-    check_two_chunks(length)
-    return Documents(mean_squares_of_chunks(length), 2.0, 0.0, "two chunks a pack, cut at random")
-
-
 def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
-    """Tokens of a corpus, and how its documents lie in packs."""
+    """Return the tokens of a corpus, and how its documents lie in packs."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
     check_contents(prefix, index, token_type)
@@ -88,20 +83,15 @@ def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
 
 
 def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> Documents:
-    """Documents of `lengths`, int64[D], in any order, cut wherever a pack ends: averaged over all places of a document.
+    """Average documents of `lengths`, int64[D], in any order, cut wherever a pack ends, over all places of a document.
 
     A document of d tokens meets d + L - 1 windows of L tokens, with the shorter of both, m, for |d - L| + 1 of them, and with
     1, 2, ..., m - 1 twice; each place in a pack is as likely, so a document has 1 / L of these sums, and a pack L / mean(d)
     documents.
     """
-    d = lengths.astype(np.float64)
+    d, mean = lengths.astype(np.float64), float(lengths.mean(dtype=np.float64))
     m = np.minimum(d, pack)
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
     few = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
-    return Documents(
-        squares=float(squares.mean() / d.mean()),
-        pieces=float((d.mean() + pack - 1) / d.mean()),
-        special=ended * pack / float(d.mean()),
-        source=source,
-        lengths=tuple(few.tolist()),
-    )
+    pieces, special = (mean + pack - 1) / mean, ended * pack / mean
+    return Documents(float(squares.mean() / mean), pieces, special, source, tuple(few.tolist()))

@@ -10,13 +10,12 @@ from rich.table import Table
 
 from megaenc import __version__
 from megaenc.console import clock, number
-from megaenc.estimate.case import Term
+from megaenc.estimate.case import Case, Term
 from megaenc.estimate.documents import Documents
-from megaenc.estimate.layouts import WORTH_SAYING, flags_of
 from megaenc.estimate.machines import GIB, Rates
-from megaenc.estimate.time import StepTime
-from megaenc.estimate.whole import Estimate
+from megaenc.estimate.whole import Estimate, flags_of
 
+WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
 _SHOWN_PHASES = 12
 
 
@@ -36,33 +35,63 @@ class Report:
 
     def show(self, console: Console, *, explain: bool) -> None:
         """Print it."""
-        own, case = self.own, self.own.case
-        millions = case.shape.parameters(case.vocab_size) / 1e6
-        console.print(f"{self.model}: {millions:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}, {self.vocabulary}")
-        console.print(f"{self.documents.source}", soft_wrap=True)
-        console.print(f"{case.gpus:,} x {self.rates.source}", soft_wrap=True)
-        console.print(_layout(own), soft_wrap=True)
-        console.print(_memory(own, self.rates))
-        console.print(_steps(own, self.rates, self.mfu))
-        console.print(_phases(own, self.price))
-        console.print(self._whole(), soft_wrap=True)
+        own, case, said = self.own, self.own.case, self.as_json()
+        precision = f"{said['parameters'] / 1e6:,.1f}M parameters in {'bf16' if case.bf16 else 'fp32'}"
+        console.print(f"{self.model}: {precision}, {self.vocabulary}")
+        console.print(f"{self.documents.source}\n{case.gpus:,} x {self.rates.source}\n{_layout(case)}", soft_wrap=True)
+        for table in (_memory(own, self.rates), self._steps(said["estimate"]), self._phases(said["estimate"])):
+            console.print(table)
+        price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
+        kept = "; saving is not counted" if own.seconds else ""
+        hours = f"{own.hours:,.{0 if own.hours >= 10 else 2}f} device hours"
+        console.print(f"the run: {_clock(own.seconds)}, {hours}{price}{kept}", soft_wrap=True)
         if explain:
             for title, terms, by in self._explained():
+                table = Table(box=None, show_header=False, pad_edge=False)
+                for justify in ("left", "right", "left"):
+                    table.add_column(overflow="fold", justify=justify)
+                for term in terms:
+                    table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
                 console.print(f"\n{title}")
-                console.print(_terms(terms, by))
+                console.print(table)
         for line in self._advice():
             console.print(line, soft_wrap=True)
 
-    def _whole(self) -> str:
-        own = self.own
-        price = f", {own.hours * self.price:,.0f} at {self.price:g} an hour" if self.price else ""
-        kept = "; saving is not counted" if own.seconds else ""
-        return f"the run: {_clock(own.seconds)}, {own.hours:,.{0 if own.hours >= 10 else 2}f} device hours{price}{kept}"
+    def _steps(self, said: dict[str, Any]) -> Table:
+        given, devices = " (given)" if self.mfu else "", said["devices"]
+        rows = [
+            (
+                step["objective"],
+                f"{100 * step['predicted_share']:.1f} %",
+                f"{step['flops']:.3g}",
+                f"{step['seconds']:.3g}{given}",
+                f"{step['tokens_per_second']:,.0f}",
+                f"{step['tokens_per_second'] / devices:,.0f}",
+                f"{100 * step['model_flops_utilization']:.1f} %" if self.rates.peak else "-",
+                f"{100 * step['pipeline_bubble']:.1f} %",
+            )
+            for step in said["steps"]
+        ]
+        return _table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows)
+
+    def _phases(self, said: dict[str, Any]) -> Table:
+        def taken(seconds: float) -> tuple[str, ...]:
+            hours = seconds * said["devices"] / 3600
+            return (_clock(seconds), f"{hours:,.1f}", *([f"{hours * self.price:,.0f}"] if self.price else []))
+
+        phases, validation = self.own.phases, self.own.validation
+        rows = [
+            (phase.text, f"{phase.first:,} to {phase.last:,}", number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
+            for phase in phases[:_SHOWN_PHASES]
+        ]
+        rows += [(f"... {len(phases) - _SHOWN_PHASES:,} more phases",)] if len(phases) > _SHOWN_PHASES else []
+        rows += [("validation", "", "", "", *taken(validation))] if validation else []
+        return _table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
 
     def _explained(self) -> list[tuple[str, tuple[Term, ...], float]]:
         """Return each table of terms with its title and what its numbers are counted in."""
-        stage = self.own.memory.stage
-        of = f" on stage {stage.number + 1} of {self.own.case.stages}" if self.own.case.stages > 1 else ""
+        stage, stages = self.own.memory.stage, self.own.case.stages
+        of = f" on stage {stage.number + 1} of {stages}" if stages > 1 else ""
         found = [(f"memory of a rank{of}, GiB", self.own.memory.terms, GIB)]
         for work, step in self.own.steps:
             found.append((f"a step of {work.objective}, seconds of its slowest stage", step.terms, 1.0))
@@ -70,20 +99,20 @@ class Report:
         return [each for each in found if each[1]]
 
     def _advice(self) -> list[str]:
-        if not self.searched or self.mfu is not None:
-            return [] if self.own.fits else ["does not fit"]
-        if self.better is None:
+        own, better = self.own, self.better
+        if not self.searched:
+            return [] if own.fits else ["does not fit"]
+        if better is None:
             return ["does not fit, and no layout of these devices does: take more of them, or larger ones"]
-        faster = self.own.seconds / self.better.seconds
-        if self.own.fits and (faster < WORTH_SAYING or self.better.case == self.own.case):
+        faster = own.seconds / better.seconds
+        if own.fits and (faster < WORTH_SAYING or better.case == own.case):
             return ["layout: none that was found is more than 3 % faster"]
-        gib = self.better.memory.total / GIB
-        what = f"{faster:.2f} x as fast" if self.own.fits else "fits"
-        said = f"{_clock(self.better.seconds)}, {self.better.hours:,.0f} device hours, {gib:.1f} GiB"
-        return [f"a better layout ({what}: {said}):", "  " + " ".join(flags_of(self.better.case))]
+        what = f"{faster:.2f} x as fast" if own.fits else "fits"
+        said = f"{_clock(better.seconds)}, {better.hours:,.0f} device hours, {better.memory.total / GIB:.1f} GiB"
+        return [f"a better layout ({what}: {said}):", "  " + " ".join(flags_of(better.case))]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, every term included."""
+        """Return everything, every term included."""
         better = None if self.better is None else {"flags": flags_of(self.better.case), **_json(self.better, self.rates)}
         return {
             "megaenc": __version__,
@@ -100,31 +129,27 @@ class Report:
 
 
 def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
-    case = found.case
+    case, memory = found.case, found.memory
     return {
         "devices": case.gpus,
         "layout": dataclasses.asdict(case.layout) | {"split": list(case.split), "data_parallel": case.data},
         "micro_batch_size": case.micro_batch_size,
         "micro_batches": case.micro_batches,
         "memory": {
-            "stage": found.memory.stage.number,
-            "parameters": found.memory.stage.parameters,
-            "bytes": found.memory.total,
+            "stage": memory.stage.number,
+            "parameters": memory.stage.parameters,
+            "bytes": memory.total,
             "available": rates.memory,
             "fits": found.fits,
-            "terms": [dataclasses.asdict(term) for term in found.memory.terms],
+            "terms": [dataclasses.asdict(term) for term in memory.terms],
         },
         "steps": [
             {
                 "objective": work.objective,
                 "predicted_share": work.predicted / work.tokens,
-                "flops": step.flops,
-                "seconds": step.seconds,
-                "tokens_per_second": tokens_per_second(found, step),
-                "model_flops_utilization": utilization(found, step, rates),
-                "pipeline_bubble": step.bubble,
-                "terms": [dataclasses.asdict(term) for term in step.terms],
-                "sent": [dataclasses.asdict(term) for term in step.sent],
+                **dataclasses.asdict(step),
+                "tokens_per_second": case.global_batch_size * case.seq_length / step.seconds,
+                "model_flops_utilization": step.flops / step.seconds / (rates.peak * case.gpus) if rates.peak else None,
             }
             for work, step in found.steps
         ],
@@ -132,23 +157,13 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
         "validation_seconds": found.validation,
         "seconds": found.seconds,
         "device_hours": found.hours,
-        "flops": found.flops,
-        "tokens": found.tokens,
+        "flops": sum(phase.flops for phase in found.phases),
+        "tokens": sum(phase.tokens for phase in found.phases),
     }
 
 
-def tokens_per_second(found: Estimate, step: StepTime) -> float:
-    """Return the speed of all devices together."""
-    return found.case.global_batch_size * found.case.seq_length / step.seconds
-
-
-def utilization(found: Estimate, step: StepTime, rates: Rates) -> float | None:
-    """Return the share of the peak of all devices; None where the peak is not known."""
-    return step.flops / step.seconds / (rates.peak * found.case.gpus) if rates.peak else None
-
-
-def _layout(found: Estimate) -> str:
-    case, layout = found.case, found.case.layout
+def _layout(case: Case) -> str:
+    layout = case.layout
     told = [layout.describe(case.shape.num_layers, case.gpus)]
     told += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce
     told += [f"{layout.recompute_granularity} recomputation"] * bool(layout.recompute_granularity)
@@ -161,56 +176,7 @@ def _layout(found: Estimate) -> str:
 def _memory(found: Estimate, rates: Rates) -> Table:
     names, values = zip(*((term.name, f"{term.value / GIB:.2f}") for term in found.memory.terms), strict=True)
     judged = f"{rates.memory / GIB:.1f}: " + ("fits" if found.fits else "too much")
-    row = ("a rank", *values, f"{found.memory.total / GIB:.1f}", judged)
-    return _table(("GiB", *names, "together", "of"), [row])
-
-
-def _steps(found: Estimate, rates: Rates, mfu: float | None) -> Table:
-    rows = []
-    for work, step in found.steps:
-        speed, share = tokens_per_second(found, step), utilization(found, step, rates)
-        rows.append(
-            (
-                work.objective,
-                f"{100 * work.predicted / work.tokens:.1f} %",
-                f"{step.flops:.3g}",
-                f"{step.seconds:.3g}" + (" (given)" if mfu else ""),
-                f"{speed:,.0f}",
-                f"{speed / found.case.gpus:,.0f}",
-                "-" if share is None else f"{100 * share:.1f} %",
-                f"{100 * step.bubble:.1f} %",
-            )
-        )
-    return _table(("a step of", "predicted", "FLOP", "seconds", "tokens/s", "a device", "of peak", "idle in pipeline"), rows)
-
-
-def _phases(found: Estimate, price: float | None) -> Table:
-    def taken(seconds: float) -> tuple[str, ...]:
-        hours = seconds * found.case.gpus / 3600
-        return (_clock(seconds), f"{hours:,.1f}", *([f"{hours * price:,.0f}"] if price else []))
-
-    rows = [
-        (phase.text, f"{phase.first:,} to {phase.last:,}", number(phase.tokens), f"{phase.flops:.3g}", *taken(phase.seconds))
-        for phase in found.phases[:_SHOWN_PHASES]
-    ]
-    if len(found.phases) > _SHOWN_PHASES:
-        rows.append((f"... {len(found.phases) - _SHOWN_PHASES:,} more phases",))
-    if found.validation:
-        rows.append(("validation", "", "", "", *taken(found.validation)))
-    return _table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if price else [])), rows)
-
-
-def _terms(terms: tuple[Term, ...], by: float) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for justify in ("left", "right", "left"):
-        table.add_column(overflow="fold", justify=justify)
-    for term in terms:
-        table.add_row(f"  {term.name}", f"{term.value / by:.4g}", term.formula)
-    return table
-
-
-def _clock(seconds: float) -> str:
-    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else clock(seconds)
+    return _table(("GiB", *names, "together", "of"), [("a rank", *values, f"{found.memory.total / GIB:.1f}", judged)])
 
 
 def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
@@ -220,3 +186,7 @@ def _table(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else clock(seconds)

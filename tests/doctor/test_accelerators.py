@@ -81,16 +81,19 @@ def test_a_device_without_error_counts_is_fine():
     assert {each.level for each in accelerators.nvidia_devices(devices(1, errors="[N/A]"))} == {"ok"}
 
 
-def test_links_decide_the_layout():
-    pairs = accelerators.nvidia_links(TOPOLOGY)
-    assert pairs == {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
-    [found] = accelerators.links(pairs)
-    assert (found.level, found.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in found.advice
-    [found] = accelerators.links(accelerators.rocm_links(ROCM_TOPOLOGY))
-    assert (found.level, found.found) == ("ok", "all XGMI")
-    [found] = accelerators.links({(0, 1): "PCIE", (0, 2): "PCIE", (1, 2): "PCIE"})
-    assert found.level == "ok", "there are none that are linked better"
-    assert accelerators.links({}) == []
+def test_links_decide_the_layout(program):
+    def found(told: str) -> list:
+        program("nvidia-smi", f"cat << 'END'\n{told}END")
+        return accelerators.links(["nvidia-smi", "topo", "-m"], 20)
+
+    pairs = {(0, 1): "NV18", (2, 3): "NV18", **dict.fromkeys([(0, 2), (0, 3), (1, 2), (1, 3)], "SYS")}
+    assert accelerators.linked_pairs(TOPOLOGY) == pairs
+    [weak] = found(TOPOLOGY)
+    assert (weak.level, weak.found) == ("note", "4 pairs SYS, 2 pairs NV18") and "tensor parallelism" in weak.advice
+    [strong] = found(ROCM_TOPOLOGY)
+    assert (strong.level, strong.found) == ("ok", "all XGMI")
+    assert found(ROCM_TOPOLOGY.replace("XGMI", "PCIE"))[0].level == "ok", "there are none that are linked better"
+    assert found("") == []
 
 
 def test_a_driver_that_hangs_is_a_problem_and_is_left(program):

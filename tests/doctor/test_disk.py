@@ -81,7 +81,8 @@ def test_a_full_disk_is_no_broken_promise(tmp_path, monkeypatch):
     def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    found = disk._kept("renaming", full, tmp_path, "choose another file system")
+    monkeypatch.setattr(disk, "_PROMISES", (("renaming", full, "choose another file system"),))
+    found = disk.promises(Asked(save=str(tmp_path)))[0]
     assert found.level == "problem" and found.advice.startswith("make room there")
 
 
@@ -112,6 +113,7 @@ def test_a_file_is_no_folder(tmp_path):
     assert (found.level, found.what, found.found) == ("problem", "writing", f"{tmp_path / 'file'}: Not a directory")
 
 
-def test_a_slow_disk_is_a_note():
-    assert disk.judged_speed(5e6).level == "note"
-    assert disk.judged_speed(5e8).level == "ok"
+@pytest.mark.parametrize(("slow", "level"), [(0, "ok"), (2**70, "note")])
+def test_a_slow_disk_is_a_note(slow, level, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_SLOW", slow)
+    assert disk.speed(tmp_path).level == level

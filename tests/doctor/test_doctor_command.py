@@ -3,6 +3,7 @@
 import errno
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megaenc.doctor.probing import NoAnswer
 from megaenc.doctor.report import WIDTH, Looked, to_json
 
 HERE = Path(__file__).parent
+ENOUGH = replace(ok("space", "enough"), subject="disk")
 DOCTOR = [sys.executable, "-m", "megaenc", "doctor"]
 TWO = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megaenc", "doctor"]
 
@@ -91,28 +93,28 @@ class Others:
 
 def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
-    mine, theirs = (Looked(rank, "host", (("disk", ok("space", "enough")),), frozenset()) for rank in (0, 3))
+    mine, theirs = (Looked(rank, "host", (ENOUGH,), frozenset()) for rank in (0, 3))
     looked = command._of_all(Others({0: to_json(mine).encode(), 3: to_json(theirs).encode()}, True), mine, command.DoctorFlags())
     assert [each.rank for each in looked] == [0, 3]
-    subject, lost = looked[0].findings[-1]
-    assert (subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
+    lost = looked[0].findings[-1]
+    assert (lost.subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
 
 
 def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    mine = Looked(0, "host", (("disk", ok("space", "enough")),), frozenset())
+    mine = Looked(0, "host", (ENOUGH,), frozenset())
     [alone] = command._of_all(Others({0: to_json(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorFlags())
-    subject, finding = alone.findings[-1]
-    assert (subject, finding.what, finding.level) == ("ranks", "malformed, rank 1", "problem")
+    finding = alone.findings[-1]
+    assert (finding.subject, finding.what, finding.level) == ("ranks", "malformed, rank 1", "problem")
     assert finding.found.startswith("its findings: not UTF-8")
 
 
 @pytest.mark.parametrize("outcome", [(NoAnswer("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
 def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    mine = Looked(0, "host", (("disk", ok("space", "enough")),), frozenset())
+    mine = Looked(0, "host", (ENOUGH,), frozenset())
     [alone] = command._of_all(Others(*outcome), mine, command.DoctorFlags())
-    assert alone.findings[-1][1].found == "no answer in 240 s"
+    assert alone.findings[-1].found == "no answer in 240 s"
     monkeypatch.setenv("RANK", "1")
     assert command._of_all(Others(*outcome), mine, command.DoctorFlags()) == []
     said = capsys.readouterr().out

@@ -12,12 +12,12 @@ from megaenc.doctor.report import Looked, from_json, to_json, together
 
 def looked(rank, *findings, where="rank"):
     """Two ranks a node."""
-    found = tuple(("versions", replace(each, where=where)) for each in findings)
+    found = tuple(replace(each, subject="versions", where=where) for each in findings)
     return Looked(rank, f"node{rank // 2}", found, frozenset({("versions", where)}))
 
 
 def by_name(*ranks):
-    return {finding.what: replace(finding, where="") for _, finding in together(ranks)}
+    return {finding.what: replace(finding, subject="", where="") for finding in together(ranks)}
 
 
 def test_one_rank_is_itself():
@@ -103,26 +103,26 @@ class Attack:
         return open, (self.marker, "w")
 
 
-ROW = {"what": "a", "found": "b", "level": "ok", "advice": "", "alike": "ok", "where": ""}
+ROW = {"subject": "disk", "what": "a", "found": "b", "level": "ok", "advice": "", "alike": "ok", "where": ""}
 
 
 @pytest.mark.parametrize(
     ("findings", "more"),
     [
         (None, {}),
-        ([["disk"]], {}),
-        ([["disk", "ROW"]], {}),
-        ([[1, ROW]], {}),
-        ([["disk", ROW | {"level": "fatal"}]], {}),
-        ([["disk", ROW | {"found": ["b"]}]], {}),
-        ([["disk", {"what": "a"}]], {}),
-        ([["disk", ROW]], {"host": None}),
-        ([["disk", ROW]], {"looked_at": [["disk", {}]]}),
-        ([["disk", ROW | {"found": "b" * (1 << 20)}]], {}),
+        (["disk"], {}),
+        ([["disk", ROW]], {}),
+        ([ROW | {"subject": 1}], {}),
+        ([ROW | {"level": "fatal"}], {}),
+        ([ROW | {"found": ["b"]}], {}),
+        ([{"what": "a"}], {}),
+        ([ROW], {"host": None}),
+        ([ROW], {"looked_at": [["disk", {}]]}),
+        ([ROW | {"found": "b" * (1 << 20)}], {}),
     ],
 )
 def test_what_is_no_finding_is_refused(findings, more):
-    from_json(json.dumps({"host": "a", "findings": [["disk", ROW]], "looked_at": []}).encode(), 1)
+    from_json(json.dumps({"host": "a", "findings": [ROW], "looked_at": []}).encode(), 1)
     with pytest.raises(ValueError, match=r"."):
         from_json(json.dumps({"host": "a", "findings": findings, "looked_at": []} | more).encode(), 1)
 

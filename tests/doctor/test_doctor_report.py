@@ -1,15 +1,16 @@
 """The page of findings and its JSON."""
 
 import json
+from dataclasses import replace
 
 from megaenc.doctor.findings import note, ok, problem
 from megaenc.doctor.report import WIDTH, Looked, as_json, text
 
 LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
 FINDINGS = [
-    ("disk", ok("space", "1 GiB")),
-    ("versions", problem("torch", LONG, LONG)),
-    ("versions", note("a name that is much longer than others are", "found", "do this")),
+    replace(ok("space", "1 GiB"), subject="disk"),
+    replace(problem("torch", LONG, LONG), subject="versions"),
+    replace(note("a name that is much longer than others are", "found", "do this"), subject="versions"),
 ]
 SUBJECTS = ("versions", "machine", "disk")
 

@@ -1,65 +1,84 @@
 """Shared memory, open files, locked memory."""
 
 import resource
+from types import SimpleNamespace
 
-from megaenc.doctor.findings import Asked, accelerated
-from megaenc.doctor.machine import limits, locked_memory, open_files, shared_memory, shared_memory_of
+import pytest
+
+from megaenc.doctor.findings import Asked
+from megaenc.doctor.machine import limits, shared_memory
 
 GIB, MIB = 2**30, 2**20
 
 
-def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them():
-    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=True)
+@pytest.fixture
+def shm(tmp_path, monkeypatch):
+    """Judge a /dev/shm of so many bytes, of a machine with or without accelerators."""
+    (tmp_path / "dev/shm").mkdir(parents=True)
+
+    def judged(size, free, *, writable=True, accelerators=True):
+        monkeypatch.setattr("os.statvfs", lambda path: SimpleNamespace(f_frsize=1, f_blocks=size, f_bavail=free))
+        monkeypatch.setattr("os.access", lambda path, how: writable)
+        (tmp_path / "dev/nvidia0").unlink(missing_ok=True)
+        if accelerators:
+            (tmp_path / "dev/nvidia0").touch()
+        [found] = shared_memory(Asked(root=tmp_path))
+        return found
+
+    return judged
+
+
+def test_docker_s_64_megabytes_are_a_problem_where_accelerators_speak_through_them(shm):
+    found = shm(64 * MIB, 64 * MIB)
     assert (found.level, found.found) == ("problem", "64 MiB, 64 MiB free")
     assert "--ipc host" in found.advice and "--shm-size 1g" in found.advice
-    found = shared_memory_of(64 * MIB, 64 * MIB, writable=True, needed=False)
-    assert found.level == "note"
+    assert shm(64 * MIB, 64 * MIB, accelerators=False).level == "note"
 
 
-def test_a_large_one_that_is_full_is_named_as_full():
-    found = shared_memory_of(64 * GIB, 10 * MIB, writable=True, needed=True)
+def test_a_large_one_that_is_full_is_named_as_full(shm):
+    found = shm(64 * GIB, 10 * MIB)
     assert found.level == "problem" and "nearly full" in found.advice
-    found = shared_memory_of(64 * GIB, 60 * GIB, writable=True, needed=True)
-    assert found.level == "ok"
+    assert shm(64 * GIB, 60 * GIB).level == "ok"
 
 
-def test_one_that_cannot_be_written_to_or_is_not_there_is_a_problem(tmp_path):
-    found = shared_memory_of(64 * GIB, 64 * GIB, writable=False, needed=False)
+def test_one_that_cannot_be_written_to_is_a_problem(shm):
+    found = shm(64 * GIB, 64 * GIB, writable=False, accelerators=False)
     assert found.level == "problem" and "chmod" in found.advice
+
+
+def test_one_that_is_not_there_is_a_problem(tmp_path):
     [found] = shared_memory(Asked(root=tmp_path))
     assert found.level == "problem" and "mount a tmpfs" in found.advice
 
 
-def test_the_size_is_that_of_the_file_system(tmp_path, monkeypatch):
-    (tmp_path / "dev/shm").mkdir(parents=True)
+@pytest.fixture
+def allowed(tmp_path, monkeypatch):
+    """Judge limits of so many open files and bytes of locked memory, for so many ranks of eight a node."""
 
-    class Small:
-        f_frsize, f_blocks, f_bavail = 4096, 16384, 16384
+    def judged(files=(2**20, 2**20), locked=resource.RLIM_INFINITY, ranks=1, cards=False):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+        given = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_MEMLOCK: (locked, locked)}
+        monkeypatch.setattr("resource.getrlimit", given.get)
+        if cards:
+            (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
+        return limits(Asked(root=tmp_path))
 
-    monkeypatch.setattr("os.statvfs", lambda path: Small)
-    [found] = shared_memory(Asked(root=tmp_path))
-    assert (found.level, found.found) == ("note", "64 MiB, 64 MiB free")
-    (tmp_path / "dev/nvidia0").touch()
-    assert accelerated(Asked(root=tmp_path))
-    assert shared_memory(Asked(root=tmp_path))[0].level == "problem"
+    return judged
 
 
-def test_open_files_go_by_the_ranks():
-    assert open_files(1024, 4096, ranks=8).level == "ok"
-    found = open_files(1024, 4096, ranks=192)
+def test_open_files_go_by_the_ranks(allowed):
+    assert allowed((1024, 4096), ranks=8)[0].level == "ok"
+    found = allowed((1024, 4096), ranks=192)[0]
     assert found.level == "problem" and found.advice.startswith("ulimit -n 4096")
-    assert open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY, ranks=4096).level == "ok"
-    assert "ulimit -n 33280" in open_files(1024, resource.RLIM_INFINITY, ranks=4096).advice
+    assert allowed((resource.RLIM_INFINITY, resource.RLIM_INFINITY), ranks=4096)[0].level == "ok"
+    assert "ulimit -n 33280" in allowed((1024, resource.RLIM_INFINITY), ranks=4096)[0].advice
 
 
-def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(tmp_path, monkeypatch):
-    assert locked_memory(8 * MIB, cards=False).level == "ok"
-    found = locked_memory(8 * MIB, cards=True)
+def test_locked_memory_matters_to_infiniband_alone_and_between_nodes_alone(allowed):
+    assert allowed(locked=8 * MIB)[1].level == "ok"
+    assert allowed(locked=8 * MIB, ranks=16)[1].level == "ok"
+    found = allowed(locked=8 * MIB, cards=True)[1]
     assert (found.level, found.found) == ("note", "8 MiB") and "ulimit -l unlimited" in found.advice
-    assert locked_memory(resource.RLIM_INFINITY, cards=True).level == "ok"
-    monkeypatch.setenv("WORLD_SIZE", "16")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    monkeypatch.setattr("resource.getrlimit", lambda which: (8 * MIB, 8 * MIB))
-    assert limits(Asked(root=tmp_path))[1].level == "ok"
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert limits(Asked(root=tmp_path))[1].level == "problem"
+    assert allowed(cards=True)[1].level == "ok"
+    assert allowed(locked=8 * MIB, ranks=16, cards=True)[1].level == "problem"

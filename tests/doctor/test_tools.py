@@ -1,24 +1,20 @@
-"""Programs that fail or hang are an error in one line."""
+"""Programs that fail or hang are told in one line."""
 
 import time
 
-import pytest
-
-from megaenc.doctor.accelerators import ToolError, told_by
+from megaenc.doctor.accelerators import told_by
 
 
 def test_what_a_program_says_is_returned():
-    assert told_by(["sh", "-c", "echo two; echo lines"], 10) == "two\nlines\n"
+    assert told_by(["sh", "-c", "echo two; echo lines"], 10) == ("two\nlines\n", "")
 
 
 def test_a_program_that_fails_is_told_with_its_last_line():
-    with pytest.raises(ToolError, match=r"^exit code 9: no driver$") as failed:
-        told_by(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
-    assert failed.value.told == "looking\nno driver\n"
+    told = told_by(["sh", "-c", "echo looking; echo no driver >&2; exit 9"], 10)
+    assert told == ("looking\nno driver\n", "exit code 9: no driver")
 
 
 def test_a_program_that_hangs_is_left_with_all_that_it_started():
     begin = time.monotonic()
-    with pytest.raises(ToolError, match=r"no answer in 0\.3 s"):
-        told_by(["sh", "-c", "sleep 60 | sleep 60"], 0.3)
+    assert told_by(["sh", "-c", "sleep 60 | sleep 60"], 0.3) == ("", "no answer in 0.3 s")
     assert time.monotonic() - begin < 10

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from megaenc.estimate.case import Case, PhaseWork, Work
+from megaenc.estimate.case import Case, PaperLayout, PhaseWork, Work
 from megaenc.estimate.machines import Link, Rates
-from megaenc.estimate.settings import PaperLayout
 from megaenc.estimate.whole import Demand
 from megaenc.model.config import ModelConfig
 

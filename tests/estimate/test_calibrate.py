@@ -6,12 +6,12 @@ import pytest
 from cases import WORK, demand
 
 from megaenc.errors import InputError
-from megaenc.estimate.calibrate import calibrate, rates_from, share_of
 from megaenc.estimate.case import Case, phases
+from megaenc.estimate.command import read
 from megaenc.estimate.documents import documents
 from megaenc.estimate.machines import TABLE
+from megaenc.estimate.measure import calibrate, rates_from, share_of
 from megaenc.estimate.memory import worst_memory
-from megaenc.estimate.settings import read
 from megaenc.estimate.time import step_time
 from megaenc.estimate.whole import Demand
 
@@ -67,7 +67,7 @@ def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
 
 
 def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
-    monkeypatch.setattr("megaenc.estimate.calibrate.usable_cores", lambda: 1)
+    monkeypatch.setattr("megaenc.estimate.measure.usable_cores", lambda: 1)
     settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     with pytest.raises(InputError, match="--calibrate: found one device here, which cannot say how 2 are connected"):
         calibrate(settings, case, wanted, docs, None)

@@ -7,9 +7,8 @@ from cases import WORK, case, demand, rates
 
 from megaenc.backend.layout import Layout
 from megaenc.errors import InputError
-from megaenc.estimate.layouts import balanced, best_layout, flags_of
-from megaenc.estimate.settings import PaperLayout, read_split, write_split
-from megaenc.estimate.whole import estimate
+from megaenc.estimate.case import PaperLayout, read_split, write_split
+from megaenc.estimate.whole import balanced, best_layout, estimate, flags_of
 from megaenc.model.config import PRESETS, ModelConfig
 from megaenc.training.settings import read_settings
 

@@ -1,5 +1,7 @@
 """Memory by hand, and what autograd really saves of a layer."""
 
+import dataclasses
+
 import pytest
 import torch
 from cases import SHAPE, WORK, case, rates
@@ -48,7 +50,7 @@ def test_a_distributed_optimizer_is_shared_by_the_copies_of_the_model():
 def test_stages_hold_what_the_pipeline_has_in_flight():
     four = case(ModelConfig(8, 32, 80, 4, 2), gpus=4, batch=16, pipeline_model_parallel_size=4)
     assert [in_flight(four, stage) for stage in four.every_stage()] == [4, 3, 2, 1]
-    assert [in_flight(four.with_batch(2), stage) for stage in four.every_stage()] == [2, 2, 2, 1]
+    assert [in_flight(dataclasses.replace(four, global_batch_size=2), stage) for stage in four.every_stage()] == [2, 2, 2, 1]
     turns = case(ModelConfig(8, 32, 80, 4, 2), gpus=2, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
     assert [in_flight(turns, stage) for stage in turns.every_stage()] == [5 / 2, 3 / 2]  # of parts, two to a stage
 
