@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc.data.readers import Block
-from megaenc.data.sources import HubStream, LineFile, ParquetFile, SavedFile, Source, TextGroup
+from megaenc.data.sources import LineFile, Source, TextGroup
 from megaenc.errors import InputError
 
 EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
@@ -53,7 +53,7 @@ class Inputs:
     @property
     def known_size(self) -> int | None:
         """`size`, or None where part of it is a guess."""
-        return None if any(isinstance(source, HubStream) for source in self.sources) else self.size
+        return self.size if all(source.is_size_known for source in self.sources) else None
 
     def files(self) -> Iterator[tuple[str, int, int]]:
         """(path, bytes, time of the last change in ns) of every file, as found: what shows that the input is still the same."""
@@ -96,6 +96,8 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
     for name in settings.input:
         path = Path(name)
         if not os.path.exists(path) and _may_be_on_hub(name):
+            from megaenc.data.tables import HubStream
+
             hub = True
             source = HubStream(name, settings.dataset_config, settings.dataset_split, keys)
             inputs.sources.append(source)
@@ -110,7 +112,7 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
         inputs.sources.extend(sources)
         origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
         if path.is_dir():
-            origin["files"] = sum(len(source.files) for source in sources)
+            origin["files"] = sum(len(source.seen) for source in sources)
         inputs.origins.append(origin)
     # A flag that changes nothing is a mistake.
     if settings.sample_by != "document" and not texts:
@@ -176,12 +178,11 @@ def _sources(found: Sequence[tuple[str, str]], settings: InputFlags, keys: Seque
             yield TextGroup([path for _, path in paths])
             continue
         for _, path in paths:
-            if kind == "parquet":
-                yield ParquetFile(path, keys)
-            elif kind == "saved":
-                from megaenc.data import tables
+            if kind in ("parquet", "saved"):
+                from megaenc.data import tables  # pyarrow is not needed for JSONL, and takes its time
 
-                yield from (SavedFile(file, keys) for file in tables.saved_files(path, settings.dataset_split, keys))
+                is_file = kind == "parquet"
+                yield from [tables.ParquetFile(path, keys)] if is_file else tables.saved_files(path, settings.dataset_split, keys)
             else:
                 yield LineFile(path, settings.sample_by if kind == "text" else None)
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megaenc.data.compression import opened
+from megaenc.data.readers import opened
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.rows import IOB2, value_of
 from megaenc.finetune.examples import Family
