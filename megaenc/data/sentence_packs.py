@@ -54,7 +54,6 @@ class SentencePacks(CorpusPacks):
         self._starts = lru_cache(maxsize=2)(self._shared_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
-        """See CorpusPacks."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
@@ -62,13 +61,11 @@ class SentencePacks(CorpusPacks):
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """See CorpusPacks."""
         while len(self._first_samples) <= epoch:
             self._walk(len(self._first_samples) - 1)
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """See CorpusPacks."""
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(self._starts(epoch)[pack - self._first_samples[epoch]])
 
