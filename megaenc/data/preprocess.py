@@ -1,5 +1,6 @@
 """Tokenise text once, into the .bin and .idx that training reads, with a .json beside them that says what they are."""
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -68,24 +69,14 @@ class _Job:
 
     def plan(self) -> dict[str, object]:
         """What the parts of the corpus depend on."""
-        settings, punkt = self.settings, self.work.punkt
-        files = hashlib.sha256()
+        files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
         for entry in self.found.files():
             files.update(repr(entry).encode())
-        return {
-            "input": list(settings.input),
-            "files": files.hexdigest(),
-            "partitions": settings.partitions,
-            "tokenizer": self.identity.fingerprint,
-            "json_keys": list(settings.json_keys),
-            "append_eod": settings.append_eod,
-            "sentences": None if punkt is None else punkt.describe(),
-            "sample_by": settings.sample_by,
-            "dataset_config": settings.dataset_config,
-            "dataset_split": settings.dataset_split,
-            "skip_bad_lines": settings.skip_bad_lines,
-            "megaenc": megaenc.__version__,
-        }
+        for name in ("output_prefix", "workers", "split_sentences", "punkt_language"):
+            del plan[name]
+        sentences = None if self.work.punkt is None else self.work.punkt.describe()
+        made_with = {"tokenizer": self.identity.fingerprint, "sentences": sentences, "megaenc": megaenc.__version__}
+        return {"input": self.settings.input, "files": files.hexdigest(), **plan, **made_with}
 
     def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> Sidecar:
         """Finish the corpus of one key; `files` are its .bin and .idx."""
