@@ -197,15 +197,14 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     raise InputError(f"{place}: found {shortened(repr(value))}, expected a {expected}")
 
 
+_TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")
+
+
 def _plain(box: str) -> str:
     """Return one sentence, the flag first, for the frame that tyro draws around an error."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
     lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
-    titles = (
-        *("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options"),
-        "Invalid choice",
-    )
-    lines = [line for line in lines if line not in titles]
+    lines = [line for line in lines if not _TITLES.fullmatch(line)]
     for heading in ("Argument helptext:", "Got errors:"):
         if heading in lines:
             lines = lines[: lines.index(heading)]

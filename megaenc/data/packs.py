@@ -5,7 +5,7 @@ What is in a pack is a pure function of the data, the seed, seq_length and the s
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -109,10 +109,8 @@ class CorpusPacks(ABC):
     def _make_visits(self, epoch: int) -> np.ndarray:
         """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
-        (visits,) = self.stream.shared(
-            ("visits", count, epoch), lambda: (narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,))),)
-        )
-        return visits
+        make = partial(randomness.permutation, self.seed, "packs", count, counters=(epoch,))
+        return self.stream.shared(("visits", count, epoch), lambda: (narrow(make()),))[0]
 
 
 class ConcatPacks(CorpusPacks):

@@ -137,7 +137,11 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
 def _run(job: _Job, folder: Path) -> list[Path]:
     started = time.monotonic()
     with created_parent(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
-        made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
+        if job.settings.partitions > 1:
+            made = _write_in_parts(job, folder)
+        else:
+            with _workers(job, job.settings.workers) as workers:
+                made = _write(job, partial(_tokenise, job, workers), lambda hashes: refuse_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):
         say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
@@ -223,11 +227,6 @@ def _workers(job: _Job, count: int) -> Workers | Threads:
     in_lines = all(isinstance(source, LineFile) for source in job.found.sources)  # blocks of which are small, whatever they hold
     threads = in_lines and count <= _MOST_THREADS and job.work.encoder.fast and job.work.punkt is None
     return (Threads if threads else Workers)(job.work, count)
-
-
-def _write_at_once(job: _Job) -> list[Sidecar]:
-    with _workers(job, job.settings.workers) as workers:
-        return _write(job, lambda writers: _tokenise(job, workers, writers), lambda hashes: refuse_outputs(job.prefixes))
 
 
 def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:

@@ -3,23 +3,13 @@
 from array import array
 from bisect import bisect_right
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
+from megaenc.data.corpus import Corpus
 from megaenc.data.packs import CorpusPacks
 from megaenc.data.sidecar import Sidecar
-from megaenc.data.stream import Documents
 from megaenc.errors import InputError
-
-
-class Sentences(Documents, Protocol):
-    """Documents made of sequences; a Corpus is one."""
-
-    sequence_lengths: np.ndarray
-    """int32[S] in tokens."""
-    first_sequences: np.ndarray
-    """int64[D + 1]: document d is sequences first_sequences[d] up to first_sequences[d + 1]."""
 
 
 def check_sentences(prefix: str, sidecar: Sidecar | None, *, sequences: int, documents: int) -> None:
@@ -39,7 +29,7 @@ class SentencePacks(CorpusPacks):
     Within a pack attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one.
     """
 
-    def __init__(self, corpus: Sentences, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: Corpus, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
         check_sentences(
             getattr(corpus, "prefix", "the corpus"),
@@ -85,8 +75,7 @@ class SentencePacks(CorpusPacks):
 
     def _shared_starts(self, epoch: int) -> np.ndarray:
         what = ("sentences", self.seq_length, self._taken[epoch], epoch)
-        (starts,) = self.stream.shared(what, lambda: (self._make_starts(epoch),))
-        return starts
+        return self.stream.shared(what, lambda: (self._make_starts(epoch),))[0]
 
     def _make_starts(self, epoch: int) -> np.ndarray:
         """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""
