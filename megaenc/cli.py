@@ -1,12 +1,11 @@
 """`megaenc COMMAND ...`: one door to every command; each is imported only when it is called."""
 
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 
 import megaenc
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, closest, one_line_errors
 
 # name, of one word or two: (module:function, what it does)
 COMMANDS = {
@@ -19,32 +18,20 @@ COMMANDS = {
     "estimate": ("megaenc.estimate.command:main", "say what a run takes before it starts: memory, time, hours, a layout"),
     "convert": ("megaenc.convert.command:main", "convert checkpoints to and from Hugging Face"),
     "finetune run": ("megaenc.finetune.command:run_main", "fine-tune a model on one data set, with one rate and one seed"),
-    "finetune grid": (
-        "megaenc.finetune.grid:grid_main",
-        "fine-tune models on data sets with every rate and seed",
-    ),
+    "finetune grid": ("megaenc.finetune.grid:grid_main", "fine-tune models on data sets with every rate and seed"),
     "finetune summary": (
         "megaenc.finetune.summary:summary_main",
         "print means and intervals of a grid, and how the rates matter",
     ),
-    "finetune demo": (
-        "megaenc.finetune.datasets.demo:main",
-        "make four small data sets from what is installed here",
-    ),
+    "finetune demo": ("megaenc.finetune.datasets.demo:main", "make four small data sets from what is installed here"),
     "bench pretrain": ("megaenc.bench.pretrain:main", "compare the speed of training with transformers' on the same work"),
     "bench data": ("megaenc.bench.data:main", "measure tokenising beside gigatoken alone and Hugging Face's ways"),
-    "bench loader": (
-        "megaenc.bench.loader:main",
-        "measure how fast a run gets its packs, and what ordering the documents costs",
-    ),
+    "bench loader": ("megaenc.bench.loader:main", "measure how fast a run gets its packs, and what ordering the documents costs"),
     "fill-mask": ("megaenc.finetune.fill_mask:main", "let an exported encoder guess hidden words of text"),
     "study plan": ("megaenc.study.plan_command:main", "say which runs a study takes, what they share and cost"),
     "study run": ("megaenc.study.run_command:main", "train, export and fine-tune all of a study, here or on a cluster"),
     "study status": ("megaenc.study.status:main", "show how far a study is, what failed and why"),
-    "study report": (
-        "megaenc.study.report_command:main",
-        "tables, figures and verdicts of a study, in files and as one page",
-    ),
+    "study report": ("megaenc.study.report_command:main", "tables, figures and verdicts of a study, in files and as one page"),
     "plot": ("megaenc.study.plot:main", "draw the loss of a run, or the held-out losses of several over each other"),
     "summary": ("megaenc.study.summary:main", "print what a run has learnt, before and after"),
     "doctor": ("megaenc.doctor.command:main", "look at all that training depends on here, and say what will bite"),
@@ -79,14 +66,14 @@ def _command(arguments: list[str]) -> tuple[str, list[str]]:
     pairs = [name for name in COMMANDS if " " in name]
     if first in _groups():
         given, known = both, [name for name in pairs if name.startswith(f"{first} ")]
-        words = difflib.get_close_matches(arguments[1], [name.split()[1] for name in known], n=1)
-        near = [f"{first} {word}" for word in words]
-    elif near := difflib.get_close_matches(both, pairs, n=1, cutoff=0.8):
+        word = closest(arguments[1], [name.split()[1] for name in known])
+        near = word and f"{first} {word}"
+    elif near := closest(both, pairs, cutoff=0.8):
         given, known = both, pairs
     else:
         given, known = first, list(COMMANDS)
-        near = difflib.get_close_matches(first, [*known, *_groups()], n=1)
-    hint = f"did you mean `megaenc {near[0]}`?" if near else f"expected one of {', '.join(known)}"
+        near = closest(first, [*known, *_groups()])
+    hint = f"did you mean `megaenc {near}`?" if near else f"expected one of {', '.join(known)}"
     raise InputError(f"megaenc {given}: no such command; {hint}")
 
 

@@ -2,13 +2,14 @@
 
 import atexit
 import contextlib
+import difflib
 import errno
 import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megaenc.console import printable, shortened
 from megaenc.launcher import for_good, started_by_torchrun
@@ -33,6 +34,16 @@ class LocalInputError(InputError):
 def one_line(error: BaseException, most: int = 200) -> str:
     """Return the text of `error`, or its type's name where it has none, in one line of at most `most` characters."""
     return shortened(" ".join(str(error).split()) or type(error).__name__, most)
+
+
+def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the one of `known` that `word` may have been meant to be, empty if none is similar."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), "")
+
+
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Return the first line of an error's message that says something, at most so long, or the error's type."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:most]
 
 
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:

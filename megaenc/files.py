@@ -48,9 +48,8 @@ def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> It
             else:
                 _uninterrupted(lambda: _replace_all(temporary, paths))
     finally:
-        for path in temporary:
-            with contextlib.suppress(OSError):  # the first error is the one to report
-                path.unlink()
+        for path in temporary:  # the first error is the one to report
+            remove(path)
 
 
 def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
@@ -60,7 +59,12 @@ def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
     try:
         for target, backup in zip(targets, backups, strict=True):
             with contextlib.suppress(FileNotFoundError):
-                _back_up(target, backup)
+                try:
+                    os.link(target, backup)
+                except FileNotFoundError:
+                    raise
+                except OSError:  # of a file system without hard links
+                    shutil.copy2(target, backup)
         for source, target in zip(sources, targets, strict=True):
             os.replace(source, target)
             replaced += 1
@@ -73,18 +77,7 @@ def _replace_all(sources: Sequence[Path], targets: Sequence[Path]) -> None:
         raise
     finally:
         for backup in backups:
-            with contextlib.suppress(OSError):
-                backup.unlink()
-
-
-def _back_up(path: Path, backup: Path) -> None:
-    """Give a file a second name, or copy it if the file system has no hard links. Raises OSError."""
-    try:
-        os.link(path, backup)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        shutil.copy2(path, backup)
+            remove(backup)
 
 
 def _uninterrupted(call: Callable[[], None]) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import io
 import itertools
 import re
@@ -16,7 +15,7 @@ import tyro
 import yaml
 
 from megaenc.console import shortened
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.json_files import read_regular
 from megaenc.ranks import rank
 
@@ -143,8 +142,8 @@ def replace_fields(settings: Settings, values: dict[str, Any], *, source: str) -
     known = flatten(settings)
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near[0]}`?" if near else ""))
+            near = closest(str(name), known)
+            raise InputError(f"{source}: unknown field `{name}`" + (f"; did you mean `{near}`?" if near else ""))
 
     def put(node):
         changes, types = {}, get_type_hints(type(node))
@@ -198,15 +197,14 @@ def _read(place: str, kind: Any, value: Any) -> Any:
     raise InputError(f"{place}: found {shortened(repr(value))}, expected a {expected}")
 
 
+_TITLES = re.compile("Missing argument|Value error|Unrecognized options|Parsing error|Invalid (input|choice)|Required options")
+
+
 def _plain(box: str) -> str:
     """Return one sentence, the flag first, for the frame that tyro draws around an error."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
     lines = [line for line in lines if line and not line.startswith("For full helptext") and not line.endswith(" --help")]
-    titles = (
-        *("Missing argument", "Value error", "Unrecognized options", "Parsing error", "Invalid input", "Required options"),
-        "Invalid choice",
-    )
-    lines = [line for line in lines if line not in titles]
+    lines = [line for line in lines if not _TITLES.fullmatch(line)]
     for heading in ("Argument helptext:", "Got errors:"):
         if heading in lines:
             lines = lines[: lines.index(heading)]

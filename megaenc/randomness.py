@@ -22,8 +22,9 @@ def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
     """
     name = "\x1f".join([str(int(seed)), purpose, *(str(int(counter)) for counter in counters)])
     key = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), dtype="<u8")
-    own = _own_philox()
-    own.state = {
+    if not hasattr(_THREAD, "philox"):  # told where to begin each time: making one takes five times as long
+        _THREAD.philox = np.random.Philox(key=0)
+    _THREAD.philox.state = {
         "bit_generator": "Philox",
         "state": {"key": key, "counter": np.array([block, 0, 0, 0], dtype=np.uint64)},
         "buffer": np.zeros(4, dtype=np.uint64),
@@ -31,14 +32,7 @@ def words(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()
         "has_uint32": 0,
         "uinteger": 0,
     }
-    return own.random_raw(count)
-
-
-def _own_philox() -> np.random.Philox:
-    """This thread's. It is told where to begin each time: making one takes five times as long, as it asks for a random seed."""
-    if not hasattr(_THREAD, "philox"):
-        _THREAD.philox = np.random.Philox(key=0)
-    return _THREAD.philox
+    return _THREAD.philox.random_raw(count)
 
 
 def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] = ()) -> np.ndarray:
@@ -99,9 +93,8 @@ def normal_rows(seed: int, name: str, rows: range, columns: int) -> np.ndarray:
     chunk = max(1, (1 << 20) // (4 * blocks))  # rows at a time: bounds the float64 intermediates to some tens of megabytes
     for start in range(0, len(rows), chunk):
         count = min(chunk, len(rows) - start)
-        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks).reshape(count, -1)[
-            :, :pairs
-        ]
+        raw = words(seed, "weights:" + name, count * blocks * 4, block=(rows.start + start) * blocks)
+        raw = raw.reshape(count, -1)[:, :pairs]
         radius = np.sqrt(-2.0 * np.log(((raw >> np.uint64(32)) + 0.5) * 2.0**-32))
         angle = (raw & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
         normals = np.empty((count, 2 * pairs))

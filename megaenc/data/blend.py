@@ -124,7 +124,6 @@ class BlendedPacks:
 
     @property
     def samples_before_repeat(self) -> int:
-        """See megaenc.data.packs.Packs."""
         return min(self._sample_of(corpus, part.samples_before_repeat) for corpus, part in enumerate(self.parts))
 
     def _sample_of(self, corpus: int, number: int) -> int:

@@ -150,23 +150,20 @@ def check_index(prefix: str) -> type[np.number]:
 
     Raises InputError. Cheap: it reads the header and asks for sizes.
     """
-    try:
-        return _check_index(prefix)
-    except OSError as error:
-        raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
-
-
-def _check_index(prefix: str) -> type[np.number]:
     for extension in (".idx", ".bin"):
         if not os.path.isfile(prefix + extension):  # unlike Path's, False for a name that is too long
             raise InputError(
                 f"{prefix}{extension}: no such file; expected the prefix of a .bin and an .idx file{_nearby(prefix)}"
             )
-    found_bytes = Path(f"{prefix}.idx").stat().st_size
+    try:
+        found_bytes, bin_bytes = (os.stat(prefix + extension).st_size for extension in (".idx", ".bin"))
+        with open(f"{prefix}.idx", "rb") as stream:
+            header = stream.read(HEADER.size)
+    except OSError as error:
+        raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
     if found_bytes < HEADER.size:
         raise InputError(f"{prefix}.idx: truncated: found {found_bytes} bytes, expected a header of {HEADER.size}")
-    with open(f"{prefix}.idx", "rb") as stream:
-        magic, version, code, sequences, indices = HEADER.unpack(stream.read(HEADER.size))
+    magic, version, code, sequences, indices = HEADER.unpack(header)
     if magic != MAGIC or version != VERSION:
         raise InputError(f"{prefix}.idx: found header {magic!r}, version {version}; expected {MAGIC!r}, version {VERSION}")
     if code not in TOKEN_TYPES:
@@ -175,7 +172,7 @@ def _check_index(prefix: str) -> type[np.number]:
     if found_bytes != expected_bytes:
         wrong = "truncated" if found_bytes < expected_bytes else "too long for a text corpus"
         raise InputError(f"{prefix}.idx: {wrong}: found {found_bytes} bytes, expected {expected_bytes} for {sequences} sequences")
-    if Path(f"{prefix}.bin").stat().st_size == 0 or indices < 2 or sequences < 1:
+    if bin_bytes == 0 or indices < 2 or sequences < 1:
         raise InputError(f"{prefix}.bin: found no tokens, expected at least one document with text")
     return TOKEN_TYPES[code]
 

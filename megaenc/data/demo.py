@@ -33,7 +33,7 @@ _INSTALLED = """
 """
 _PACKAGES = _INSTALLED.split()
 # Tests say little in sentences; vendored copies belong to somebody else.
-_LEFT_OUT = frozenset(("test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"))
+_LEFT_OUT = {"test", "tests", "testing", "idle_test", "site-packages", "_vendor", "lib2to3", "third_party"}
 _HELD_OUT_PERCENT = 2
 CORPUS, HELDOUT, RECORD, LOCK = "corpus.jsonl", "heldout.jsonl", "demo.json", ".demo.lock"
 
@@ -133,14 +133,10 @@ def find_demo_corpus(folder: Path) -> Demo | None:
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
         if path.name not in hashes or path.is_symlink() or sha256_of(path) != hashes[path.name]:
-            changed, foreign = (
-                "has changed since `megaenc demo` wrote it",
-                "is not of `megaenc demo`, which would have recorded it",
-            )
-            reason = f"{changed if path.name in hashes else foreign} in {RECORD}"
-            raise InputError(
-                f"{path}: found a file that {reason}; expected no file, or the demo's own; move the file or name another folder"
-            )
+            foreign = "is not of `megaenc demo`, which would have recorded it"
+            changed = "has changed since `megaenc demo` wrote it" if path.name in hashes else foreign
+            found = f"found a file that {changed} in {RECORD}"
+            raise InputError(f"{path}: {found}; expected no file, or the demo's own; move the file or name another folder")
     return Demo.of(folder) if len(present) == 2 else None
 
 
@@ -182,9 +178,8 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
             preprocess(PreprocessFlags((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
         found = read_sidecar(demo.data_prefix).vocab_size
         if found != vocab_size:
-            raise InputError(
-                f"{folder}: holds a demo of {found} token ids, expected {vocab_size}; remove it or name another folder"
-            )
+            hint = "remove it or name another folder"
+            raise InputError(f"{folder}: holds a demo of {found} token ids, expected {vocab_size}; {hint}")
     return demo
 
 
@@ -229,11 +224,10 @@ def _paragraphs(source: tuple[str, str]) -> list[tuple[str, str]]:
 def long_strings(source: str) -> list[tuple[int, str]]:
     """Return (line, text) of the long strings of Python source, not only docstrings: compiled functions have theirs elsewhere."""
     try:
-        nodes = ast.walk(ast.parse(source))
+        constants = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    strings = ((node.lineno, node.value) for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
-    return sorted((line, text) for line, text in strings if len(text) >= 60)
+    return sorted((node.lineno, node.value) for node in constants if isinstance(node.value, str) and len(node.value) >= 60)
 
 
 def paragraphs(text: str) -> Iterator[str]:

@@ -56,7 +56,7 @@ class Encoder:
         # An added token may be looked for in the normalised text, where the search in `_spells_added_token` cannot see it.
         findable = config.get("normalizer") is None or not any(token.get("normalized") for token in added)
         self._quick: Any = None  # a tokenizer of gigatoken
-        if fast or (fast is None and findable):
+        if findable if fast is None else fast:
             self._quick = _gigatoken(json.dumps({**config, "added_tokens": added, "post_processor": None}))
         if fast is None and self._quick is not None and not self._agrees(self._quick):
             self._quick = None
@@ -75,17 +75,9 @@ class Encoder:
         texts = [well_formed(text) for text in texts]
         if self._quick is None:
             return self._encode_reference(texts)
-        rows: list[np.ndarray | None] = []
-        slow = []
-        for at, text in enumerate(texts):
-            if self._spells_added_token is not None and self._spells_added_token(text):
-                slow.append(at)
-                rows.append(None)
-            else:
-                rows.append(self._quick.encode(text.encode()))
-        for at, row in zip(slow, self._encode_reference([texts[at] for at in slow]), strict=True):
-            rows[at] = row
-        return rows
+        spells = self._spells_added_token or (lambda text: False)
+        slow = iter(self._encode_reference([text for text in texts if spells(text)]))
+        return [next(slow) if spells(text) else self._quick.encode(text.encode()) for text in texts]
 
     def joined(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """The documents end to end: token ids uint32[tokens], and int64[documents] how many each has. Other threads go on."""

@@ -4,8 +4,10 @@ megatron-core's own builder keeps the lengths and pointers as Python lists and w
 microsecond a document, and an import of torch. Here it is one array each; the tests open the result with megatron-core.
 """
 
+import contextlib
 import hashlib
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,16 @@ class IndexedWriter:
     def close(self) -> None:
         """Close the .bin; harmless when it is closed."""
         self._stream.close()
+
+
+@contextlib.contextmanager
+def open_writers(files: Sequence[Path], dtype: str) -> Iterator[list[IndexedWriter]]:
+    """Give a writer for each corpus, of whose `files` all .bin come first, then all .idx; close them after the block."""
+    with contextlib.ExitStack() as stack:
+        writers = [IndexedWriter(*pair, dtype) for pair in zip(files[: len(files) // 2], files[len(files) // 2 :], strict=True)]
+        for writer in writers:
+            stack.callback(writer.close)
+        yield writers
 
 
 def _check(path: Path, found: Any, expected: str) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc.data.readers import Block
-from megaenc.data.sources import HubStream, LineFile, ParquetFile, SavedFile, Source, TextGroup
+from megaenc.data.sources import LineFile, Source, TextGroup
 from megaenc.errors import InputError
 
 EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
 _KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "text", ".text": "text", ".md": "text"}
 _SHOWN = {"jsonl": "JSONL", "text": "text", "parquet": "Parquet", "saved": "saved data sets"}
-_AGAIN = "start again when nothing writes to it"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
@@ -53,7 +52,7 @@ class Inputs:
     @property
     def known_size(self) -> int | None:
         """`size`, or None where part of it is a guess."""
-        return None if any(isinstance(source, HubStream) for source in self.sources) else self.size
+        return self.size if all(source.is_size_known for source in self.sources) else None
 
     def files(self) -> Iterator[tuple[str, int, int]]:
         """(path, bytes, time of the last change in ns) of every file, as found: what shows that the input is still the same."""
@@ -67,15 +66,14 @@ class Inputs:
                 try:
                     stat = os.stat(path)
                 except OSError as error:
-                    raise InputError(f"{path}: changed while it was read: {error.strerror}; {_AGAIN}") from None
-                if stat.st_size != size:
-                    raise InputError(
-                        f"{path}: changed while it was read: found {stat.st_size:,} bytes, expected {size:,}; {_AGAIN}"
-                    )
-                if stat.st_mtime_ns != changed:
-                    raise InputError(
-                        f"{path}: changed while it was read: found another time of its last change, expected the same; {_AGAIN}"
-                    )
+                    reason = error.strerror
+                else:
+                    if (stat.st_size, stat.st_mtime_ns) == (size, changed):
+                        continue
+                    reason = "found another time of its last change, expected the same"
+                    if stat.st_size != size:
+                        reason = f"found {stat.st_size:,} bytes, expected {size:,}"
+                raise InputError(f"{path}: changed while it was read: {reason}; start again when nothing writes to it")
 
 
 @dataclass(frozen=True)
@@ -91,33 +89,32 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
     """Look at every --input. Raises InputError for what is missing, empty, of no known kind or without the columns `keys`."""
     if not settings.input:
         raise InputError(f"--input: nothing given, expected {EXPECTED}")
-    inputs = Inputs([], [], [])
-    texts = saved = hub = False
+    inputs, kinds = Inputs([], [], []), set()
     for name in settings.input:
         path = Path(name)
         if not os.path.exists(path) and _may_be_on_hub(name):
-            hub = True
+            from megaenc.data.tables import HubStream
+
+            kinds.add("hub")
             source = HubStream(name, settings.dataset_config, settings.dataset_split, keys)
             inputs.sources.append(source)
             origin = {"path": name, "bytes": None, "config": settings.dataset_config, "split": settings.dataset_split}
-            inputs.origins.append(origin)
             inputs.remarks.append(f"{name}: streamed from the Hugging Face Hub, {source.end:,} files")
-            continue
-        found = [("saved", name)] if _is_saved(path) else _walk(path, inputs.remarks) if os.path.isdir(path) else [_named(path)]
-        sources = list(_sources(found, settings, keys))
-        texts |= any(kind == "text" for kind, _ in found)
-        saved |= any(kind == "saved" for kind, _ in found)
-        inputs.sources.extend(sources)
-        origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
-        if path.is_dir():
-            origin["files"] = sum(len(source.files) for source in sources)
+        else:
+            found = _walk(path, inputs.remarks) if os.path.isdir(path) and not _is_saved(path) else [_named(path)]
+            kinds |= {kind for kind, _ in found}
+            sources = list(_sources(found, settings, keys))
+            inputs.sources.extend(sources)
+            origin = {"path": path.resolve().name, "bytes": sum(source.size for source in sources)}
+            if path.is_dir():
+                origin["files"] = sum(len(source.seen) for source in sources)
         inputs.origins.append(origin)
     # A flag that changes nothing is a mistake.
-    if settings.sample_by != "document" and not texts:
+    if settings.sample_by != "document" and "text" not in kinds:
         raise InputError(f"--sample-by {settings.sample_by}: none of --input is a text file (.txt, .text, .md)")
-    if settings.dataset_config is not None and not hub:
+    if settings.dataset_config is not None and "hub" not in kinds:
         raise InputError(f"--dataset-config {settings.dataset_config}: none of --input is a data set of the Hugging Face Hub")
-    if settings.dataset_split != "train" and not hub and not saved:
+    if settings.dataset_split != "train" and not kinds & {"hub", "saved"}:
         raise InputError(f"--dataset-split {settings.dataset_split}: none of --input is a data set, saved or on the Hub")
     return inputs
 
@@ -176,18 +173,19 @@ def _sources(found: Sequence[tuple[str, str]], settings: InputFlags, keys: Seque
             yield TextGroup([path for _, path in paths])
             continue
         for _, path in paths:
-            if kind == "parquet":
-                yield ParquetFile(path, keys)
-            elif kind == "saved":
-                from megaenc.data import tables
+            if kind in ("parquet", "saved"):
+                from megaenc.data import tables  # pyarrow is not needed for JSONL, and takes its time
 
-                yield from (SavedFile(file, keys) for file in tables.saved_files(path, settings.dataset_split, keys))
+                is_file = kind == "parquet"
+                yield from [tables.ParquetFile(path, keys)] if is_file else tables.saved_files(path, settings.dataset_split, keys)
             else:
                 yield LineFile(path, settings.sample_by if kind == "text" else None)
 
 
 def _named(path: Path) -> tuple[str, str]:
-    """(kind, path) of a file that was named itself: by its name, else JSONL, but Parquet is known by its first bytes."""
+    """(kind, path) of what was named itself: by its name, else JSONL, but Parquet is known by its first bytes."""
+    if _is_saved(path):
+        return "saved", str(path)
     if not os.path.exists(path):
         raise InputError(f"{path}: no such file or folder; expected {EXPECTED}")
     if not path.is_file():

@@ -5,7 +5,7 @@ What is in a pack is a pure function of the data, the seed, seq_length and the s
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import numpy as np
@@ -93,7 +93,6 @@ class CorpusPacks(ABC):
 
     @property
     def samples_before_repeat(self) -> int:
-        """See Packs."""
         return self.first_sample_of_epoch(1)
 
     @property
@@ -110,29 +109,22 @@ class CorpusPacks(ABC):
     def _make_visits(self, epoch: int) -> np.ndarray:
         """The order in which the packs that start in `epoch` are visited, counted from the first of them."""
         count = self.first_sample_of_epoch(epoch + 1) - self.first_sample_of_epoch(epoch)
-
-        def make() -> tuple[np.ndarray]:
-            return (narrow(randomness.permutation(self.seed, "packs", count, counters=(epoch,))),)
-
-        (visits,) = self.stream.shared(("visits", count, epoch), make)
-        return visits
+        make = partial(randomness.permutation, self.seed, "packs", count, counters=(epoch,))
+        return self.stream.shared(("visits", count, epoch), lambda: (narrow(make()),))[0]
 
 
 class ConcatPacks(CorpusPacks):
     """The stream cut every `seq_length` tokens, so that nothing is wasted; an edge wherever a document ends."""
 
     def epoch_of_sample(self, sample: int) -> int:
-        """See CorpusPacks."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         return sample * self.seq_length // self.tokens_per_epoch
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """See CorpusPacks."""
         return -(-epoch * self.tokens_per_epoch // self.seq_length)
 
     def start_of_pack(self, pack: int) -> int:
-        """See CorpusPacks."""
         return pack * self.seq_length
 
 
@@ -151,13 +143,8 @@ def check_two_chunks(seq_length: int) -> None:
 def mean_squares_of_chunks(seq_length: int) -> float:
     """Return the mean, over all places of the cut, of the sum of the squared lengths of a pack's two chunks."""
     shortest, longest = SHORTEST_CHUNK, seq_length - SHORTEST_CHUNK
-    squares = _sum_of_squares(longest) - _sum_of_squares(shortest - 1)  # of the left chunk; the right one has the same
-    return 2 * squares / (longest - shortest + 1)
-
-
-def _sum_of_squares(count: int) -> int:
-    """Return 1 + 4 + 9 + ... + count^2."""
-    return count * (count + 1) * (2 * count + 1) // 6
+    to_longest, below = (end * (end + 1) * (2 * end + 1) // 6 for end in (longest, shortest - 1))  # 1 + 4 + 9 + ... + end^2
+    return 2 * (to_longest - below) / (longest - shortest + 1)  # the left chunk's squares; the right one has the same
 
 
 class RandomLengthPacks(ConcatPacks):

@@ -1,20 +1,18 @@
 """The work folder of `--partitions`: parts of a corpus, each written whole, so that work goes on where it was stopped."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megaenc.console import ProgressLine
-from megaenc.data.indexed import IndexedWriter
+from megaenc.data.indexed import IndexedWriter, open_writers
 from megaenc.errors import InputError
-from megaenc.files import whole_files, write_whole
+from megaenc.files import FileLock, temporary_path, whole_files, write_whole
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import make_parent
 
@@ -51,14 +49,8 @@ class Parts:
 
         `last_look` may still refuse the part, by an InputError, when it is on the disk.
         """
-        bins, indices = self._files(number)
-        paths = (*bins, *indices, self._note_path(number))
-        with whole_files(*paths, last_look=last_look) as temporary, contextlib.ExitStack() as stack:
-            *files, note = temporary
-            writers = []
-            for here, there in zip(files[: len(bins)], files[len(bins) :], strict=True):
-                writers.append(IndexedWriter(here, there, self._dtype))
-                stack.callback(writers[-1].close)
+        paths = [*self._files(number), self._note_path(number)]
+        with whole_files(*paths, last_look=last_look) as [*files, note], open_writers(files, self._dtype) as writers:
             counts = fill(writers)
             hashes = [writer.finish() for writer in writers]
             sizes = [path.stat().st_size for path in files]
@@ -71,9 +63,11 @@ class Parts:
         done = 0
         with ProgressLine("joining the parts", total) as progress:
             for number, note in enumerate(notes):
-                for *files, writer, hashes in zip(*self._files(number), writers, note["sha256"], strict=True):
+                files = self._files(number)
+                count = len(writers)
+                for *pair, writer, hashes in zip(files[:count], files[count:], writers, note["sha256"], strict=True):
                     try:
-                        writer.extend(*files, hashes)
+                        writer.extend(*pair, hashes)
                     except InputError as error:
                         again = f"remove {self._note_path(number)} and start the same command again"
                         raise InputError(f"{error}; {again}") from None
@@ -85,25 +79,22 @@ class Parts:
         """Note that the parts are joined into files of these sha256, by name, which are about to be renamed."""
         write_whole(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
-    def _files(self, number: int) -> tuple[list[Path], list[Path]]:
-        stems = [f"part-{number + 1:05}-{key}" for key in self._keys]
-        return [self.folder / f"{stem}.bin" for stem in stems], [self.folder / f"{stem}.idx" for stem in stems]
+    def _files(self, number: int) -> list[Path]:
+        """Return the .bin of each key, then the .idx of each."""
+        return [self.folder / f"part-{number + 1:05}-{key}{end}" for end in (".bin", ".idx") for key in self._keys]
 
     def _note_path(self, number: int) -> Path:
         return self.folder / f"part-{number + 1:05}.json"
 
     def _note(self, number: int) -> dict[str, Any] | None:
-        bins, indices = self._files(number)
         try:
             note = read_json_object(self._note_path(number))
-            sizes = [path.stat().st_size for path in (*bins, *indices)]
-        except (OSError, InputError):
+            whole = note["bytes"] == [path.stat().st_size for path in self._files(number)]
+            whole &= [sorted(hashes) for hashes in note["sha256"]] == [["bin", "idx"]] * len(self._keys)
+            whole &= all(type(value) is str for hashes in note["sha256"] for value in hashes.values())
+            return note if whole and all(type(count) is int for count in note["counts"].values()) else None
+        except (OSError, InputError, KeyError, TypeError, AttributeError):
             return None
-        hashes, counts = note.get("sha256"), note.get("counts")
-        whole = note.get("bytes") == sizes and isinstance(hashes, list) and len(hashes) == len(bins)
-        whole = whole and all(isinstance(each, dict) for each in hashes)
-        whole = whole and all(isinstance(each.get(name), str) for each in hashes for name in ("bin", "idx"))
-        return note if whole and isinstance(counts, dict) and all(type(one) is int for one in counts.values()) else None
 
 
 @contextlib.contextmanager
@@ -141,31 +132,22 @@ def work_folder(folder: Path, plan: dict[str, Any]) -> Iterator[None]:
         except OSError as error:
             raise InputError(f"{folder}: cannot be removed: {error.strerror}; the corpus is whole without it") from None
     finally:
-        os.close(lock)
+        lock.close()
 
 
-def _lock(folder: Path) -> int:
+def _lock(folder: Path) -> FileLock:
+    lock = FileLock(folder / _LOCK)
     while True:
-        make_parent(folder / _LOCK, "--output-prefix")
+        make_parent(lock.path, "--output-prefix")
         try:
-            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+            if lock.take():
+                return lock
         except FileNotFoundError:  # another process has just removed its folder
             continue
-        except OSError as error:
-            raise InputError(f"{folder}: cannot be written to: {error.strerror}") from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.stat(folder / _LOCK).st_ino == os.fstat(lock).st_ino:
-                return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise InputError(f"{folder}: another process is at work there; expected to have this folder to oneself") from None
-        except FileNotFoundError:
-            pass
-        except OSError as error:  # a file system that knows no locks
-            os.close(lock)
-            raise InputError(f"{folder}: cannot be locked: {error.strerror}") from None
-        os.close(lock)
+        except OSError as error:  # which names no file if the file system knows no locks
+            verb = "locked" if error.filename is None else "written to"
+            raise InputError(f"{folder}: cannot be {verb}: {error.strerror}") from None
+        raise InputError(f"{folder}: another process is at work there; expected to have this folder to oneself")
 
 
 def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
@@ -184,6 +166,6 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
 
 def _remove(folder: Path) -> None:
     """Under another name first, so that no half of it can be mistaken for the whole."""
-    rubbish = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    rubbish = temporary_path(folder)
     os.rename(folder, rubbish)
     shutil.rmtree(rubbish)

@@ -1,10 +1,9 @@
 """Tokenise text once, into the .bin and .idx that training reads, with a .json beside them that says what they are."""
 
-import contextlib
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -14,7 +13,7 @@ import megaenc
 from megaenc import flags
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.data import inputs
-from megaenc.data.indexed import IndexedWriter, token_dtype
+from megaenc.data.indexed import IndexedWriter, open_writers, token_dtype
 from megaenc.data.outputs import output_files, output_prefixes, refuse_outputs, sha256_of, tell_left_behind, with_hashes
 from megaenc.data.partitions import Parts, noted_outputs, work_folder
 from megaenc.data.sentences import Punkt, installed_punkt, learnt_punkt
@@ -53,12 +52,8 @@ class PreprocessFlags(inputs.InputFlags):
     """Leave out lines, rows and files that hold no text to read, and count them, instead of stopping at the first."""
 
 
-@dataclass
-class _Counts:
-    documents: int = 0
-    skipped: int = 0
-    size: int = 0
-    """Bytes that were parsed."""
+_Counts = dict[str, int]
+"""How many `documents` there were, how many were `skipped`, and the `size` of all in bytes as they were parsed."""
 
 
 @dataclass(frozen=True)
@@ -74,24 +69,14 @@ class _Job:
 
     def plan(self) -> dict[str, object]:
         """What the parts of the corpus depend on."""
-        settings, punkt = self.settings, self.work.punkt
-        files = hashlib.sha256()
+        files, plan = hashlib.sha256(), dataclasses.asdict(self.settings)
         for entry in self.found.files():
             files.update(repr(entry).encode())
-        return {
-            "input": list(settings.input),
-            "files": files.hexdigest(),
-            "partitions": settings.partitions,
-            "tokenizer": self.identity.fingerprint,
-            "json_keys": list(settings.json_keys),
-            "append_eod": settings.append_eod,
-            "sentences": None if punkt is None else punkt.describe(),
-            "sample_by": settings.sample_by,
-            "dataset_config": settings.dataset_config,
-            "dataset_split": settings.dataset_split,
-            "skip_bad_lines": settings.skip_bad_lines,
-            "megaenc": megaenc.__version__,
-        }
+        for name in ("output_prefix", "workers", "split_sentences", "punkt_language"):
+            del plan[name]
+        sentences = None if self.work.punkt is None else self.work.punkt.describe()
+        made_with = {"tokenizer": self.identity.fingerprint, "sentences": sentences, "megaenc": megaenc.__version__}
+        return {"input": self.settings.input, "files": files.hexdigest(), **plan, **made_with}
 
     def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> Sidecar:
         """Finish the corpus of one key; `files` are its .bin and .idx."""
@@ -105,8 +90,8 @@ class _Job:
             documents=writer.documents,
             sequences=writer.sequences,
             tokens=writer.tokens,
-            empty_documents=counts.documents - writer.documents,
-            skipped_lines=counts.skipped,
+            empty_documents=counts["documents"] - writer.documents,
+            skipped_lines=counts["skipped"],
             dtype=self.work.dtype,
             bin_bytes=files[0].stat().st_size,
             idx_bytes=files[1].stat().st_size,
@@ -146,14 +131,17 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
     for remark in found.remarks:
         say(remark)
     check_parent(prefixes[0], "--output-prefix")
-    job = _job(settings, prefixes, found)
-    return partial(_run, job, folder)
+    return partial(_run, _job(settings, prefixes, found), folder)
 
 
 def _run(job: _Job, folder: Path) -> list[Path]:
     started = time.monotonic()
     with created_parent(job.prefixes[0], "--output-prefix"), remove_new_parents_on_error(folder / "part"):
-        made = _write_at_once(job) if job.settings.partitions == 1 else _write_in_parts(job, folder)
+        if job.settings.partitions > 1:
+            made = _write_in_parts(job, folder)
+        else:
+            with _workers(job, job.settings.workers) as workers:
+                made = _write(job, partial(_tokenise, job, workers), lambda hashes: refuse_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):
         say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
@@ -208,26 +196,21 @@ def _write(
 
     `last_look` comes right before that, is given the sha256 of each file by its name to be, and may refuse by an InputError.
     """
-    finals = output_files(job.prefixes)
+    finals, count = output_files(job.prefixes), len(job.prefixes)
     hashes: dict[str, str] = {}
 
     def look() -> None:
         job.found.check_unchanged()
         last_look(hashes)
 
-    with contextlib.ExitStack() as stack:
-        temporary = stack.enter_context(whole_files(*finals, last_look=look))
-        count = len(job.prefixes)
+    with whole_files(*finals, last_look=look) as temporary:
         bins, notes, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
-        writers = []
-        for here, there in zip(bins, indices, strict=True):
-            writers.append(IndexedWriter(here, there, job.work.dtype))
-            stack.callback(writers[-1].close)
-        counts = fill(writers)
-        for key, writer in zip(job.settings.json_keys, writers, strict=True):
-            if not writer.documents:
-                raise InputError(f"{job.settings.input[0]}: no document holds any text under `{key}`")
-        made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
+        with open_writers([*bins, *indices], job.work.dtype) as writers:
+            counts = fill(writers)
+            for key, writer in zip(job.settings.json_keys, writers, strict=True):
+                if not writer.documents:
+                    raise InputError(f"{job.settings.input[0]}: no document holds any text under `{key}`")
+            made = [job.sidecar(writer, counts, files) for writer, *files in zip(writers, bins, indices, strict=True)]
         for corpus, path in zip(made, notes, strict=True):
             corpus.write(path)
         told = [corpus.sha256["bin"] for corpus in made], map(sha256_of, notes), [corpus.sha256["idx"] for corpus in made]
@@ -246,11 +229,6 @@ def _workers(job: _Job, count: int) -> Workers | Threads:
     return (Threads if threads else Workers)(job.work, count)
 
 
-def _write_at_once(job: _Job) -> list[Sidecar]:
-    with _workers(job, job.settings.workers) as workers:
-        return _write(job, lambda writers: _tokenise(job, workers, writers), lambda hashes: refuse_outputs(job.prefixes))
-
-
 def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
     """As `_write`, part by part: those that `folder` holds already are not made again."""
     spans = inputs.cut(job.found, job.settings.partitions)
@@ -267,31 +245,23 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
 
         def merge(writers: list[IndexedWriter]) -> _Counts:
             noted = parts.merge(writers)
-            return _Counts(**{name: sum(counts[name] for counts in noted) for name in noted[0]})
+            return {name: sum(counts[name] for counts in noted) for name in noted[0]}
 
         def last_look(hashes: dict[str, str]) -> None:
             parts.merged(hashes)
             refuse_outputs(job.prefixes, but=ours)
 
         try:
-            _make_parts(job, parts, spans, missing)
+            with _workers(job, job.settings.workers if missing else 0) as workers:
+                for number in missing:
+                    fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
+                    parts.write(number, fill, last_look=partial(job.found.check_unchanged, spans[number]))
             return _write(job, merge, last_look)
         except BaseException:
             if done := len(spans) - len(parts.missing()):
                 also = "" if done < len(spans) else ", or remove the folder"
                 say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
             raise
-
-
-def _make_parts(job: _Job, parts: Parts, spans: list[list[inputs.Span]], missing: list[int]) -> None:
-    with _workers(job, job.settings.workers if missing else 0) as workers:
-        for number in missing:
-            fill = partial(_tokenise, job, workers, spans=spans[number], label=f"part {number + 1} of {len(spans)}")
-            parts.write(
-                number,
-                lambda writers, fill=fill: dataclasses.asdict(fill(writers)),
-                last_look=partial(job.found.check_unchanged, spans[number]),
-            )
 
 
 def _tokenise(
@@ -302,29 +272,23 @@ def _tokenise(
     label: str = "tokenising",
 ) -> _Counts:
     """Run the workers over `spans` (None: all) of the input and write what they make of it."""
-    counts = _Counts()
+    counts = dict.fromkeys(("documents", "skipped", "size"), 0)
     started = time.monotonic()
-    with ProgressLine(label, job.found.known_size) as progress, _says_what_changed(job.found, spans):
-        for block in workers.map(inputs.read_blocks(job.found, spans)):
-            for writer, tokens, lengths, documents in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
-                writer.add(tokens, lengths, documents)
-            counts.documents += block.documents
-            counts.skipped += block.skipped
-            counts.size += block.size
-            speed = counts.size / 1e6 / max(time.monotonic() - started, 1e-9)
-            tokens = sum(writer.tokens for writer in writers)
-            progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts.documents, tokens=tokens)
-    return counts
-
-
-@contextlib.contextmanager
-def _says_what_changed(found: inputs.Inputs, spans: Sequence[inputs.Span] | None) -> Iterator[None]:
-    """A file that changes may look damaged, or kill the worker that has it mapped: then that it changed is the error."""
     try:
-        yield
+        with ProgressLine(label, job.found.known_size) as progress:
+            for block in workers.map(inputs.read_blocks(job.found, spans)):
+                for writer, *columns in zip(writers, block.tokens, block.lengths, block.counts, strict=True):
+                    writer.add(*columns)
+                for name in counts:
+                    counts[name] += getattr(block, name)
+                speed = counts["size"] / 1e6 / max(time.monotonic() - started, 1e-9)
+                tokens = sum(writer.tokens for writer in writers)
+                progress.update(block.position, **{"MB/s": round(speed, 1)}, documents=counts["documents"], tokens=tokens)
     except InputError:
-        found.check_unchanged(spans)
+        # A file that changes may look damaged, or kill the worker that has it mapped: then that it changed is the error.
+        job.found.check_unchanged(spans)
         raise
+    return counts
 
 
 def _summary(corpus: Sidecar) -> str:

@@ -1,17 +1,23 @@
 """Documents out of bytes: JSONL and plain text, read in blocks of whole lines, paragraphs or files.
 
-Reading is cheap and done by one process; a block is then parsed wherever there is a processor to spare.
+Files are as they are or compressed with gzip or Zstandard, told apart by their first bytes. Reading is cheap and done by one
+process; a block is then parsed wherever there is a processor to spare.
 """
 
+import contextlib
+import gzip
 import json
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import cached_property
+from itertools import groupby
+from typing import Any, BinaryIO, NamedTuple
 
+from backports import zstd
 from pydantic_core import from_json
 
-from megaenc.data.compression import BROKEN, opened
 from megaenc.errors import InputError
 
 BLOCK_BYTES = 1 << 20
@@ -26,18 +32,16 @@ _FOREIGN = {
     b"\xfe\xff": "UTF-16 text",
     b"\x04\x22\x4d\x18": "lz4-compressed data",
 }
+_BROKEN = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # of compressed data, damaged or cut short
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """The documents of one block."""
 
     texts: list[tuple[str, ...]]
     """One tuple a document, in the order of the keys asked for."""
     skipped: int
     """Bad documents left out."""
-    size: int
-    """Bytes that were parsed, decompressed."""
 
 
 class Block(ABC):
@@ -45,15 +49,37 @@ class Block(ABC):
 
     position: int
     """Bytes on disk (compressed) read so far, over the whole input: what progress is measured in."""
+    data: bytes
 
-    @abstractmethod
+    @property
+    def size(self) -> int:
+        """Bytes to parse, decompressed."""
+        return len(self.data)
+
     def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
+        texts, skipped = [], 0
+        for number, found in self._parsed(keys):
+            if not isinstance(found, InputError):
+                texts.append(found)
+            elif skip_bad:
+                skipped += 1
+            else:
+                raise InputError(f"{self._place(number)}: {found}")
+        return Documents(texts, skipped)
+
+    @abstractmethod
+    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        """Yield the number of each document and its texts under `keys`, or what is wrong with it."""
+
+    @abstractmethod
+    def _place(self, number: int) -> str:
+        """The file and line of a document, for an error."""
 
 
 @dataclass(frozen=True)
 class Lines(Block):
-    """Whole lines of one JSONL file."""
+    """Whole lines of one JSONL file; or lines or paragraphs of a text file, whose text is the same under every key."""
 
     path: str
     range_start: int
@@ -62,98 +88,128 @@ class Lines(Block):
     """Number of the first line, counted from 1 at `range_start`."""
     data: bytes
     position: int
+    sample_by: str | None = None
+    """line or paragraph for text, None for JSONL."""
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
-        """One document a line, blank ones aside: the texts under `keys`."""
-        texts, skipped = [], 0
-        for number, line in enumerate(self.data.split(b"\n"), self.first_line):
-            if (found := _quick_texts(line, keys)) is not None:
-                texts.append(found)
-                continue
-            if not line or line.isspace():
-                continue
-            try:
-                texts.append(_json_texts(line, keys))
-            except InputError as error:
-                if not skip_bad:
-                    number += _lines_before(self.path, self.range_start)
-                    raise InputError(f"{self.path}:{number}: {error}") from None
-                skipped += 1
-        return Documents(texts, skipped, len(self.data))
+    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        for number, line in self._pieces():
+            if self.sample_by is None and (found := _quick_texts(line, keys)) is not None:
+                yield number, found
+            elif line and not line.isspace():
+                try:
+                    yield number, _json_texts(line, keys) if self.sample_by is None else (self._text(number, line),) * len(keys)
+                except InputError as error:
+                    yield number, error
 
-
-@dataclass(frozen=True)
-class TextLines(Block):
-    """Whole lines or paragraphs of one text file, each a document."""
-
-    path: str
-    range_start: int
-    first_line: int
-    data: bytes
-    position: int
-    paragraphs: bool
-
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
-        """A document a line or paragraph that is not blank, without its line end; the text is the same under every key."""
-        texts, skipped, together = [], 0, []
+    def _pieces(self) -> Iterator[tuple[int, bytes]]:
+        """The number and bytes of each line, or of each paragraph by its first line."""
         # A line feed ends a line and nothing else does: the others of Unicode are characters of the text.
-        for number, line in enumerate([*self.data.split(b"\n"), b""], self.first_line):
-            if self.paragraphs and line and not line.isspace():
-                together.append(line)
-                continue
-            found = b"\n".join(together) if self.paragraphs else line
-            first, together = number - len(together), []
-            found = found.removesuffix(b"\r")
-            if not found or found.isspace():
-                continue
-            try:
-                texts.append((_decoded(found, "utf-8-sig" if first == 1 and not self.range_start else "utf-8"),) * len(keys))
-            except InputError as error:
-                if not skip_bad:
-                    first += _lines_before(self.path, self.range_start)
-                    raise InputError(f"{self.path}:{first}: {error}") from None
-                skipped += 1
-        return Documents(texts, skipped, len(self.data))
+        lines = enumerate(self.data.split(b"\n"), self.first_line)
+        if self.sample_by != "paragraph":
+            return lines
+        paragraphs = (list(group) for is_blank, group in groupby(lines, lambda line: not line[1].strip()) if not is_blank)
+        return ((group[0][0], b"\n".join(line for _, line in group)) for group in paragraphs)
+
+    def _text(self, number: int, line: bytes) -> str:
+        first = number == 1 and not self.range_start
+        return _decoded(line.removesuffix(b"\r"), "utf-8-sig" if first else "utf-8")
+
+    def _place(self, number: int) -> str:
+        return f"{self.path}:{number + _lines_before(self.path, self.range_start)}"
 
 
 @dataclass(frozen=True)
 class TextFiles(Block):
-    """Some text files, each a document; opened where they are parsed."""
+    """Some text files, each a document with the same text under every key; opened where they are parsed."""
 
     paths: tuple[str, ...]
     position: int
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
-        """The text of each file exactly as it is, the same under every key; a byte order mark at its start is left out."""
-        texts, skipped, size = [], 0, 0
+    @cached_property
+    def _contents(self) -> list[bytes]:
+        contents = []
         for path in self.paths:
             with opened(path) as (_, stream):
-                data = stream.read()
-            size += len(data)
+                contents.append(stream.read())
+        return contents
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self._contents))
+
+    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        for number, content in enumerate(self._contents):
             try:
-                texts.append((_decoded(data),) * len(keys))
+                yield number, (_decoded(content),) * len(keys)  # exactly as it is, but for a byte order mark at its start
             except InputError as error:
-                if not skip_bad:
-                    raise InputError(f"{path}: {error}") from None
-                skipped += 1
-        return Documents(texts, skipped, size)
+                yield number, error
+
+    def _place(self, number: int) -> str:
+        return self.paths[number]
 
 
-def read_lines(path: str, start: int = 0, stop: int | None = None, before: int = 0) -> Iterator[Lines]:
-    """Yield the lines of a JSONL file that begin in bytes start..stop-1, in blocks of about LINES_BYTES or one long line.
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open the file at `path`: (the file itself, whose `tell` is bytes on disk; its decompressed bytes).
+
+    Raises InputError from inside the block for a file that cannot be read, or whose compression is broken or cut short.
+    """
+    try:
+        with open(path, "rb") as raw:
+            start = raw.read(4)
+            raw.seek(0)
+            if start[:2] == b"\x1f\x8b":
+                yield raw, gzip.GzipFile(fileobj=raw, mode="rb")
+            elif start == b"\x28\xb5\x2f\xfd":
+                yield raw, zstd.ZstdFile(raw, options={zstd.DecompressionParameter.window_log_max: 31})
+            else:
+                yield raw, raw
+    except _BROKEN as error:
+        raise InputError(f"{path}: broken compressed data: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def is_compressed(path: str) -> bool:
+    """Return whether the file begins as gzip or Zstandard do. Raises InputError for one that cannot be read."""
+    with opened(path) as (raw, content):
+        return content is not raw
+
+
+def read_lines(
+    path: str, start: int = 0, stop: int | None = None, before: int = 0, sample_by: str | None = None
+) -> Iterator[Lines]:
+    """Yield the lines of a file that begin in bytes start..stop-1, in blocks of about LINES_BYTES or one long line.
 
     `start` is the beginning of a line; only a file that is not compressed can be read in part. `before` is added to positions.
+    `sample_by`: as of Lines; blocks are of whole paragraphs (which blank lines part) if these are documents.
     """
-    for first_line, data, position in _read(path, start, stop, paragraphs=False):
-        yield Lines(path, start, first_line, data, before + position)
-
-
-def read_text_lines(
-    path: str, start: int = 0, stop: int | None = None, before: int = 0, *, paragraphs: bool
-) -> Iterator[TextLines]:
-    """As `read_lines`, but of a text file, in blocks of whole lines or of whole paragraphs (which blank lines part)."""
-    for first_line, data, position in _read(path, start, stop, paragraphs):
-        yield TextLines(path, start, first_line, data, before + position, paragraphs)
+    first_line = 1
+    with opened(path) as (raw, stream):
+        if start:
+            stream.seek(start)
+        left = None if stop is None else stop - start
+        try:
+            while left is None or left > 0:
+                data = stream.read(LINES_BYTES if left is None else min(LINES_BYTES, left))
+                if not data and left is None:
+                    break
+                if not data.endswith(b"\n"):
+                    data += stream.readline()
+                if sample_by == "paragraph":
+                    data += _rest_of_paragraph(stream)
+                if left is not None:
+                    left -= len(data)
+                    if left < 0 or not data:  # `stop` was the file's end or the start of a line
+                        found = "the end of the file before" if left > 0 else "a line that goes on after"
+                        raise InputError(
+                            f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
+                        )
+                yield Lines(path, start, first_line, data, before + (raw.tell() if left is None else stop - left), sample_by)
+                first_line += data.count(b"\n")
+        except _BROKEN as error:
+            where = f" after line {first_line - 1}" if first_line > 1 else ""
+            raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
 
 
 def line_start(path: str, offset: int) -> int:
@@ -182,36 +238,6 @@ def texts_of(record: Any, keys: Sequence[str]) -> tuple[str, ...]:
 def listed(names: Sequence[str]) -> str:
     """The first names of a record's keys or a table's columns, for an error message."""
     return ", ".join(f"`{name}`" for name in list(names)[:8]) or "no key at all"
-
-
-def _read(path: str, start: int, stop: int | None, paragraphs: bool) -> Iterator[tuple[int, bytes, int]]:
-    """(number of the first line, the bytes of whole lines or paragraphs, bytes on disk read so far)."""
-    first_line = 1
-    with opened(path) as (raw, stream):
-        if start:
-            stream.seek(start)
-        left = None if stop is None else stop - start
-        try:
-            while left is None or left > 0:
-                data = stream.read(LINES_BYTES if left is None else min(LINES_BYTES, left))
-                if not data and left is None:
-                    break
-                if not data.endswith(b"\n"):
-                    data += stream.readline()
-                if paragraphs:
-                    data += _rest_of_paragraph(stream)
-                if left is not None:
-                    left -= len(data)
-                    if left < 0 or not data:  # `stop` was the file's end or the start of a line
-                        found = "the end of the file before" if left > 0 else "a line that goes on after"
-                        raise InputError(
-                            f"{path}: changed while it was read: found {found} byte {stop}; start again when nothing writes to it"
-                        )
-                yield first_line, data, raw.tell() if left is None else stop - left
-                first_line += data.count(b"\n")
-        except BROKEN as error:
-            where = f" after line {first_line - 1}" if first_line > 1 else ""
-            raise InputError(f"{path}: broken compressed data{where}: {error}; expected a whole file") from None
 
 
 def _rest_of_paragraph(stream: BinaryIO) -> bytes:

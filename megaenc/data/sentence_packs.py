@@ -3,23 +3,13 @@
 from array import array
 from bisect import bisect_right
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 
+from megaenc.data.corpus import Corpus
 from megaenc.data.packs import CorpusPacks
 from megaenc.data.sidecar import Sidecar
-from megaenc.data.stream import Documents
 from megaenc.errors import InputError
-
-
-class Sentences(Documents, Protocol):
-    """Documents made of sequences; a Corpus is one."""
-
-    sequence_lengths: np.ndarray
-    """int32[S] in tokens."""
-    first_sequences: np.ndarray
-    """int64[D + 1]: document d is sequences first_sequences[d] up to first_sequences[d + 1]."""
 
 
 def check_sentences(prefix: str, sidecar: Sidecar | None, *, sequences: int, documents: int) -> None:
@@ -39,7 +29,7 @@ class SentencePacks(CorpusPacks):
     Within a pack attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one.
     """
 
-    def __init__(self, corpus: Sentences, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: Corpus, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when every document of the corpus is one sequence."""
         check_sentences(
             getattr(corpus, "prefix", "the corpus"),
@@ -54,7 +44,6 @@ class SentencePacks(CorpusPacks):
         self._starts = lru_cache(maxsize=2)(self._shared_starts)
 
     def epoch_of_sample(self, sample: int) -> int:
-        """See CorpusPacks."""
         if sample < 0:
             raise IndexError(f"samples are numbered from 0, found {sample}")
         while self._first_samples[-1] <= sample:
@@ -62,13 +51,11 @@ class SentencePacks(CorpusPacks):
         return bisect_right(self._first_samples, sample) - 1
 
     def first_sample_of_epoch(self, epoch: int) -> int:
-        """See CorpusPacks."""
         while len(self._first_samples) <= epoch:
             self._walk(len(self._first_samples) - 1)
         return self._first_samples[epoch]
 
     def start_of_pack(self, pack: int) -> int:
-        """See CorpusPacks."""
         epoch = self.epoch_of_sample(pack)
         return epoch * self.tokens_per_epoch + int(self._starts(epoch)[pack - self._first_samples[epoch]])
 
@@ -88,8 +75,7 @@ class SentencePacks(CorpusPacks):
 
     def _shared_starts(self, epoch: int) -> np.ndarray:
         what = ("sentences", self.seq_length, self._taken[epoch], epoch)
-        (starts,) = self.stream.shared(what, lambda: (self._make_starts(epoch),))
-        return starts
+        return self.stream.shared(what, lambda: (self._make_starts(epoch),))[0]
 
     def _make_starts(self, epoch: int) -> np.ndarray:
         """int64[packs]: where the packs that start in `epoch` do, in tokens from the epoch's start."""

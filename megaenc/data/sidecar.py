@@ -74,9 +74,8 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
     try:
         values = parse_json(read_regular(path))
     except FileNotFoundError:
-        raise InputError(
-            f"{path}: no such file; expected a corpus made by `megaenc preprocess` (give the path without .bin)"
-        ) from None
+        expected = "a corpus made by `megaenc preprocess` (give the path without .bin)"
+        raise InputError(f"{path}: no such file; expected {expected}") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
@@ -123,9 +122,9 @@ def _checked(path: Path, values: Any, kind: type, within: str = "") -> dict[str,
         raise InputError(f"{path}: found a JSON {type(values).__name__}, expected an object")
     known = {}
     for field in dataclasses.fields(kind):
-        if field.name not in values and field.default is not dataclasses.MISSING:
-            continue
         if field.name not in values:
+            if field.default is not dataclasses.MISSING:
+                continue
             raise InputError(f"{path}: no field `{within}{field.name}`; expected what `megaenc preprocess` wrote")
         value, (kinds, expected) = values[field.name], _JSON_TYPES[field.type]
         if not isinstance(value, kinds) or (isinstance(value, bool) and field.type is not bool):

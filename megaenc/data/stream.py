@@ -32,7 +32,10 @@ class Stream:
         self.corpus = corpus
         self.seed = seed
         self._key = (*corpus.key, digest(documents), seed) if sharing() and hasattr(corpus, "key") else None
-        self.documents, self._lengths = self.shared(("documents",), lambda: self._with_tokens(documents))
+        lengths = corpus.document_lengths[documents]
+        self.documents, self._lengths = self.shared(
+            ("documents",), lambda: (narrow(documents[lengths > 0]), narrow(lengths[lengths > 0]))
+        )
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
             raise InputError(
@@ -44,11 +47,6 @@ class Stream:
     def shared(self, what: tuple[object, ...], make: Callable[[], Arrays]) -> Arrays:
         """`make()`, which makes of this stream what `what` says, once for the processes of a machine; see megaenc.data.shared."""
         return make() if self._key is None else shared((*self._key, *what), make)
-
-    def _with_tokens(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Those of `documents` that have any, and how many."""
-        lengths = self.corpus.document_lengths[documents]
-        return narrow(documents[lengths > 0]), narrow(lengths[lengths > 0])
 
     def cut(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int64[count] from position `start` on, and the edges int32[D + 1] of the documents, 0 first, `count` last."""

@@ -1,10 +1,9 @@
 """Documents out of columns: Parquet files, data sets that `save_to_disk` wrote, and data sets of the Hugging Face Hub."""
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
-from typing import Any
+from itertools import accumulate, count
 
 import numpy as np
 import pyarrow as pa
@@ -13,14 +12,16 @@ import pyarrow.parquet as pq
 
 from megaenc.console import say
 from megaenc.data import readers
-from megaenc.data.readers import Block, Documents, listed, texts_of
-from megaenc.errors import InputError
+from megaenc.data.readers import Block, listed, texts_of
+from megaenc.data.sources import Source, look
+from megaenc.errors import InputError, first_line
 
 _BATCH_BYTES = 1 << 20  # of text that is decoded at a time
 _ROW_BYTES = 8  # what a row takes besides its text
 # Encodings in which a page of a few bytes may stand for any amount of text: how much is known when it is decoded.
 _REPEATING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
 _REPEATING_ROWS = 16  # to decode at a time of such; fewer gain nothing, for one document has to fit in any case
+_HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be alike: its size is not asked for
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,156 @@ class Rows(Block):
     """The columns of text as an Arrow stream."""
     position: int
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
-        """Return the texts of the columns `keys`, one document a row."""
-        texts, skipped, numbers = [], 0, count(self.first_row)
+    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        numbers = count(self.first_row)
         for batch in pa.ipc.open_stream(self.data):
             columns = [_values(batch.column(key)) for key in keys]
             for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
-                if all([type(value) is str for value in values]):
-                    texts.append(values)
-                    continue
                 try:
-                    texts_of(dict(zip(keys, values, strict=True)), keys)
+                    is_text = all([type(value) is str for value in values])
+                    yield number, values if is_text else texts_of(dict(zip(keys, values, strict=True)), keys)
                 except InputError as error:
-                    if not skip_bad:
-                        raise InputError(f"{self.name}: row {number}: {error}") from None
-                    skipped += 1
-        return Documents(texts, skipped, len(self.data))
+                    yield number, error
+
+    def _place(self, number: int) -> str:
+        return f"{self.name}: row {number}"
+
+
+class ParquetFile(Source):
+    """A Parquet file; a document a row, a place a row group."""
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        """Read the footer. Raises InputError for another file, or one that lacks a column of text for one of `keys`."""
+        self.name, self._keys, self.seen = path, keys, look([path])
+        try:
+            self._footer = pq.read_metadata(path)
+            schema = self._footer.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path}: cannot be read as Parquet ({first_line(error)})") from None
+        check_columns(path, schema, keys)
+        self.size, self.end = self.seen[0][1], self._footer.num_row_groups
+        rows = (self._footer.row_group(group).num_rows for group in range(self.end))
+        self._starts = [0, *accumulate(rows)]
+
+    def place(self, offset: int) -> int:
+        return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        """Yield the rows of row groups start..stop-1, which are never in memory whole."""
+        rows = max(self._starts[-1], 1)
+        return _blocks(
+            self.name, self._batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
+        )
+
+    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        row = 1 + self._starts[start]
+        try:
+            # Buffered reads and no read-ahead: a row group may be larger than memory.
+            file = pq.ParquetFile(self.name, pre_buffer=False, buffer_size=1 << 20)
+            for group in range(start, stop):
+                rows = self._batch_rows(self._footer.row_group(group))
+                for batch in file.iter_batches(rows, row_groups=[group], columns=list(self._keys), use_threads=False):
+                    yield batch
+                    row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_line(error)})") from None
+
+    def _batch_rows(self, group: pq.RowGroupMetaData) -> int:
+        """Return how many rows of a row group are decoded at a time."""
+        columns = [group.column(column) for column in range(group.num_columns)]
+        columns = [column for column in columns if column.path_in_schema in self._keys]
+        text_bytes = sum(column.total_uncompressed_size for column in columns)
+        rows = min(10_000, max(1, group.num_rows * _BATCH_BYTES // max(text_bytes, 1)))
+        repeating = any(_REPEATING.intersection(column.encodings) for column in columns)
+        return min(rows, _REPEATING_ROWS) if repeating else rows
+
+
+class SavedFile(Source):
+    """One Arrow file of a data set that `save_to_disk` wrote; a document a row, which is a place."""
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        self.name, self._keys, self.seen = path, keys, look([path])
+        self.size, self.end = self.seen[0][1], self._table().num_rows
+
+    def _table(self) -> pa.Table:
+        """Map the table into memory rather than read it. Raises InputError for another file."""
+        try:
+            return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{self.name}: cannot be read as a saved data set ({first_line(error)})") from None
+
+    def place(self, offset: int) -> int:
+        return -(-offset * self.end // self.size)
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        batches = self._table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
+        return _blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
+
+
+def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedFile]:
+    """Find the Arrow files of a data set that `save_to_disk` wrote, in order; `split` chooses among those of a DatasetDict."""
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(folder)
+    except Exception as error:  # whatever is wrong inside the folder
+        raise InputError(f"{folder}: cannot be read as a saved data set ({first_line(error)})") from None
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
+        data = data[split]
+    elif split != "train":
+        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
+    check_columns(folder, data.features.arrow_schema, keys)
+    return [SavedFile(file["filename"], keys) for file in data.cache_files]
+
+
+class HubStream(Source):
+    """A data set of the Hub, streamed; a document a row, a place one of its files. Its progress is not known."""
+
+    is_size_known = False
+
+    def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
+        """Ask the Hub. Raises InputError where there is no such data set, or no answer."""
+        import datasets
+
+        self.name, self._keys, self.seen = name, keys, []
+        say(f"{name}: no file or folder here; asking the Hugging Face Hub for it")  # which may take half a minute not to answer
+        try:
+            data = datasets.load_dataset(name, config, split=split, streaming=True)
+        except Exception as error:  # no network, no such name, no such config or split: as many types as reasons
+            where = f"config {config}, split {split}" if config else f"split {split}"
+            raise InputError(
+                f"{name}: neither a file or folder here nor a data set that the Hugging Face Hub answers to ({where}): "
+                f"{first_line(error)}"
+            ) from None
+        if data.column_names is not None:
+            for key in keys:
+                if key not in data.column_names:
+                    raise InputError(f"{name}: no column `{key}`; found {listed(data.column_names)}")
+            data = data.select_columns(list(keys))
+        self._data, self.end = data, data.num_shards
+        self.size = self.end * _HUB_FILE_BYTES
+
+    def place(self, offset: int) -> int:
+        return -(-offset // _HUB_FILE_BYTES)
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        return _blocks(self.name, self._batches(start, stop), 1, lambda row: before)
+
+    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        rows = 0
+        try:
+            for shard in range(start, stop):
+                part = self._data.shard(self._data.num_shards, shard, contiguous=True).with_format("arrow")
+                for table in part.iter(batch_size=100):
+                    check_columns(self.name, table.schema, self._keys)
+                    yield from table.select(list(self._keys)).to_batches()
+                    rows += table.num_rows
+        except InputError:
+            raise
+        except Exception as error:  # the network, or a damaged file at the other end
+            raise InputError(f"{self.name}: no more rows after {rows}: {first_line(error)}") from None
 
 
 def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
@@ -63,122 +198,6 @@ def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
             raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
-
-
-def parquet_metadata(path: str, keys: Sequence[str]) -> pq.FileMetaData:
-    """Return the footer of a Parquet file. Raises InputError when it is none, or lacks a column of text for one of `keys`."""
-    try:
-        footer = pq.read_metadata(path)
-        schema = footer.schema.to_arrow_schema()
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: cannot be read as Parquet ({_first_line(error)})") from None
-    check_columns(path, schema, keys)
-    return footer
-
-
-def parquet_blocks(path: str, footer: pq.FileMetaData, keys: Sequence[str], start: int, stop: int, before: int) -> Iterator[Rows]:
-    """Yield the rows of row groups start..stop-1, which are never in memory whole; `before` is added to positions."""
-    size = Path(path).stat().st_size
-    first_row = 1 + sum(footer.row_group(group).num_rows for group in range(start))
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        row = first_row
-        try:
-            # Buffered reads and no read-ahead: a row group may be larger than memory.
-            file = pq.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
-            for group in range(start, stop):
-                rows = _batch_rows(footer.row_group(group), keys)
-                for batch in file.iter_batches(rows, row_groups=[group], columns=list(keys), use_threads=False):
-                    yield batch
-                    row += batch.num_rows
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{path}: row {row}: cannot be read as Parquet ({_first_line(error)})") from None
-
-    yield from _blocks(path, batches(), first_row, lambda row: before + size * row // max(footer.num_rows, 1))
-
-
-def _batch_rows(group: pq.RowGroupMetaData, keys: Sequence[str]) -> int:
-    """Return how many rows of a row group are decoded at a time."""
-    columns = [group.column(column) for column in range(group.num_columns)]
-    columns = [column for column in columns if column.path_in_schema in keys]
-    text_bytes = sum(column.total_uncompressed_size for column in columns)
-    rows = min(10_000, max(1, group.num_rows * _BATCH_BYTES // max(text_bytes, 1)))
-    repeating = any(_REPEATING.intersection(column.encodings) for column in columns)
-    return min(rows, _REPEATING_ROWS) if repeating else rows
-
-
-def arrow_table(path: str) -> pa.Table:
-    """Return the table in an Arrow stream file, mapped into memory rather than read. Raises InputError when it is none."""
-    try:
-        return pa.ipc.open_stream(pa.memory_map(path)).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path}: cannot be read as a saved data set ({_first_line(error)})") from None
-
-
-def arrow_blocks(path: str, keys: Sequence[str], start: int, stop: int, before: int) -> Iterator[Rows]:
-    """Yield rows start..stop-1 of an Arrow stream file."""
-    table, size = arrow_table(path), Path(path).stat().st_size
-    batches = table.select(list(keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
-    yield from _blocks(path, batches, start + 1, lambda row: before + size * row // table.num_rows)
-
-
-def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[str]:
-    """The Arrow files of a data set that `save_to_disk` wrote, in order; `split` chooses among those of a DatasetDict."""
-    import datasets
-
-    try:
-        data = datasets.load_from_disk(folder)
-    except Exception as error:  # whatever is wrong inside the folder
-        raise InputError(f"{folder}: cannot be read as a saved data set ({_first_line(error)})") from None
-    if isinstance(data, datasets.DatasetDict):
-        if split not in data:
-            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
-        data = data[split]
-    elif split != "train":
-        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
-    check_columns(folder, data.features.arrow_schema, keys)
-    return [file["filename"] for file in data.cache_files]
-
-
-def load_stream(name: str, config: str | None, split: str, keys: Sequence[str]) -> Any:
-    """The data set `name` of the Hub as a datasets.IterableDataset. Raises InputError when there is none, or no answer."""
-    import datasets
-
-    say(f"{name}: no file or folder here; asking the Hugging Face Hub for it")  # which may take half a minute not to answer
-    try:
-        data = datasets.load_dataset(name, config, split=split, streaming=True)
-    except Exception as error:  # no network, no such name, no such config or split: as many types as reasons
-        where = f"config {config}, split {split}" if config else f"split {split}"
-        raise InputError(
-            f"{name}: neither a file or folder here nor a data set that the Hugging Face Hub answers to ({where}): "
-            f"{_first_line(error)}"
-        ) from None
-    if data.column_names is not None:
-        for key in keys:
-            if key not in data.column_names:
-                raise InputError(f"{name}: no column `{key}`; found {listed(data.column_names)}")
-        data = data.select_columns(list(keys))
-    return data
-
-
-def stream_blocks(name: str, data: Any, keys: Sequence[str], start: int, stop: int, before: int) -> Iterator[Rows]:
-    """Yield the rows of shards start..stop-1. The position does not move: no size is known."""
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        rows = 0
-        try:
-            for shard in range(start, stop):
-                part = data.shard(data.num_shards, shard, contiguous=True).with_format("arrow")
-                for table in part.iter(batch_size=100):
-                    check_columns(name, table.schema, keys)
-                    yield from table.select(list(keys)).to_batches()
-                    rows += table.num_rows
-        except InputError:
-            raise
-        except Exception as error:  # the network, or a damaged file at the other end
-            raise InputError(f"{name}: no more rows after {rows}: {_first_line(error)}") from None
-
-    yield from _blocks(name, batches(), 1, lambda row: before)
 
 
 def _blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]) -> Iterator[Rows]:
@@ -235,7 +254,3 @@ def _text(value: bytes | None) -> str | bytes | None:
         return value and value.decode()
     except UnicodeDecodeError:
         return value
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]

@@ -43,7 +43,7 @@ class Tokenise:
         documents = block.documents(self.keys, self.skip_bad)
         columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
         tokens, lengths, counts = map(list, zip(*columns, strict=True))
-        return TokenisedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, documents.size, block.position)
+        return TokenisedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, block.size, block.position)
 
     @cached_property
     def _sentences(self) -> Callable[[str], list[str]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megaenc.data.encoding import Encoder, well_formed
 from megaenc.data.vocabulary import Vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, first_line
 from megaenc.json_files import read_json_object
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def load_tokenizer(name_or_dir: str | Path) -> "PreTrainedTokenizerFast":
                 f"--tokenizer {name}: the folder holds no tokenizer.json; expected a Hugging Face fast tokenizer"
             ) from None
         what = "tokenizer.json cannot be loaded" if is_folder else "neither a folder nor a name that the Hub answers to"
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason[:160]})") from None
+        reason = first_line(error, 160)
+        raise InputError(f"--tokenizer {name}: {what}; expected a Hugging Face fast tokenizer ({reason})") from None
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(f"--tokenizer {name}: a slow tokenizer ({type(tokenizer).__name__}); expected one with tokenizer.json")
     return tokenizer

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from tyro.conf import Positional, arg
@@ -24,7 +24,6 @@ from megaenc.errors import InputError, one_line_errors
 
 _CHUNK = 1 << 23  # bytes of a file that are looked at together
 _ENTRIES = 1 << 20  # entries of the index that are looked at together
-_CHANGED = "the file has changed since it was written"
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,22 @@ def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], No
         if vocabulary:
             check_tokenizer(prefix, sidecar, vocabulary)
 
-    found = _hash(f"{prefix}.idx", tick)
-    if sidecar and found != sidecar.sha256["idx"]:
-        raise InputError(f"{prefix}.idx: {_other_hash(found, sidecar.sha256['idx'])}")
-    _check_tokens(prefix, _Look(index, dtype, tokens, sidecar, vocabulary), sidecar, tick)
+    digest = hashlib.sha256()
+    for _ in _pieces(f"{prefix}.idx", digest, tick):
+        pass
+    if wrong := _other_hash(digest, sidecar, "idx"):
+        raise InputError(f"{prefix}.idx: {wrong}")
+
+    look, digest = _Look(index, dtype, tokens, sidecar, vocabulary), hashlib.sha256()
+    complaint, start = "", 0
+    for piece in _pieces(f"{prefix}.bin", digest, tick):
+        complaint = complaint or look(piece.view(dtype), start)
+        start += len(piece) // dtype.itemsize
+    if start != tokens:
+        raise InputError(f"{prefix}.bin: found {start} tokens, expected {tokens}; it changed while it was read")
+    # The token says where something is wrong and the hash that it was not always so: both tell a bad disk from bad preprocessing.
+    if complaints := [*filter(None, (complaint, _other_hash(digest, sidecar, "bin")))]:
+        raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
 
     unchecked = [] if sidecar else ["sha256", "ends of documents"]
     unchecked += [] if sidecar or vocabulary else ["token ids (give --tokenizer)"]
@@ -128,32 +139,11 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
         raise InputError(f"{prefix}.idx: the last document index is {before}, expected {len(index.lengths)}, the sequences")
 
 
-def _check_tokens(prefix: str, look: "_Look", sidecar: Sidecar | None, tick: Callable[[int], None]) -> None:
-    """Read the .bin once, hashing it and looking at its tokens."""
-    complaint, start = "", 0
-
-    def take(piece: np.ndarray) -> None:
-        nonlocal complaint, start
-        complaint = complaint or look(piece.view(look.dtype), start)
-        start += len(piece) // look.dtype.itemsize
-
-    found = _hash(f"{prefix}.bin", tick, take)
-    if start != look.tokens:
-        raise InputError(f"{prefix}.bin: found {start} tokens, expected {look.tokens}; it changed while it was read")
-    # The token says where something is wrong and the hash that it was not always so: both tell a bad disk from bad preprocessing.
-    complaints = [complaint] if complaint else []
-    if sidecar and found != sidecar.sha256["bin"]:
-        complaints.append(_other_hash(found, sidecar.sha256["bin"]))
-    if complaints:
-        raise InputError(f"{prefix}.bin: {'; '.join(complaints)}")
-
-
 class _Look:
     """Looks at pieces of the .bin in their order; each call returns what is wrong in its piece, empty where nothing is."""
 
     def __init__(self, index: IndexArrays, dtype: np.dtype, tokens: int, sidecar: Sidecar | None, vocabulary: Vocabulary | None):
-        self.dtype, self.tokens = dtype, tokens
-        self._index = index
+        self.dtype, self.tokens, self._index = dtype, tokens, index
         self._limit = sidecar.vocab_size if sidecar else vocabulary.size if vocabulary else None
         self._eod = sidecar.eod if sidecar and sidecar.append_eod else None
         self._more = self._ends()
@@ -211,19 +201,21 @@ class _Look:
         return f"document {documents}, token {token - begin} (token {token:,} of the corpus)"
 
 
-def _hash(path: str, tick: Callable[[int], None], take: Callable[[np.ndarray], None] = lambda piece: None) -> str:
-    """sha256 of a file in hex; `take` is given each piece of it, uint8[n]."""
-    digest, buffer = hashlib.sha256(), np.empty(_CHUNK, np.uint8)
+def _pieces(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.ndarray]:
+    """Yield a file in pieces, uint8[n], each of which the next one overwrites; `digest` is given them all."""
+    buffer = np.empty(_CHUNK, np.uint8)
     with open(path, "rb") as stream:
         while count := stream.readinto(buffer):
             digest.update(buffer[:count])
-            take(buffer[:count])
+            yield buffer[:count]
             tick(count)
-    return digest.hexdigest()
 
 
-def _other_hash(found: str, expected: str) -> str:
-    return f"found sha256 {found[:12]}, expected {expected[:12]} (by the .json); {_CHANGED}"
+def _other_hash(digest: Any, sidecar: Sidecar | None, extension: str) -> str:
+    """Describe how the hash differs from the one in the .json; empty where it does not."""
+    if not sidecar or (found := digest.hexdigest()) == (expected := sidecar.sha256[extension]):
+        return ""
+    return f"found sha256 {found[:12]}, expected {expected[:12]} (by the .json); the file has changed since it was written"
 
 
 @one_line_errors
@@ -245,9 +237,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except InputError as error:  # the others are looked at all the same
             damaged[prefix] = error
     if damaged:
-        first, *others = damaged
-        more = f"; damaged too: {', '.join(others)}" if others else ""
-        raise InputError(f"{damaged[first]}{more}")
+        (_, first), *others = damaged.items()
+        more = f"; damaged too: {', '.join(prefix for prefix, _ in others)}" if others else ""
+        raise InputError(f"{first}{more}")
 
 
 def _report(prefix: str, vocabulary: Vocabulary | None) -> None:

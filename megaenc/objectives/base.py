@@ -1,7 +1,6 @@
 """An objective says which positions of a pack predict which tokens, under which attention; objectives differ in nothing else."""
 
 import dataclasses
-import difflib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 
 from megaenc.data.packs import Pack
 from megaenc.data.vocabulary import Vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.randomness import SampleRandomness
 
 
@@ -89,8 +88,8 @@ class Objective(ABC):
         values = {}
         for name, text in texts.items():
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean `{near[0]}`?" if near else ""
+                near = closest(name, known)
+                hint = f"; did you mean `{near}`?" if near else ""
                 raise OptionError(cls.name, name, f"unknown, expected {', '.join(known) or 'no option at all'}{hint}")
             values[name] = cls._read(known[name], text)
         return cls(vocabulary, **values)

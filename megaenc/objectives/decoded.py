@@ -58,42 +58,35 @@ def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTo
     """Decode `pack` with the targets that `objective` gives it in a run with `seed`."""
     vocabulary = vocabulary_of(tokenizer)
     targets = objective.targets(pack, SampleRandomness(seed, pack.sample, pack.epoch))
-    marks = _marks(pack, targets, vocabulary.mask_id)
+
+    def text_of(token: int) -> str:
+        return tokenizer.backend_tokenizer.decode([int(token)], skip_special_tokens=False)
+
+    marks = np.where(targets.inputs == pack.tokens, AS_IS, REPLACED)
+    if vocabulary.mask_id is not None:
+        marks[(marks == REPLACED) & (targets.inputs == vocabulary.mask_id)] = HIDDEN
     predicts: list[str | None] = [None] * len(pack.tokens)
     if objective.shift == 0:
         marks[targets.predict_at[marks[targets.predict_at] == AS_IS]] = KEPT
     else:
-        for at, label in zip(targets.predict_at.tolist(), targets.labels.tolist(), strict=True):
-            predicts[at] = "" if objective.shift == 1 else tokenizer.backend_tokenizer.decode([label], skip_special_tokens=False)
+        for at, label in zip(targets.predict_at, targets.labels, strict=True):
+            predicts[at] = "" if objective.shift == 1 else text_of(label)
     special = np.isin(pack.tokens, vocabulary.special_ids)
     pieces = []
-    for begin, end in pairwise(pack.edges.tolist()):
+    for start, end in pairwise(pack.edges.tolist()):
         stretches = []
         # A special token stands alone: what comes before it may be half a character.
-        for is_special, places in groupby(range(begin, end), key=lambda at: bool(special[at])):
+        for is_special, places in groupby(range(start, end), key=lambda at: bool(special[at])):
             ids = pack.tokens[list(places)].tolist()
-            runs = (
-                [(1, tokenizer.convert_ids_to_tokens(token)) for token in ids] if is_special else decode_in_runs(tokenizer, ids)
-            )
-            for count, text in runs:
-                start = stretches[-1].stop if stretches else begin
-                own = "".join(marks[start : start + count])
-                reads = ""
-                if own == REPLACED:
-                    reads = tokenizer.backend_tokenizer.decode([int(targets.inputs[start])], skip_special_tokens=False)
-                stretch = Stretch(start, start + count, text, is_special, own, reads, tuple(predicts[start : start + count]))
-                stretches.append(stretch)
+            names = [(1, name) for name in tokenizer.convert_ids_to_tokens(ids)] if is_special else []
+            for count, text in names or decode_in_runs(tokenizer, ids):
+                stop = start + count
+                own = "".join(marks[start:stop])
+                reads = text_of(targets.inputs[start]) if own == REPLACED else ""
+                stretches.append(Stretch(start, stop, text, is_special, own, reads, tuple(predicts[start:stop])))
+                start = stop
         pieces.append(tuple(stretches))
     return DecodedPack(pack, objective, targets, tuple(pieces))
-
-
-def _marks(pack: Pack, targets: Targets, mask_id: int | None) -> np.ndarray:
-    """str[T]: AS_IS, HIDDEN or REPLACED."""
-    changed = targets.inputs != pack.tokens
-    marks = np.where(changed, REPLACED, AS_IS)
-    if mask_id is not None:
-        marks[changed & (targets.inputs == mask_id)] = HIDDEN
-    return marks
 
 
 def renderables(decoded: DecodedPack) -> list[Any]:
@@ -114,7 +107,7 @@ def renderables(decoded: DecodedPack) -> list[Any]:
         shown.append(Rule(Text(title, _EDGE_STYLE), align="left", style=_EDGE_STYLE))
         shown.append(Text().join(_stretch(stretch) for stretch in piece))
     shown.append(Rule(Text("legend", _EDGE_STYLE), align="left", style=_EDGE_STYLE))
-    return [*shown, *_legend(decoded)]
+    return [*shown, _legend(decoded)]
 
 
 def _stretch(stretch: Stretch) -> Any:
@@ -143,41 +136,32 @@ def _stretch(stretch: Stretch) -> Any:
     return shown
 
 
-def _legend(decoded: DecodedPack) -> list[Any]:
+def _legend(decoded: DecodedPack) -> Any:
     from rich.table import Table
     from rich.text import Text
 
     stretches = [stretch for piece in decoded.pieces for stretch in piece]
-    marks = {mark for stretch in stretches for mark in stretch.marks}
-    in_place = not any(label is not None for stretch in stretches for label in stretch.predicts)
-    wanted = "and predicts `word` here" if in_place else "where the text has `word`"
     several = [stretch for stretch in stretches if len(stretch.marks) > 1]
+    marks = {mark for stretch in stretches for mark in stretch.marks}
     labels = {label for stretch in stretches for label in stretch.predicts if label is not None}
+    wanted = "where the text has `word`" if labels else "and predicts `word` here"
+    cut = any(set(stretch.marks) != {AS_IS} for stretch in several)
+    special = next((stretch.text for stretch in stretches if stretch.special), "")
+    how = "a character of several tokens:"
     entries = [
         (HIDDEN in marks, "[word]", _STYLES[HIDDEN], f"hidden: the model reads the mask token {wanted}"),
         (REPLACED in marks, "[word>dog]", _STYLES[REPLACED], f"replaced: the model reads `dog` {wanted}"),
         (KEPT in marks, "[word=]", _STYLES[KEPT], "left as it is: the model reads `word`, and predicts it here"),
-        (
-            any(set(stretch.marks) != {AS_IS} for stretch in several),
-            "[é:.#]",
-            _STYLES[HIDDEN],
-            "a character of several tokens: . read as it is, # hidden, > replaced, = left as it is and predicted",
-        ),
+        (cut, "[é:.#]", _STYLES[HIDDEN], f"{how} . read as it is, # hidden, > replaced, = left as it is and predicted"),
         ("" in labels, f"word{PREDICTS}", _PREDICTS_STYLE, "predicts the next token"),
         (any(labels), f"word{PREDICTS}“dog”", _PREDICTS_STYLE, "predicts `dog`"),
-        (
-            bool(labels) and bool(several),
-            f"é{PREDICTS}{SILENT}",
-            _PREDICTS_STYLE,
-            f"a character of several tokens: {PREDICTS} predicts, {SILENT} does not",
-        ),
+        (labels and several, f"é{PREDICTS}{SILENT}", _PREDICTS_STYLE, f"{how} {PREDICTS} predicts, {SILENT} does not"),
+        (special, special, _SPECIAL_STYLE, "special token"),
+        (any("\n" in stretch.text for stretch in stretches), "↵", "", "new line in the text"),
+        (True, "── tokens", _EDGE_STYLE, "edge of a document: attention does not cross it"),
     ]
-    special = next((stretch.text for stretch in stretches if stretch.special), None)
-    entries.append((special is not None, special or "", _SPECIAL_STYLE, "special token"))
-    entries.append((any("\n" in stretch.text for stretch in stretches), "↵", "", "new line in the text"))
-    entries.append((True, "── tokens", _EDGE_STYLE, "edge of a document: attention does not cross it"))
     legend = Table.grid(padding=(0, 2))
     for occurs, example, style, meaning in entries:
         if occurs:
             legend.add_row(Text(example, style), meaning)
-    return [legend]
+    return legend

@@ -1,9 +1,9 @@
 """Reads the text of a schedule into its pieces, each of which knows its place; the grammar stands in `schedule`."""
 
 import re
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 from megaenc.errors import InputError
 
@@ -14,23 +14,25 @@ DEEPEST = 20
 _MOST_PHASES = 100_000  # each is kept in memory
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 _WORD = re.compile(r"(?:(?!->)[^,():=\s])+")
-_PIECE = re.compile(rf"{_WORD.pattern}|->|.")
+_PIECE = re.compile(rf"{_WORD.pattern}|->|.|")
 _REPEAT = re.compile(r"([0-9]+)\s*x\s*\(")
 _SHARE = re.compile(r"[0-9]+\.[0-9]*|\.[0-9]+")
 _WHOLE = re.compile(r"[0-9]+")
 _AMOUNT = "a share with a point (0.25) or a whole number of steps (10000)"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece of the schedule's text and the character, counted from 0, at which it starts."""
+class Piece(str):
+    """A piece of the schedule's text, which begins at its character `start`, counted from 0."""
 
-    text: str
     start: int
 
+    def __new__(cls, text: str, start: int) -> "Piece":
+        piece = super().__new__(cls, text)
+        piece.start = start
+        return piece
 
-@dataclass(frozen=True)
-class ParsedOption:
+
+class ParsedOption(NamedTuple):
     """An option as written; `end` is what it changes to over its phase, None where it stays."""
 
     name: Piece
@@ -38,32 +40,22 @@ class ParsedOption:
     end: Piece | None
 
 
-@dataclass(frozen=True)
-class ParsedObjective:
+class ParsedObjective(NamedTuple):
     """An objective as written."""
 
     name: Piece
     options: tuple[ParsedOption, ...]
 
 
-@dataclass(frozen=True)
-class ParsedPhase:
+class ParsedPhase(NamedTuple):
     """A phase as written. components: objectives with their weights, one of weight 1 where there is no mixture.
 
-    amount: a Fraction for a share, an int for steps.
+    Components are equal if they read the same, wherever they stand. amount: a Fraction for a share, an int for steps.
     """
 
     components: tuple[tuple[Fraction, ParsedObjective], ...]
     amount: Fraction | int
     amount_text: Piece
-
-    @property
-    def what(self) -> Hashable:
-        """What is trained, whatever its place and amount: equal for phases that read the same."""
-        return tuple(
-            (weight, objective.name.text, *((o.name.text, o.value.text, o.end and o.end.text) for o in objective.options))
-            for weight, objective in self.components
-        )
 
 
 def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPhase, ...]:
@@ -75,10 +67,9 @@ def parse_schedule(text: str, train_iters: int | None = None) -> tuple[ParsedPha
     return _Parser(text, train_iters).schedule()
 
 
-def error_at(text: str, piece: Piece, complaint: str) -> InputError:
-    """The error that `piece` of `text` is what `complaint` says, with its place shown."""
-    end = piece.start + len(piece.text)
-    marked = f"{text[: piece.start]}[{piece.text}]{text[end:]}"
+def error_at(text: str, piece: Piece, complaint: object) -> InputError:
+    """Build the error that `piece` of `text` is what `complaint` says, with its place shown."""
+    marked = f"{text[: piece.start]}[{piece}]{text[piece.start + len(piece) :]}"
     return InputError(f"{FLAG}: at character {piece.start + 1} of '{text}': {complaint} (here: {marked})")
 
 
@@ -112,88 +103,87 @@ class _Parser:
         if not repeat:
             return (self.phase(alone),)
         count, opening = Piece(repeat[1], repeat.start()), Piece("(", repeat.end() - 1)
-        if len(count.text) > _LONGEST:
-            raise self.error(count, f"{len(count.text)} digits, expected at most {_LONGEST}")
-        if not int(count.text):
+        if len(count) > _LONGEST:
+            raise self.error(count, f"{len(count)} digits, expected at most {_LONGEST}")
+        if not int(count):
             raise self.error(count, "zero repetitions, expected more than zero; leave them out")
         if depth == DEEPEST:
             raise self.error(count, f"a repetition in more than {DEEPEST} others, expected fewer")
         self.at = repeat.end()
         phases = self.items(depth + 1)
         self.close(opening, "`,` and another phase, or `)`", unclosed_before="")
-        total = int(count.text) * len(phases)
+        total = int(count) * len(phases)
         if self.train_iters is not None and total > self.train_iters:
             raise self.error(count, f"makes {total} phases of {self.train_iters} steps, expected at least a step for each")
         if total > _MOST_PHASES:
             raise self.error(count, f"makes {total:,} phases, expected at most {_MOST_PHASES:,}")
-        return phases * int(count.text)
+        return phases * int(count)
 
     def phase(self, alone: bool) -> ParsedPhase:
         start = self.at
         what = self.expect(_NAME, f"the name of an objective, `{MIXTURE}(` or a repetition such as `5x(`")
-        components = self.mixture() if what.text == MIXTURE else ((Fraction(1), ParsedObjective(what, self.options())),)
-        written = Piece(self.text[start : self.at].strip(), start)
+        if what == MIXTURE:
+            if not (opening := self.take("(")):
+                raise self.wrong(f"`(` and the objectives of the mixture, such as {MIXTURE}(clm:0.3,mlm:0.7)")
+            components = self.parts(opening, self.component, "`,` and another objective with its weight, or `)`")
+        else:
+            components = ((Fraction(1), ParsedObjective(what, self.options())),)
+        written = self.text[start : self.at].strip() if what == MIXTURE else what
         if alone and self.ended():
             return ParsedPhase(components, Fraction(1), what)
         if not self.take(":"):
-            raise self.wrong(f"`:` and the share or the steps of `{written.text if what.text == MIXTURE else what.text}`")
+            raise self.wrong(f"`:` and the share or the steps of `{written}`")
         amount_text = self.expect(_WORD, _AMOUNT)
         return ParsedPhase(components, self.amount(amount_text), amount_text)
 
-    def mixture(self) -> tuple[tuple[Fraction, ParsedObjective], ...]:
-        opening = self.take("(")
-        if not opening:
-            raise self.wrong(f"`(` and the objectives of the mixture, such as {MIXTURE}(clm:0.3,mlm:0.7)")
-        components = [self.component()]
-        while self.take(","):
-            components.append(self.component())
-        self.close(opening, "`,` and another objective with its weight, or `)`")
-        return tuple(components)
-
     def component(self) -> tuple[Fraction, ParsedObjective]:
         name = self.expect(_NAME, "the name of an objective")
-        if name.text == MIXTURE:
+        if name == MIXTURE:
             raise self.error(name, "a mixture in a mixture, expected the name of an objective")
         objective = ParsedObjective(name, self.options())
         if not self.take(":"):
-            raise self.wrong(f"`:` and the weight of `{name.text}`")
+            raise self.wrong(f"`:` and the weight of `{name}`")
         weight = self.expect(_WORD, "a weight such as 0.7")
-        if not (_SHARE.fullmatch(weight.text) or _WHOLE.fullmatch(weight.text)) or not Fraction(weight.text):
-            raise self.error(weight, f"found `{weight.text}`, expected a weight above zero such as 0.7 or 2")
-        return Fraction(weight.text), objective
+        if not (_SHARE.fullmatch(weight) or _WHOLE.fullmatch(weight)) or not Fraction(weight):
+            raise self.error(weight, f"found `{weight}`, expected a weight above zero such as 0.7 or 2")
+        return Fraction(weight), objective
 
     def options(self) -> tuple[ParsedOption, ...]:
-        opening = self.take("(")
-        if not opening:
+        if not (opening := self.take("(")):
             return ()
-        options = [self.option()]
-        while self.take(","):
-            options.append(self.option())
-        self.close(opening, "`,` and another option, or `)`")
+        options = self.parts(opening, self.option, "`,` and another option, or `)`")
         for index, option in enumerate(options):
-            if option.name.text in [earlier.name.text for earlier in options[:index]]:
-                raise self.error(option.name, f"option `{option.name.text}` is given twice")
-        return tuple(options)
+            if option.name in [earlier.name for earlier in options[:index]]:
+                raise self.error(option.name, f"option `{option.name}` is given twice")
+        return options
 
     def option(self) -> ParsedOption:
         name = self.expect(_NAME, "an option such as mask=0.3")
         if not self.take("="):
-            raise self.wrong(f"`=` and the value of `{name.text}`")
-        value = self.expect(_WORD, f"the value of `{name.text}`")
-        end = self.expect(_WORD, f"the value of `{name.text}` at the end of the phase") if self.take("->") else None
+            raise self.wrong(f"`=` and the value of `{name}`")
+        value = self.expect(_WORD, f"the value of `{name}`")
+        end = self.expect(_WORD, f"the value of `{name}` at the end of the phase") if self.take("->") else None
         return ParsedOption(name, value, end)
 
     def amount(self, written: Piece) -> Fraction | int:
-        digits = written.text.lstrip("-")
+        digits = written.lstrip("-")
         kind = Fraction if _SHARE.fullmatch(digits) else int if _WHOLE.fullmatch(digits) else None
         if kind is None:
-            raise self.error(written, f"found `{written.text}`, expected {_AMOUNT}")
+            raise self.error(written, f"found `{written}`, expected {_AMOUNT}")
         noun = "share" if kind is Fraction else "step count"
-        if written.text.startswith("-"):
-            raise self.error(written, f"negative {noun} {written.text}, expected more than zero")
-        if kind(written.text) == 0:
-            raise self.error(written, f"zero {noun} {written.text}, expected more than zero; leave the phase out")
-        return kind(written.text)
+        if written.startswith("-"):
+            raise self.error(written, f"negative {noun} {written}, expected more than zero")
+        if kind(written) == 0:
+            raise self.error(written, f"zero {noun} {written}, expected more than zero; leave the phase out")
+        return kind(written)
+
+    def parts(self, opening: Piece, part: Callable[[], Any], otherwise: str) -> tuple[Any, ...]:
+        """Read parts with commas between them, and the `)` that belongs to `opening`."""
+        parts = [part()]
+        while self.take(","):
+            parts.append(part())
+        self.close(opening, otherwise)
+        return tuple(parts)
 
     def close(self, opening: Piece, otherwise: str, unclosed_before: str = ":") -> None:
         """Take the `)` that belongs to `opening`; one of the signs `unclosed_before` in its place says that it was forgotten."""
@@ -203,19 +193,18 @@ class _Parser:
             raise self.wrong(otherwise)
 
     def expect(self, pattern: re.Pattern[str], what: str) -> Piece:
-        """The next piece, which must match `pattern`."""
+        """Take the next piece, which must match `pattern`."""
         self.skip_spaces()
-        found = pattern.match(self.text, self.at)
-        if not found:
+        if not (found := pattern.match(self.text, self.at)):
             raise self.wrong(what)
         self.at = found.end()
-        piece = Piece(found.group(), found.start())
-        if len(piece.text) > _LONGEST:
-            raise self.error(piece, f"{len(piece.text)} characters, expected at most {_LONGEST}")
+        piece = Piece(found[0], found.start())
+        if len(piece) > _LONGEST:
+            raise self.error(piece, f"{len(piece)} characters, expected at most {_LONGEST}")
         return piece
 
     def take(self, sign: str) -> Piece | None:
-        """The next piece if it is this sign."""
+        """Take the next piece if it is this sign."""
         self.skip_spaces()
         if not self.text.startswith(sign, self.at):
             return None
@@ -231,10 +220,9 @@ class _Parser:
             self.at += 1
 
     def wrong(self, expected: str) -> InputError:
-        """The error that the next piece, a word or else a sign, is not what is expected here."""
+        """Build the error that the next piece, a word or else a sign, is not what is expected here."""
         self.skip_spaces()
-        word = _PIECE.match(self.text, self.at)
-        found = word.group() if word else ""
+        found = _PIECE.match(self.text, self.at)[0]
         return self.error(Piece(found, self.at), f"found {f'`{found}`' if found else 'the end'}, expected {expected}")
 
     def error(self, piece: Piece, complaint: str) -> InputError:

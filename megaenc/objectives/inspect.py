@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from tyro.conf import Positional, arg
@@ -46,15 +46,13 @@ class InspectFlags:
     """Shares of the documents for training, validation and test; packs hold the first."""
 
 
-@dataclass(frozen=True)
-class Bin:
-    """The documents of `low` to `high` tokens, both included."""
+class Bin(NamedTuple):
+    """The number of documents of `low` to `high` tokens, both included, and of their tokens."""
 
     low: int
     high: int
     documents: int
     tokens: int
-    """Of these documents together."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +78,10 @@ def lengths_of(document_lengths: np.ndarray) -> Lengths:
     longest, empty = int(document_lengths.argmax()), int((document_lengths == 0).sum())
     # frexp's exponent is exact: 0 for no token, 1 for 1, 2 for 2 and 3, 3 for 4 to 7.
     exponents = np.frexp(document_lengths.astype(np.float64))[1]
-    documents, tokens = np.bincount(exponents), np.bincount(exponents, weights=document_lengths)
-    bins = tuple(
-        Bin(1 << exponent >> 1, (1 << exponent) - 1, int(documents[exponent]), int(tokens[exponent]))
-        for exponent in range(int(exponents.min()), len(documents))
-    )
+    counts = zip(np.bincount(exponents), np.bincount(exponents, weights=document_lengths), strict=True)
+    bins = [Bin(1 << power >> 1, (1 << power) - 1, int(found), int(tokens)) for power, (found, tokens) in enumerate(counts)]
     mean = float(document_lengths.mean())
-    return Lengths(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, bins)
-
-
-def make_packs(corpus: Corpus, settings: InspectFlags) -> CorpusPacks:
-    """The packs that a run with these settings trains on. Raises InputError where the split leaves no text."""
-    training, _, _ = split_documents(len(corpus), parse_split(settings.split))
-    return PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
+    return Lengths(mean, median, p5, p95, int(document_lengths[longest]), longest, empty, tuple(bins[exponents.min() :]))
 
 
 def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
@@ -118,24 +107,21 @@ def inspect(settings: InspectFlags) -> list[Any]:
         if value >= most:
             raise InputError(f"{flag}: found {str(value)[:40]}, expected less than {most:,}")
     corpus = Corpus.open(settings.prefix)
-    packs, lengths = make_packs(corpus, settings), lengths_of(corpus.document_lengths)
-    decoded = _decoded(corpus, packs, settings) if settings.tokenizer else [_HOW_TO_DECODE]
+    training, _, _ = split_documents(len(corpus), parse_split(settings.split))
+    packs = PACKINGS[settings.packing](corpus, training, settings.seq_length, settings.seed)
+    lengths = lengths_of(corpus.document_lengths)
+    decoded = ["Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."]
+    if settings.tokenizer:
+        # Here and not at the top: transformers takes seconds, and the figures need none of it.
+        from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+        from megaenc.objectives.decoded import decode, renderables
+
+        tokenizer = load_tokenizer(settings.tokenizer)
+        vocabulary = vocabulary_of(tokenizer)
+        objective = read_objective(settings.objective, vocabulary)
+        corpus.check_vocabulary(vocabulary)
+        decoded = renderables(decode(packs[settings.pack], objective, settings.seed, tokenizer))
     return [settings.prefix, _figures(corpus, packs, lengths, settings), "", _histogram(lengths), "", *decoded]
-
-
-_HOW_TO_DECODE = "Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."
-
-
-def _decoded(corpus: Corpus, packs: CorpusPacks, settings: InspectFlags) -> list[Any]:
-    # Here and not at the top: transformers takes seconds, and the figures need none of it.
-    from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
-    from megaenc.objectives.decoded import decode, renderables
-
-    tokenizer = load_tokenizer(settings.tokenizer)
-    vocabulary = vocabulary_of(tokenizer)
-    objective = read_objective(settings.objective, vocabulary)
-    corpus.check_vocabulary(vocabulary)
-    return renderables(decode(packs[settings.pack], objective, settings.seed, tokenizer))
 
 
 def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: InspectFlags) -> Any:
@@ -144,16 +130,15 @@ def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: Ins
 
     sidecar, tokens = corpus.sidecar, int(corpus.document_lengths.sum())
     unknown = f"unknown: there is no {Path(corpus.prefix).name}.json"
-    sizes = {extension: Path(corpus.prefix + extension).stat().st_size for extension in (".bin", ".idx")}
-    rows = {"documents": f"{len(corpus):,}"}
-    if corpus.sequences != len(corpus):
-        rows["sequences"] = f"{corpus.sequences:,}"
-    rows |= {
+    sizes = (f"{_size(Path(corpus.prefix + extension).stat().st_size)} {extension}" for extension in (".bin", ".idx"))
+    rows = {
+        "documents": f"{len(corpus):,}",
+        "sequences": f"{corpus.sequences:,}" if corpus.sequences != len(corpus) else "",
         "tokens": f"{tokens:,}",
         "dtype": corpus.dtype,
         "tokenizer": unknown,
         "end of document": unknown,
-        "size on disk": " + ".join(f"{_size(size)} {extension}" for extension, size in sizes.items()),
+        "size on disk": " + ".join(sizes),
         f"packs of {settings.seq_length:,}": f"{packs.samples_before_repeat:,} an epoch ({settings.packing}, training documents "
         f"of --split {settings.split})" + (f", {100 * packs.dropped:.1f} % left out" if packs.dropped else ""),
         "tokens a document": f"mean {number(lengths.mean)}, median {number(lengths.median)}, "
@@ -166,7 +151,8 @@ def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: Ins
         rows["end of document"] = f"id {sidecar.eod}, appended to each" if sidecar.append_eod else "none appended"
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(f"  {name}", value)
+        if value:
+            table.add_row(f"  {name}", value)
     return table
 
 
@@ -179,15 +165,10 @@ def _histogram(lengths: Lengths) -> Any:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name, how in (("  tokens", "right"), ("documents", "right"), ("", "right"), ("", "left"), ("of tokens", "right")):
         table.add_column(name, justify=how, no_wrap=True)
-    for each in lengths.bins:
-        span = f"{each.low:,}" if each.low >= each.high else f"{each.low:,} - {each.high:,}"
-        table.add_row(
-            f"  {span}",
-            f"{each.documents:,}",
-            f"{100 * each.documents / documents:.1f} %",
-            bar(each.documents / most),
-            f"{100 * each.tokens / tokens:.1f} %",
-        )
+    for low, high, count, held in lengths.bins:
+        span = f"  {low:,}" if low >= high else f"  {low:,} - {high:,}"
+        shares = f"{100 * count / documents:.1f} %", bar(count / most), f"{100 * held / tokens:.1f} %"
+        table.add_row(span, f"{count:,}", *shares)
     return table
 
 
@@ -206,7 +187,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc data inspect`."""
     quiet()
     settings = flags.parse(InspectFlags, argv, prog="megaenc data inspect", description=__doc__)
-    shown = inspect(settings)
     console = rich_console(highlight=False, markup=False, emoji=False)
-    for part in shown:
+    for part in inspect(settings):
         console.print(part)

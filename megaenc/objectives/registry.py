@@ -3,14 +3,15 @@
 A package offers one through an entry point in the group `megaenc.objectives`: its name, pointing to `module:Class`.
 """
 
-import difflib
 import hashlib
 import inspect
-from importlib.metadata import EntryPoint, entry_points
+import sys
+from functools import cache
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
 from typing import TypeVar
 
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.objectives.base import Attention, Objective
 from megaenc.objectives.grammar import MIXTURE
 
@@ -22,8 +23,7 @@ ObjectiveClass = TypeVar("ObjectiveClass", bound=type[Objective])
 
 def register(objective: ObjectiveClass) -> ObjectiveClass:
     """Class decorator: make an objective known by its `name`. Raises ValueError for a name taken or a class that is none."""
-    complaint = _complaint(objective)
-    if complaint:
+    if complaint := _complaint(objective):
         raise ValueError(f"{objective!r} {complaint}")
     if objective.name in _registered:
         raise ValueError(f"objective `{objective.name}` is registered twice: {_registered[objective.name]} and {objective}")
@@ -33,7 +33,7 @@ def register(objective: ObjectiveClass) -> ObjectiveClass:
 
 def known() -> list[str]:
     """The names that `find` accepts, sorted; no package is loaded for it."""
-    return sorted({*_registered, *entry_points(group=GROUP).names})
+    return sorted({*_registered, *_offers().names})
 
 
 def find(name: str) -> type[Objective]:
@@ -42,15 +42,13 @@ def find(name: str) -> type[Objective]:
     Raises InputError for an unknown name, for one that two offer, and for a package that does not hold what it offers.
     """
     found = _registered.get(name)
-    offers = [point for point in entry_points(group=GROUP, name=name) if found is None or point.value != _place(found)]
+    offers = [offer for offer in _offers().select(name=name) if found is None or offer.value != _place(found)]
     if found is not None and not offers:
         return found
     if not offers:
-        names = known()
-        near = difflib.get_close_matches(name.lower(), names, n=1)
-        raise InputError(
-            f"unknown objective `{name}`, expected one of {', '.join(names)}" + (f"; did you mean `{near[0]}`?" if near else "")
-        )
+        near = closest(name.lower(), known())
+        hint = f"; did you mean `{near}`?" if near else ""
+        raise InputError(f"unknown objective `{name}`, expected one of {', '.join(known())}{hint}")
     if found is not None:
         raise InputError(f"objective `{name}`: {_package(offers[0])} offers it, but {_place(found)} has that name already")
     if len(offers) > 1:
@@ -58,16 +56,23 @@ def find(name: str) -> type[Objective]:
     return _load(offers[0])
 
 
+def _offers() -> EntryPoints:
+    """What the packages on the module path offer."""
+    return _offers_on(tuple(sys.path))
+
+
+@cache
+def _offers_on(path: tuple[str, ...]) -> EntryPoints:
+    return entry_points(group=GROUP)
+
+
 def _load(offer: EntryPoint) -> type[Objective]:
     try:
         objective = offer.load()
     except Exception as error:  # whatever a foreign module raises while it is imported
-        raise InputError(
-            f"objective `{offer.name}`: {_package(offer)} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    complaint = _complaint(objective)
-    if not complaint and objective.name != offer.name:
-        complaint = f"is called `{objective.name}`"
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(f"objective `{offer.name}`: {_package(offer)} cannot be loaded: {reason}") from error
+    complaint = _complaint(objective) or ("" if objective.name == offer.name else f"is called `{objective.name}`")
     if complaint:
         raise InputError(f"objective `{offer.name}`: {_package(offer)} offers {offer.value}, which {complaint}")
     return objective
@@ -97,12 +102,12 @@ def _complaint(objective: type) -> str:
 
 def origin(objective: type[Objective]) -> str | None:
     """For an objective of another package: the package, its version and a hash of the module; None for those of this one."""
-    offer = next((point for point in entry_points(group=GROUP, name=objective.name) if point.value == _place(objective)), None)
-    if offer is None:
-        return None
-    package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
-    source = Path(inspect.getfile(objective)).read_bytes()
-    return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
+    for offer in _offers().select(name=objective.name):
+        if offer.value == _place(objective):
+            package = f"{offer.dist.name} {offer.dist.version}" if offer.dist else offer.value
+            source = Path(inspect.getfile(objective)).read_bytes()
+            return f"{package} ({hashlib.sha256(source).hexdigest()[:12]})"
+    return None
 
 
 def _place(objective: type[Objective]) -> str:

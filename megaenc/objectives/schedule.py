@@ -23,23 +23,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megaenc import randomness
 from megaenc.data.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.grammar import (
-    MIXTURE,
-    ParsedObjective,
-    ParsedPhase,
-    error_at,
-    parse_schedule,
-)
+from megaenc.objectives.grammar import MIXTURE, ParsedObjective, ParsedPhase, error_at, parse_schedule
 from megaenc.objectives.registry import find, origin
 
-# Beyond so many phases a run's identity holds their digest: it is compared and printed as one line.
 _SPELLED_OUT = 16
+"""Of more phases a run's identity holds the digest: it is compared and printed as one line."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,14 @@ class Phase:
     @property
     def text(self) -> str:
         """As a schedule spells it, `mix(clm:3,mlm:7)`: weights as the smallest whole numbers, no option that has its default."""
-        return _spell(self.choices)
+        return self.describe()
+
+    def describe(self, every: bool = False) -> str:
+        """As `text`, or with `every` option."""
+        texts = [choice.start.describe(every, choice.end) for choice in self.choices]
+        if len(texts) == 1:
+            return texts[0]
+        return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, self.choices, strict=True))})"
 
     def __len__(self) -> int:
         """Steps."""
@@ -108,17 +109,15 @@ class Schedule:
         # Thousands of phases train the same few things: each is made once, and tried once for each length.
         made: dict[Hashable, tuple[Choice, ...]] = {}
         tried: set[tuple[Hashable, int]] = set()
-        phases, first = [], 1
-        for index, (phase, last) in enumerate(zip(written, ends, strict=True)):
-            what, steps = phase.what, last - first + 1
-            choices = made.get(what)
-            if choices is None:
-                choices = made[what] = _choices(text, phase, vocabulary)
-            if (what, steps) not in tried:
-                tried.add((what, steps))
-                _try_between(text, phase, choices, steps)
-            phases.append(Phase(index, first, last, choices))
-            first = last + 1
+        phases = []
+        for index, (phase, (before, last)) in enumerate(zip(written, pairwise([0, *ends]), strict=True)):
+            if phase.components not in made:
+                made[phase.components] = _choices(text, phase, vocabulary)
+            choices, length = made[phase.components], (phase.components, last - before)
+            if length not in tried:
+                tried.add(length)
+                _try_between(text, phase, choices, last - before)
+            phases.append(Phase(index, before + 1, last, choices))
         return cls(tuple(phases), seed)
 
     def at(self, step: int) -> Phase:
@@ -148,18 +147,18 @@ class Schedule:
         origins = {choice.start.name: origin(type(choice.start)) for choice in self._choices()}
         return {name: found for name, found in origins.items() if found}
 
+    def _distinct(self) -> dict[int, Phase]:
+        """One phase for each tuple of choices, by its identity."""
+        return {id(phase.choices): phase for phase in self.phases}
+
     def _choices(self) -> list[Choice]:
-        distinct = {id(phase.choices): phase.choices for phase in self.phases}
-        return [choice for choices in distinct.values() for choice in choices]
+        return [choice for phase in self._distinct().values() for choice in phase.choices]
 
     @property
     def canonical(self) -> str:
         """The schedule in steps with every option, or the digest of that: equal for two runs exactly when their phases are."""
-        spelled: dict[int, str] = {}
-        for phase in self.phases:
-            if id(phase.choices) not in spelled:
-                spelled[id(phase.choices)] = _spell(phase.choices, every=True)
-        parts = [f"{spelled[id(phase.choices)]}:{phase.last_step - phase.first_step + 1}" for phase in self.phases]
+        spelled = {key: phase.describe(every=True) for key, phase in self._distinct().items()}
+        parts = [f"{spelled[id(phase.choices)]}:{len(phase)}" for phase in self.phases]
         if len(parts) <= _SPELLED_OUT:
             return ",".join(parts)
         digest = hashlib.sha256(",".join(parts).encode()).hexdigest()
@@ -172,13 +171,6 @@ class Schedule:
         bounds = list(accumulate(choice.weight for choice in choices))
         draw = randomness.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
-
-
-def _spell(choices: tuple[Choice, ...], every: bool = False) -> str:
-    texts = [choice.start.describe(every, choice.end) for choice in choices]
-    if len(texts) == 1:
-        return texts[0]
-    return f"{MIXTURE}({','.join(f'{text}:{choice.weight}' for text, choice in zip(texts, choices, strict=True))})"
 
 
 def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list[int]:
@@ -196,73 +188,56 @@ def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list
         # Where the sum first goes too far; where it never does, the last phase is the one to look at.
         culprit = next((phase for phase, total in zip(written, totals, strict=True) if total > expected), written[-1])
         kind, wanted = ("shares", "1") if shares else ("steps", f"{train_iters}, the steps of the run")
-        hint = (
-            "; `1` is one step, write 1.0 for the whole run" if [phase.amount for phase in written] == [1] and not shares else ""
-        )
-        found = _decimal(Fraction(totals[-1], whole))
-        raise error_at(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}{hint}")
+        if not shares and [phase.amount for phase in written] == [1]:
+            wanted += "; `1` is one step, write 1.0 for the whole run"
+        found = format((Decimal(totals[-1]) / whole).normalize(), "f")  # a sum of decimal fractions has an end
+        raise error_at(text, culprit.amount_text, f"{kind} add up to {found}, expected {wanted}")
     ends = [(2 * total * train_iters + whole) // (2 * whole) for total in totals] if shares else totals
-    before = 0
-    for phase, end in zip(written, ends, strict=True):
+    for phase, (before, end) in zip(written, pairwise([0, *ends]), strict=True):
         if end == before:
-            complaint = f"{phase.amount_text.text} of {train_iters} steps is no step, expected at least one"
+            complaint = f"{phase.amount_text} of {train_iters} steps is no step, expected at least one"
             raise error_at(text, phase.amount_text, complaint)
-        before = end
     return ends
 
 
 def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[Choice, ...]:
-    weights = [weight for weight, _ in written.components]
-    whole = math.lcm(*(weight.denominator for weight in weights))
-    counts = [int(weight * whole) for weight in weights]
+    whole = math.lcm(*(weight.denominator for weight, _ in written.components))
+    counts = [int(weight * whole) for weight, _ in written.components]
     smallest = math.gcd(*counts)
-    objectives = [_objectives(text, parsed, vocabulary) for _, parsed in written.components]
-    return tuple(Choice(count // smallest, *both) for count, both in zip(counts, objectives, strict=True))
+    choices = []
+    for count, (_, parsed) in zip(counts, written.components, strict=True):
+        start = end = _objective(text, parsed, vocabulary)
+        numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
+        for option in parsed.options:
+            if option.end and option.name not in numbers:
+                complaint = f"{start.name}: option `{option.name}` is no number and cannot change, expected one value"
+                raise error_at(text, option.end, complaint)
+        if any(option.end for option in parsed.options):
+            end = _objective(text, parsed, vocabulary, at_end=True)
+        choices.append(Choice(count // smallest, start, end))
+    return tuple(choices)
 
 
-def _objectives(text: str, written: ParsedObjective, vocabulary: Vocabulary) -> tuple[Objective, Objective]:
-    """The objective as its phase begins and as it ends."""
-    start = _objective(text, written, vocabulary, at_end=False)
-    changing = [option for option in written.options if option.end]
-    numbers = {field.name for field in start.options() if type(field.default) in (int, float)}
-    for option in changing:
-        if option.name.text not in numbers:
-            complaint = f"{start.name}: option `{option.name.text}` is no number and cannot change, expected one value"
-            raise error_at(text, option.end, complaint)
-    return start, _objective(text, written, vocabulary, at_end=True) if changing else start
-
-
-def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool) -> Objective:
-    values = {option.name.text: option.end if at_end and option.end else option.value for option in written.options}
-    known: set[str] = set()
+def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_end: bool = False) -> Objective:
+    """The objective as its phase begins, or as it ends."""
+    values = {option.name: option.end if at_end and option.end else option.value for option in written.options}
+    places = {option.name: option.name for option in written.options}  # of what an error may be about
     try:
-        kind = find(written.name.text)
-        known = {field.name for field in kind.options()}
-        return kind.from_texts(vocabulary, {name: value.text for name, value in values.items()})
-    except OptionError as error:
-        places = {option.name.text: option.name for option in written.options} | {
-            name: value for name, value in values.items() if name in known
-        }
-        raise error_at(text, places.get(error.option, written.name), str(error)) from None
+        kind = find(written.name)
+        places |= {field.name: values[field.name] for field in kind.options() if field.name in values}
+        return kind.from_texts(vocabulary, values)
     except InputError as error:
-        raise error_at(text, written.name, str(error)) from error
+        raise error_at(text, places.get(getattr(error, "option", ""), written.name), error) from error
 
 
 def _try_between(text: str, written: ParsedPhase, choices: tuple[Choice, ...], steps: int) -> None:
     """Between two values that can be used may lie some that cannot, span=0->3: the steps beside the ends and the middle tell."""
     for choice, (_, parsed) in zip(choices, written.components, strict=True):
-        if choice.start == choice.end:
-            continue
-        for step in {1, steps // 2, steps - 2}:
+        for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():
             if 0 < step < steps - 1:
                 try:
                     choice.start.towards(choice.end, step / (steps - 1))
                 except OptionError as error:
-                    places = {option.name.text: option.end for option in parsed.options if option.end}
+                    places = {option.name: option.end for option in parsed.options if option.end}
                     complaint = f"at step {step + 1} of the phase: {error}"
                     raise error_at(text, places.get(error.option, parsed.name), complaint) from None
-
-
-def _decimal(number: Fraction) -> str:
-    """As people write it; a sum of decimal fractions has an end."""
-    return format((Decimal(number.numerator) / number.denominator).normalize(), "f")

@@ -165,7 +165,7 @@ def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch
         asked.append((name, *rest))
         raise InputError("asked")
 
-    monkeypatch.setattr(tables, "load_stream", load_stream)
+    monkeypatch.setattr(tables, "HubStream", load_stream)
     for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-folder/corpus"):
         with pytest.raises(InputError, match="asked"):
             found(name, dataset_config="sample-10BT")

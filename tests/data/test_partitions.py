@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
-from megaenc.data import inputs, partitions
+from megaenc.data import inputs
 from megaenc.data.partitions import Parts, work_folder
 from megaenc.data.preprocess import PreprocessFlags, preprocess
 from megaenc.data.sidecar import read_sidecar
@@ -190,10 +190,10 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monk
         def refused(path, *given, number=number, before=os.open):
             if "_parts" not in str(path):
                 return before(path, *given)
-            raise OSError(number, os.strerror(number))
+            raise OSError(number, os.strerror(number), path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(partitions.os, "open", refused)
+            patch.setattr(os, "open", refused)
             with pytest.raises(InputError, match=rf"out_parts: cannot be written to: {os.strerror(number)}"):
                 preprocess(settings)
 
@@ -344,7 +344,7 @@ def test_a_folder_that_vanishes_while_its_lock_is_waited_for_is_made_again(tmp_p
             os.unlink(tmp_path / "work" / "lock")
         real(lock, how)
 
-    monkeypatch.setattr(partitions.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with work_folder(tmp_path / "work", {"input": "a"}):
         assert names(tmp_path / "work") == ["lock", "plan.json"]
     assert len(calls) == 2 and names(tmp_path) == []

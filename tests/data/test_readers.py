@@ -9,7 +9,7 @@ from backports import zstd
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data import readers
-from megaenc.data.readers import Lines, TextFiles, line_start, read_lines, read_text_lines
+from megaenc.data.readers import Lines, TextFiles, line_start, read_lines
 from megaenc.errors import InputError
 
 
@@ -84,7 +84,7 @@ def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
     path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
 
     def pieces(paragraphs):
-        blocks = read_text_lines(str(path), paragraphs=paragraphs)
+        blocks = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
         return [text for block in blocks for (text,) in block.documents(["text"], False).texts]
 
     assert pieces(paragraphs=True) == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
@@ -95,7 +95,7 @@ def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
 def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
     path = tmp_path / "latin.txt"
     path.write_bytes(b"good\n\ncaf\xe9\n\ngood")
-    (block,) = read_text_lines(str(path), paragraphs=paragraphs)
+    (block,) = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
     with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
         block.documents(["text"], False)
     assert block.documents(["text"], True).texts == [("good",), ("good",)]

@@ -15,8 +15,8 @@ def written(path, columns, **options):
 
 
 def parquet_blocks(path, keys=("text",), start=0, stop=None):
-    footer = tables.parquet_metadata(path, keys)
-    return list(tables.parquet_blocks(path, footer, keys, start, footer.num_row_groups if stop is None else stop, 0))
+    file = tables.ParquetFile(path, keys)
+    return list(file.blocks(start, file.end if stop is None else stop, 0))
 
 
 def texts_of(blocks, keys=("text",)):
@@ -40,9 +40,9 @@ def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 1 << 18)
     monkeypatch.setattr(tables, "_BATCH_BYTES", 1 << 16)
     path = written(tmp_path / "a.parquet", {"text": [f"{number:01000}" for number in range(20_000)]})
-    footer = tables.parquet_metadata(path, ["text"])
+    file = tables.ParquetFile(path, ["text"])
     before, sizes = pa.total_allocated_bytes(), []
-    for block in tables.parquet_blocks(path, footer, ["text"], 0, 1, 0):
+    for block in file.blocks(0, 1, 0):
         texts_of([block])
         sizes.append(pa.total_allocated_bytes() - before)
     assert len(sizes) > 50
@@ -56,9 +56,9 @@ def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_pat
     encoding = {} if dictionary else {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
     path = written(tmp_path / "a.parquet", {"text": column if dictionary else pa.array([texts[0]] * 400)}, **encoding)
     assert (tmp_path / "a.parquet").stat().st_size < 200_000
-    footer = tables.parquet_metadata(path, ["text"])
+    file = tables.ParquetFile(path, ["text"])
     before, found, most = pa.total_allocated_bytes(), [], 0
-    for block in tables.parquet_blocks(path, footer, ["text"], 0, 1, 0):
+    for block in file.blocks(0, 1, 0):
         piece = block.documents(["text"], False).texts
         assert sum(len(text) for (text,) in piece) < readers.BLOCK_BYTES + 100_000
         found += piece
@@ -71,7 +71,7 @@ def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
         out.write_batch(pa.record_batch([column], ["text"]))
-    blocks = list(tables.arrow_blocks(str(tmp_path / "a.arrow"), ["text"], 0, 103, 0))
+    blocks = list(tables.SavedFile(str(tmp_path / "a.arrow"), ["text"]).blocks(0, 103, 0))
     assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
     assert all(len(block.data) < 200_000 for block in blocks)
     last = blocks[-1].documents(["text"], True)
@@ -119,18 +119,18 @@ def test_saved_rows_come_in_blocks_of_bounded_size(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
     datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(100))}).save_to_disk(tmp_path / "saved", num_shards=2)
     first, second = tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
-    blocks = [*tables.arrow_blocks(first, ["text"], 0, 50, 0), *tables.arrow_blocks(second, ["text"], 0, 50, 0)]
+    blocks = [*first.blocks(0, 50, 0), *second.blocks(0, 50, 0)]
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     sizes = [sum(len(text) for (text,) in block.documents(["text"], False).texts) for block in blocks]
     assert max(sizes) <= 300 and len(blocks) > 5
-    assert texts_of(tables.arrow_blocks(second, ["text"], 20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
+    assert texts_of(second.blocks(20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
 
 
 def test_a_saved_cell_without_text_is_named(tmp_path):
     datasets.Dataset.from_dict({"text": ["good", None]}).save_to_disk(tmp_path / "saved")
     (file,) = tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
     with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: row 2: key `text`: found null, expected text"):
-        texts_of(tables.arrow_blocks(file, ["text"], 0, 2, 0))
+        texts_of(file.blocks(0, 2, 0))
     with pytest.raises(InputError, match="saved: no column `body`; found `text`"):
         tables.saved_files(str(tmp_path / "saved"), "train", ["body"])
 
@@ -142,32 +142,32 @@ def streamed(tmp_path, monkeypatch, *tables_of_a_file):
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tables.load_stream("owner/name", None, "train", ["text"])
+    return tables.HubStream("owner/name", None, "train", ["text"])
 
 
 def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "BLOCK_BYTES", 300)
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
-    blocks = list(tables.stream_blocks("owner/name", data, ["text"], 0, 2, 0))
+    blocks = list(data.blocks(0, 2, 0))
     assert texts_of(blocks) == [(text,) for text in TEXTS]
     assert len(blocks) > 5 and pa.ipc.open_stream(blocks[0].data).schema.names == ["text"]
-    parts = [texts_of(tables.stream_blocks("owner/name", data, ["text"], at, at + 1, 0)) for at in range(2)]
+    parts = [texts_of(data.blocks(at, at + 1, 0)) for at in range(2)]
     assert list(map(len, parts)) == [60, 40] and [*parts[0], *parts[1]] == [(text,) for text in TEXTS]
 
 
 def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": ["good", None]})
-    (block,) = tables.stream_blocks("owner/name", data, ["text"], 0, 1, 0)
+    (block,) = data.blocks(0, 1, 0)
     with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
         block.documents(["text"], False)
     assert block.documents(["text"], True).skipped == 1
     with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
-        tables.load_stream("owner/name", None, "train", ["body"])
+        tables.HubStream("owner/name", None, "train", ["body"])
 
 
 def test_a_stream_that_breaks_off_is_one_line(tmp_path, monkeypatch):
     data = streamed(tmp_path, monkeypatch, {"text": TEXTS}, {"text": TEXTS})
     (tmp_path / "hub" / "train-1.parquet").unlink()
     with pytest.raises(InputError, match=r"owner/name: no more rows after 100: ") as error:
-        list(tables.stream_blocks("owner/name", data, ["text"], 0, 2, 0))
+        list(data.blocks(0, 2, 0))
     assert "\n" not in str(error.value)

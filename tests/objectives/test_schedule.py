@@ -88,11 +88,11 @@ def test_canonical_is_equal_where_the_phases_are():
 def test_parsed_phases_know_their_place():
     first, second = parse_schedule("clm:0.25, mlm(mask=0.3):75")
     ((weight, clm),) = first.components
-    assert (clm.name.text, clm.name.start, clm.options, weight, first.amount) == ("clm", 0, (), 1, Fraction(1, 4))
+    assert (clm.name, clm.name.start, clm.options, weight, first.amount) == ("clm", 0, (), 1, Fraction(1, 4))
     ((_, mlm),) = second.components
     assert (mlm.name.start, second.amount, second.amount_text.start) == (10, 75, 24)
     (option,) = mlm.options
-    assert (option.name.text, option.name.start, option.value.text, option.value.start) == ("mask", 14, "0.3", 19)
+    assert (option.name, option.name.start, option.value, option.value.start) == ("mask", 14, "0.3", 19)
     assert option.end is None
 
 
