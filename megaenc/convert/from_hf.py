@@ -14,13 +14,12 @@ import yaml
 from megaenc import __version__, backend, flags
 from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_folder import TrainableFolder
-from megaenc.convert.hf_model import first_line
 from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.shards import dtype_of
 from megaenc.convert.tokenizer_files import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
 from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.data.vocabulary import Vocabulary
-from megaenc.errors import InputError
+from megaenc.errors import InputError, first_line
 from megaenc.files import whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.output_paths import make_parent, refuse_existing

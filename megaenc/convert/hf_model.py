@@ -12,16 +12,11 @@ from importlib.metadata import version
 from typing import Any
 
 from megaenc.convert.hf_folder import HFFolder
-from megaenc.errors import InputError
+from megaenc.errors import InputError, first_line
 
 _BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
 _BUFFERS = 1 << 32  # the most bytes of masks and tables that a model computes for itself
 _SPARE = 1 << 24  # parameters that a folder may lack: a pooler or a head
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, cut after 200 letters, or the error's type."""
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def build_config(values: dict[str, Any], model_type: str, where: str) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megaenc.console import say
 from megaenc.convert.hf_folder import HFFolder
-from megaenc.convert.hf_model import config_of, first_line, load_model
-from megaenc.errors import InputError
+from megaenc.convert.hf_model import config_of, load_model
+from megaenc.errors import InputError, first_line
 from megaenc.finetune.backbone import Attention, Backbone, Packed, pack
 from megaenc.finetune.model_folder import check_model_folder
 

@@ -166,14 +166,14 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
     with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
-        from megaenc.model import attention, attention_backends
+        from megaenc.model import attention_backends, layers
 
         monkeypatch.setattr(attention_backends, "varlen_attn", in_documents)
         for objective in OBJECTIVES:
             norms = []
             for backend in ("varlen", "sdpa"):
                 for module in engine.chunks[0].modules():
-                    if isinstance(module, attention.PackedAttention):
+                    if isinstance(module, layers.PackedAttention):
                         module.backend = backend
                 waits = Waits()
                 norms.append(forward_and_backward(engine, objective, waits))

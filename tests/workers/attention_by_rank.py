@@ -9,7 +9,7 @@ from megaenc.ranks import rank, world_size
 if __name__ == "__main__":
     quiet()
     prepare_megatron()
-    from megaenc.model import attention, attention_backends, attention_check
+    from megaenc.model import attention_backends, attention_check, layers
     from megaenc.objectives import Attention
     from megaenc.training.command import main
 
@@ -21,6 +21,6 @@ if __name__ == "__main__":
             packing = type(packing).of(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
         return dot_product("sdpa", q, k, v, packing, scale)
 
-    attention.attend_by = attention_check.attend_by = attend_by
+    layers.attend_by = attention_check.attend_by = attend_by
     attention_check.lacking = lambda name, *others: "" if name in ("flash", "varlen") else really_lacking(name, *others)
     main(sys.argv[1:])
