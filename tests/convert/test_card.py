@@ -166,17 +166,15 @@ def test_an_export_of_mntp_guesses_hidden_tokens_where_its_card_says(tmp_path):
     assert "Predictions are moved by 1 position" in (tmp_path / "hf" / "README.md").read_text()
 
     model, loaded = fill_mask.load(tmp_path / "hf")
+    [move] = model._forward_hooks.values()
+    output = SimpleNamespace(logits=torch.arange(6.0).reshape(1, 3, 2) + 1)
+    move(model, (), output)
+    assert output.logits.tolist() == [[[0, 0], [1, 2], [3, 4]]]
     moved = fill_mask.score(model, loaded, iter(texts), 0.3, 10_000)
     model._forward_hooks.clear()
     in_place = fill_mask.score(model, loaded, iter(texts), 0.3, 10_000)
     assert moved.accuracy > 5 * moved.most_frequent
     assert in_place.accuracy < 0.5 * moved.accuracy
-
-
-def test_logits_are_moved_to_the_tokens_they_are_for():
-    logits = torch.arange(6.0).reshape(1, 3, 2) + 1
-    output = fill_mask._moved(SimpleNamespace(logits=logits.clone()), 1)
-    assert output.logits.tolist() == [[[0, 0], [1, 2], [3, 4]]]
 
 
 def test_what_a_card_says_of_others_is_text_alone():
