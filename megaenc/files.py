@@ -116,10 +116,10 @@ def left_behind(*paths: Path) -> list[Path]:
 
 def remove(path: Path) -> None:
     """Remove a file or a folder with all that is in it, as far as that can be done."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
 
 
