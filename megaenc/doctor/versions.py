@@ -105,7 +105,10 @@ def _import(name: str) -> None:
 
 def _installed(name: str) -> str:
     """Return the version of a package; empty where it is not installed."""
-    return next((found.version for found in metadata.distributions(name=name)), "")
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _version(name: str) -> str:
