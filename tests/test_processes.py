@@ -1,6 +1,7 @@
 import heapq
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -108,6 +109,28 @@ def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
     gone, _ = psutil.wait_procs([begun], timeout=10)
     assert gone or begun.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
     assert child.code() == (code or -signal.SIGKILL)
+
+
+PARENT = """
+import time
+from megaenc.processes import Child, below, python_environment
+child = Child(below(["sleep", "600"]), python_environment())
+print(child.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_child_ends_with_a_parent_that_is_killed():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    child = psutil.Process(int(parent.stdout.readline()))
+    deadline = time.monotonic() + 60
+    while child.cmdline()[0] != "sleep":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    parent.kill()
+    parent.communicate()
+    gone, _ = psutil.wait_procs([child], timeout=10)
+    assert gone or child.status() == psutil.STATUS_ZOMBIE, "nobody here reaps it, perhaps"
 
 
 def test_a_worker_is_given_a_deadline():
