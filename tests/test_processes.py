@@ -130,7 +130,7 @@ def test_a_child_ends_with_a_parent_that_is_killed():
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    gone, left = psutil.wait_procs([child], timeout=10)
+    _, left = psutil.wait_procs([child], timeout=10)
     if left and child.status() != psutil.STATUS_ZOMBIE:  # which nobody here reaps, perhaps
         child.kill()
         pytest.fail("the child outlives its parent")
