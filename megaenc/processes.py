@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pickle
+import platform
 import re
 import signal
 import subprocess
@@ -33,6 +34,15 @@ TO_DIE = 5.0
 def usable_cores() -> int:
     """The processor cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def processor_name(root: Path = Path("/")) -> str:
+    """Return the name of the processor as Linux has it in `root`, else what Python knows of it."""
+    with contextlib.suppress(OSError):
+        text = (root / "proc/cpuinfo").read_text(errors="replace")
+        if name := re.search(r"^model name\s*:\s*(.*?)\s*$", text, re.MULTILINE):
+            return name[1]
+    return platform.processor() or platform.machine()
 
 
 def check_process_count(flag: str, count: int) -> None:

@@ -17,7 +17,7 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.output_paths import make_parent
-from megaenc.processes import Worker, usable_cores
+from megaenc.processes import Worker, processor_name, usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
 
@@ -29,7 +29,7 @@ def machine() -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "accelerators": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
@@ -78,9 +78,3 @@ def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]]
         write(settings.output, found)
         say(table(found))
         say(f"written to {settings.output}")
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

@@ -1,7 +1,6 @@
 """`megaenc convert` and tools/convert_checkpoint.py."""
 
 import dataclasses
-import difflib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ import tyro
 from megaenc import flags
 from megaenc.console import quiet, say
 from megaenc.data.outputs import tell_left_behind
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, closest, one_line_errors
 from megaenc.files import stopped_by_sigterm
 
 USAGE = """usage: {prog} DIRECTION [options]
@@ -78,10 +77,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         print(USAGE.format(prog=prog))
         return
     if words[0] not in _DIRECTIONS:
-        near = difflib.get_close_matches(words[0], _DIRECTIONS, n=1)
+        near = closest(words[0], _DIRECTIONS)
         known = " or ".join(_DIRECTIONS)
         raise InputError(
-            f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near[0]}?" if near else "")
+            f"{prog}: unknown direction {words[0]!r}, expected {known}" + (f"; did you mean {near}?" if near else "")
         )
     kind, description, convert = _DIRECTIONS[words[0]]
     prog = f"{prog} {words[0]}"

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from megaenc.convert.hf_folder import HFFolder
-from megaenc.errors import InputError, first_line
+from megaenc.errors import InputError, first_line, one_line
 
 _BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
 _BUFFERS = 1 << 32  # the most bytes of masks and tables that a model computes for itself
@@ -38,8 +38,7 @@ def build_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         taken -= {name for name in taken if isinstance(inspect.getattr_static(kind, name), property)}
         return kind.from_dict({name: value for name, value in values.items() if name not in taken} | {"model_type": model_type})
     except Exception as error:  # validation raises errors of huggingface_hub, others come from whatever a wrong type leads to
-        found = " ".join(str(error).split())[:200] or type(error).__name__
-        raise InputError(f"{where}: {found}; expected the config.json of a {model_type} model") from None
+        raise InputError(f"{where}: {one_line(error)}; expected the config.json of a {model_type} model") from None
 
 
 def config_of(folder: HFFolder) -> Any:

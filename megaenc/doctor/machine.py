@@ -1,7 +1,6 @@
 """Processors, memory, and what containers, jobs and the system's limits leave of them to a process."""
 
 import os
-import platform
 import re
 import resource
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
-from megaenc.processes import usable_cores
+from megaenc.processes import processor_name, usable_cores
 from megaenc.ranks import local_world_size, world_size
 
 _MUCH = 0.1  # of the memory
@@ -23,9 +22,8 @@ _LOCKED = 16 * GIB
 def processors(asked: Asked) -> list[Finding]:
     """Tell which they are, how many this process may use, and whether threads are too many or too few."""
     cores, share = usable_cores(), quota(asked.root)
-    names = re.findall(r"^model name\s*:\s*(.*?)\s*$", text_of(asked.root / "proc/cpuinfo"), re.MULTILINE)
     found = [
-        ok("processor", names[0] if names else platform.processor() or platform.machine(), alike="note"),
+        ok("processor", processor_name(asked.root), alike="note"),
         ok("cores", f"{cores} of {os.cpu_count()} usable, load {os.getloadavg()[0]:.1f}"),
         threads(asked, cores),
     ]

@@ -1,9 +1,8 @@
 """Machines as numbers: from the table, or from what was measured here (calibrate)."""
 
-import difflib
 from dataclasses import dataclass
 
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 
 GIB = 2**30
 
@@ -148,7 +147,7 @@ def machine(name: str) -> Rates:
     """Return the machine called `name`, in any case. InputError lists the known ones."""
     found = TABLE.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), TABLE, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(TABLE)}"
+        near = closest(name.lower(), TABLE)
+        hint = f"did you mean {near}?" if near else f"expected one of {', '.join(TABLE)}"
         raise InputError(f"--gpu: unknown machine {name!r}, {hint}")
     return found

@@ -1,6 +1,5 @@
 """The models of a manifest: an entry's lists in every combination, each worked out to a schedule, a learning rate and a name."""
 
-import difflib
 import itertools
 import math
 import re
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megaenc.data.packs import SHORTEST_CHUNK, mean_squares_of_chunks
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.estimate.case import PhaseWork, phases
 from megaenc.estimate.documents import Documents
 from megaenc.finetune.jobs import rate_name
@@ -324,5 +323,5 @@ def _clm_steps(phase: PhaseWork) -> float:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about a `name` that is not `known`: the nearest that is, or all of them."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f", did you mean {near[0]}?" if near else f", expected one of {', '.join(known)}"
+    near = closest(name, known)
+    return f", did you mean {near}?" if near else f", expected one of {', '.join(known)}"

@@ -1,7 +1,6 @@
 """The fine-tuning of one model as a stage of a study, and what it trains, known without opening a data set."""
 
 import contextlib
-import difflib
 import itertools
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.finetune import results
 from megaenc.finetune.datasets import beir, demo, hub
 from megaenc.finetune.datasets.local import DataFlags
@@ -69,9 +68,9 @@ def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str
     else:
         if "=" not in dataset and "/" not in dataset:  # otherwise a path, which may come into being until the study is run
             names = [*hub.HUB_SETS, *demo.NAMES]
-            near = difflib.get_close_matches(dataset.lower(), names, n=1)
+            near = closest(dataset.lower(), names)
             if near or not os.path.exists(path):  # unlike Path's, False for a name that is too long
-                hint = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
+                hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
                 raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")
         family = settings.data.task or ("IR" if os.path.isdir(path) and beir.is_beir(path) else "")
     if family != Family.IR:

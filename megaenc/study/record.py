@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import subprocess
 from datetime import UTC, datetime
 from functools import cache
@@ -17,7 +16,7 @@ import megaenc
 from megaenc.errors import InputError
 from megaenc.files import wait_for_lock, write_whole
 from megaenc.json_files import read_json, read_json_object
-from megaenc.processes import accelerators, usable_cores
+from megaenc.processes import accelerators, processor_name, usable_cores
 
 NOTES = "study.json"
 """In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
@@ -78,12 +77,8 @@ def _hardware() -> str:
     names: list[str] = []
     with contextlib.suppress(InputError):  # whoever needs them says so
         names = accelerators()
-    processor = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name.*: *(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        processor = found[1].strip() if found else processor
     several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {processor}", f"{memory:.0f} GiB of memory"])
+    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {processor_name()}", f"{memory:.0f} GiB of memory"])
 
 
 @cache

@@ -6,7 +6,6 @@ megaenc study status configs/study/mini.yaml --output study
 What is finished is not done again: the same command goes on after a kill, a failure, or with more models in the manifest.
 """
 
-import difflib
 import fnmatch
 import shlex
 import sys
@@ -21,7 +20,7 @@ from tyro.conf import Positional, arg
 from megaenc import flags
 from megaenc.console import clock, quiet, say
 from megaenc.data.blend import parse_data_path
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, closest, one_line_errors
 from megaenc.files import locked, stopped_by_sigterm
 from megaenc.finetune.slurm import Cluster
 from megaenc.output_paths import created_parent
@@ -209,8 +208,8 @@ def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
     for pattern in only:
         found = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
         if not found:
-            near = difflib.get_close_matches(pattern, [*names.values(), *names], n=1)
-            raise InputError(f"--only: found {pattern}, {f'did you mean {near[0]}?' if near else 'expected a name of the plan'}")
+            near = closest(pattern, [*names.values(), *names])
+            raise InputError(f"--only: found {pattern}, {f'did you mean {near}?' if near else 'expected a name of the plan'}")
         wanted += found
     return needed(nodes, wanted)
 

@@ -1,13 +1,12 @@
 """Data sets by name: the study's twelve, the demo sets, and whatever a path leads to."""
 
-import difflib
 import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaenc.errors import InputError
+from megaenc.errors import InputError, closest
 from megaenc.finetune.datasets import demo, formats, hub, local
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Dataset, Family
@@ -70,10 +69,10 @@ def _check_place(given: str, name: str, path: Path) -> None:
     if not os.path.exists(path):
         if given.partition("=")[1] or "/" in given:
             raise InputError(f"data set {given}: found no file or folder {path}, expected one with labelled data")
-        near = difflib.get_close_matches(given.lower(), [*DATASETS, hub.TRAINING_PAIRS], n=1)
+        near = closest(given.lower(), [*DATASETS, hub.TRAINING_PAIRS])
         raise InputError(
             f"unknown data set `{given}`, expected one of {', '.join(DATASETS)}, a path or NAME=PATH"
-            + (f"; did you mean `{near[0]}`?" if near else "")
+            + (f"; did you mean `{near}`?" if near else "")
         )
     if not _NAME.fullmatch(name):
         raise InputError(f"data set {given}: name {name!r}: expected letters, digits and . _ - (NAME=PATH gives it another)")
