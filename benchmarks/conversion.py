@@ -46,10 +46,10 @@ def write_source(folder: Path, name: str, vocab_size: int, dtype: str) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from megaenc.convert.families import FAMILIES, config_of
+    from megaenc.convert.architectures import FAMILIES, config_of
     from megaenc.convert.from_hf import hf_shapes
-    from megaenc.convert.shards import DTYPES
-    from megaenc.data.tokenizer import train_tokenizer
+    from megaenc.convert.safetensors_writer import DTYPES
+    from megaenc.data.tokenizer.tokenizer import train_tokenizer
     from megaenc.model.config import ModelConfig, preset
     from megaenc.objectives import Attention
 

@@ -103,7 +103,7 @@ def train_and_note(file: str, flags: list[str]) -> None:
     prepare_megatron()
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
-    from megaenc.training.monitor import Monitor
+    from megaenc.training.logging.metrics_logger import Monitor
 
     begun, update, monitor, show = [], Engine.update, [], Monitor.step
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from megaenc.ranks import rank
+from megaenc.dist_env import rank
 
 _NOISY_LOGGERS = (
     "transformers",

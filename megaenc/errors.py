@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 
 from megaenc.console import printable, shortened
-from megaenc.launcher import for_good, started_by_torchrun
-from megaenc.ranks import local_rank, rank
+from megaenc.dist_env import local_rank, rank
+from megaenc.torchelastic import for_good, started_by_torchrun
 
 _TIME_TO_SAY = 3.0
 _LONGEST = 4000  # letters of an error: what was found may be a file's only line

@@ -15,9 +15,9 @@ import tyro
 import yaml
 
 from megaenc.console import shortened
+from megaenc.dist_env import rank
 from megaenc.errors import InputError, closest
 from megaenc.json_files import read_regular
-from megaenc.ranks import rank
 
 Settings = TypeVar("Settings")
 

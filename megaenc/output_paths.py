@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from megaenc.atomic_io import resolved, temporary_path
 from megaenc.errors import InputError
-from megaenc.files import resolved, temporary_path
 
 
 def refuse_existing(path: Path, flag: str) -> None:

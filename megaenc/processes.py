@@ -24,7 +24,7 @@ from typing import IO, Any, Self
 import megaenc
 from megaenc.console import quiet
 from megaenc.errors import InputError
-from megaenc.launcher import die_with_parent
+from megaenc.torchelastic import die_with_parent
 
 _MOST_PROCESSES, _MOST_PER_CORE = 64, 8
 TO_DIE = 5.0

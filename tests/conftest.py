@@ -69,11 +69,12 @@ class SmallCorpus:
 
 @pytest.fixture(scope="session")
 def small_corpus(shared_folder) -> SmallCorpus:
-    from megaenc.data import preprocess, tokenizer_command
+    from megaenc.data.preprocess import command as preprocess
+    from megaenc.data.tokenizer import train_command
 
     def make(folder: Path) -> None:
         text, tokenizer = str(runs.write_text(folder / "text.jsonl")), str(folder / "tokenizer")
-        tokenizer_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
+        train_command.main(["--input", text, "--vocab-size", "400", "--output", tokenizer])
         preprocess.main(["--input", text, "--output-prefix", str(folder / "small"), "--tokenizer", tokenizer, "--append-eod"])
 
     folder = shared_folder("corpus", make)

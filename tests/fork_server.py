@@ -30,13 +30,13 @@ quiet()  # as a command does, before the first import of torch
 from torch.distributed import TCPStore  # noqa: E402
 
 from megaenc.backend import prepare_megatron  # noqa: E402
-from megaenc.launcher import die_with_parent  # noqa: E402
+from megaenc.torchelastic import die_with_parent  # noqa: E402
 
 # Of what a run imports when it comes to that: what takes time.
 IMPORTED = (
     "megaenc.training.command",
     "megaenc.training.planning",
-    "megaenc.training.loop",
+    "megaenc.training.trainer",
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers",
 )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from megaenc.randomness import SampleRandomness
+from megaenc.counter_rng import SampleRandomness
 from megaenc.training.plan import Plan
 
 

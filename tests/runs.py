@@ -16,7 +16,7 @@ from typing import IO
 
 import numpy as np
 
-from megaenc.randomness import uniforms
+from megaenc.counter_rng import uniforms
 
 ROOT = Path(__file__).resolve().parents[1]
 PRETRAIN = ROOT / "examples" / "pretrain_encoder.py"
@@ -208,7 +208,7 @@ def weights(folder: Path, step: int) -> dict:
     """The tensors of all weights of a checkpoint by name."""
     from whole_models import load_weights
 
-    from megaenc.convert.saved_run import open_run
+    from megaenc.convert.run_checkpoint import open_run
 
     return load_weights(open_run(folder), step)[1]
 

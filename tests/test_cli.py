@@ -31,7 +31,7 @@ def test_the_first_of_two_words_lists_its_commands(capsys, arguments):
 
 def test_a_command_of_two_words_gets_what_follows_them(monkeypatch):
     given = []
-    monkeypatch.setattr("megaenc.data.verify.main", given.append)
+    monkeypatch.setattr("megaenc.data.indexed.verify.main", given.append)
     cli.main(["data", "verify", "out/corpus", "--tokenizer", "tokenizer"])
     assert given == [["out/corpus", "--tokenizer", "tokenizer"]]
 
@@ -79,7 +79,7 @@ def test_the_tool_is_the_command(tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.startswith("error: none.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder")
     assert ended.stderr.count("\n") == 1
-    assert importlib.util.find_spec("megaenc.data.preprocess") is not None
+    assert importlib.util.find_spec("megaenc.data.preprocess.command") is not None
 
 
 @pytest.mark.parametrize(

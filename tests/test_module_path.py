@@ -96,8 +96,8 @@ STUDY = """
 import sys
 from pathlib import Path
 from fake_nodes import Fake
-from megaenc.study.node import megaenc
-from megaenc.study.run import execute
+from megaenc.study.run.stage import megaenc
+from megaenc.study.run.executor import execute
 
 class Real(Fake):
     def command(self):

@@ -155,7 +155,7 @@ def test_the_end_of_a_process_is_told(code, text):
 
 ORPHAN = """
 import os, time
-from megaenc.launcher import die_with_launcher
+from megaenc.torchelastic import die_with_launcher
 launcher = os.getpid()
 if os.fork():
     os._exit(0)

@@ -5,7 +5,7 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
-from megaenc.data.tokenizer import train_tokenizer
+from megaenc.data.tokenizer.tokenizer import train_tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps on, and the fox is gone before the morning comes.",

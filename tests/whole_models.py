@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megaenc.convert.mapping import hf_tensors, lines
-from megaenc.convert.saved_run import SavedRun
+from megaenc.convert.param_mapping import hf_tensors, lines
+from megaenc.convert.run_checkpoint import SavedRun
 from megaenc.model import ModelConfig
 
 

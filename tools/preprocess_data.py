@@ -1,6 +1,6 @@
 """Tokenise JSONL text to .bin and .idx: the same as `megaenc preprocess`."""
 
-from megaenc.data.preprocess import main
+from megaenc.data.preprocess.command import main
 
 if __name__ == "__main__":
     main()

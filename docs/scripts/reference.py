@@ -34,19 +34,19 @@ PUBLIC = [
         "megaenc.objectives",
         ["Objective", "Attention", "Targets", "option", "Masking", "OptionError", "register", "find", "known", "check_targets"],
     ),
-    ("Packs", "What an objective is given.", "megaenc.data.packs", ["Pack"]),
-    ("", "", "megaenc.data.vocabulary", ["Vocabulary"]),
-    ("", "", "megaenc.randomness", ["SampleRandomness"]),
+    ("Packs", "What an objective is given.", "megaenc.data.packing.packed_dataset", ["Pack"]),
+    ("", "", "megaenc.data.tokenizer.vocabulary", ["Vocabulary"]),
+    ("", "", "megaenc.counter_rng", ["SampleRandomness"]),
     ("Errors", "Wrong input, as one line and exit code 2.", "megaenc.errors", ["InputError"]),
     (
         "Claims of a study",
         "What `megaenc study report` prints, for notebooks ([how they are judged](study-claims.md)).",
-        "megaenc.study.claims",
+        "megaenc.study.claims.verdicts",
         ["judge", "Verdict"],
     ),
-    ("", "", "megaenc.study.evidence", ["read_evidence", "Evidence"]),
-    ("", "", "megaenc.study.published", ["published", "raw"]),
-    ("", "", "megaenc.study.setting", ["Setting", "name_of", "setting_of"]),
+    ("", "", "megaenc.study.results.evidence", ["read_evidence", "Evidence"]),
+    ("", "", "megaenc.study.results.published", ["published", "raw"]),
+    ("", "", "megaenc.study.manifest.model_key", ["Setting", "name_of", "setting_of"]),
 ]
 
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from megaenc import flags
 from megaenc.console import quiet, say
-from megaenc.data.inputs import InputFlags, find_inputs
+from megaenc.data.sources.resolve import InputFlags, find_inputs
 from megaenc.errors import one_line_errors
 from megaenc.output_paths import refuse_existing
 from megaenc.processes import python_command, python_environment

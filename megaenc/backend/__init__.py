@@ -1,10 +1,16 @@
-"""Where it runs: cuda, rocm or cpu; process groups; the only two places that stand in for anything of megatron-core or torch."""
+"""Device detection, process groups, the parallel layout, and the only two places that patch megatron-core or torch."""
 
 import importlib
 from typing import Any
 
-_MODULES = {"Backend": "device", "detect": "device", "Kernels": "layout", "Layout": "layout", "prepare_megatron": "megatron"}
-_MODULES |= {"start": "process", "stop": "process"}
+_MODULES = {
+    "Backend": "device",
+    "detect": "device",
+    "Kernels": "parallel_config",
+    "Layout": "parallel_config",
+    "prepare_megatron": "megatron",
+}
+_MODULES |= {"start": "initialize", "stop": "initialize"}
 
 
 def __getattr__(name: str) -> Any:

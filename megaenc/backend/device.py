@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megaenc.dist_env import local_rank, local_world_size
 from megaenc.errors import InputError
-from megaenc.ranks import local_rank, local_world_size
 
 # Dense bf16 peak of one device in FLOP/s, from the makers' data sheets (which often print twice as much: with sparsity). The
 # first name that fits counts, so what is more exact stands first. An MI250X or MI250 shows as two devices, one a die: half the

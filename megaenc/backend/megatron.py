@@ -65,8 +65,8 @@ def prepare_megatron() -> None:
     import_megatron()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as above
-        from megaenc.backend import host_adapter, optimizer_adapter
+        from megaenc.backend import cpu_patches, optimizer_patches
 
         if detect().is_host:
-            host_adapter.install()
-        optimizer_adapter.install()
+            cpu_patches.install()
+        optimizer_patches.install()

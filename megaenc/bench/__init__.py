@@ -1,1 +1,1 @@
-"""Speed and memory on this machine, beside the peers': each comparison in one run, in turns, after a check of the results."""
+"""Benchmarks of speed and memory against peers, each in one run, in turns, after a check that the results agree."""

@@ -21,9 +21,9 @@ from typing import Any
 import psutil
 
 from megaenc import flags
-from megaenc.bench import report, ways
+from megaenc.bench import report, tokenize_backends
 from megaenc.console import ProgressLine, quiet
-from megaenc.data import inputs
+from megaenc.data.sources import resolve
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_output_file
 from megaenc.processes import Worker, check_process_count, python_environment, usable_cores
@@ -64,10 +64,10 @@ def bench(settings: DataBenchFlags) -> dict[str, Any]:
     check_output_file(Path(settings.output), "--output")
     with tempfile.TemporaryDirectory(prefix="megaenc-bench-") as folder:
         text, tokenizer = _prepared(settings, Path(folder))
-        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways.WAYS}
-        with ProgressLine("comparing ids", len(ways.WAYS) * (settings.rounds + 1)) as progress:
+        turns: dict[str, list[dict[str, Any]]] = {way: [] for way in tokenize_backends.WAYS}
+        with ProgressLine("comparing ids", len(tokenize_backends.WAYS) * (settings.rounds + 1)) as progress:
             for turn in range(settings.rounds + 1):
-                names = list(ways.WAYS)
+                names = list(tokenize_backends.WAYS)
                 for way in names[turn % len(names) :] + names[: turn % len(names)]:  # each turn begins with another
                     turns[way].append(_turn(way, text, tokenizer, settings.workers))
                     progress.update(sum(map(len, turns.values())), description=f"turn {turn} of {settings.rounds}: {way}")
@@ -82,9 +82,9 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
         from megaenc.data.demo import build_demo_corpus
 
         given = (str(build_demo_corpus(folder / "demo").corpus),)
-    found = inputs.find_inputs(inputs.InputFlags(given), [settings.json_key])
+    found = resolve.find_inputs(resolve.InputFlags(given), [settings.json_key])
     documents, size, limit = [], 0, 1e6 * settings.megabytes
-    for text in inputs.read_texts(found, settings.json_key):
+    for text in resolve.read_texts(found, settings.json_key):
         if text:
             documents.append(json.dumps({"id": f"{given[0]}:{len(documents)}", "text": text}, ensure_ascii=False) + "\n")
             size += len(text)
@@ -102,7 +102,7 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
             order.shuffle(documents)
     if settings.tokenizer:
         return path, settings.tokenizer
-    from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
+    from megaenc.data.tokenizer.train_command import TokenizerFlags, make_tokenizer
 
     make_tokenizer(TokenizerFlags(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key))
     return path, str(folder / "tokenizer")
@@ -111,7 +111,7 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
     began = time.perf_counter()
-    with report.at_work(ways.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
+    with report.at_work(tokenize_backends.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
         peak = _watched(worker)
         try:
             [found] = worker.results()

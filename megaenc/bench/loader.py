@@ -24,8 +24,8 @@ import psutil
 from megaenc import flags
 from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet
-from megaenc.data.indexed import IndexedWriter
-from megaenc.data.packs import CorpusPacks
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.data.packing.packed_dataset import CorpusPacks
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_output_file
 from megaenc.processes import WorkerEnded, check_process_count, python_environment
@@ -145,9 +145,9 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
 
 
 def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
-    from megaenc.data.corpus import Corpus, parse_split
-    from megaenc.data.run_data import PACKINGS as kinds
-    from megaenc.data.run_data import parts_of
+    from megaenc.data.indexed.corpus import Corpus, parse_split
+    from megaenc.data.packing.builder import PACKINGS as kinds
+    from megaenc.data.packing.builder import parts_of
 
     corpus = Corpus.open(prefix)
     train, *_ = parts_of(corpus, parse_split("99,1,0"))
@@ -179,9 +179,9 @@ def measure_reading(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]
     """Measure tokens a second, as packs and as micro-batches, after a first look at each pack's neighbourhood."""
     import torch
 
-    from megaenc.data.vocabulary import Vocabulary
+    from megaenc.data.tokenizer.vocabulary import Vocabulary
     from megaenc.objectives import MaskedLanguageModeling
-    from megaenc.training.batches import micro_batch
+    from megaenc.training.micro_batches import micro_batch
 
     torch.set_num_threads(1)
     prefix, packing, settings = work

@@ -12,16 +12,16 @@ from statistics import median
 from typing import Any
 
 from megaenc import flags
-from megaenc.bench import report, turns
-from megaenc.bench.documents import MASK
-from megaenc.bench.turns import Work
+from megaenc.bench import report, train_worker
+from megaenc.bench.synthetic_docs import MASK
+from megaenc.bench.train_worker import Work
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 from megaenc.output_paths import check_output_file
 from megaenc.processes import check_process_count
-from megaenc.training.settings import has_bf16
+from megaenc.training.config import has_bf16
 
 OURS, TENSOR_PARALLEL, PADDED, SORTED = "megaenc", "megaenc, TP", "transformers, padded", "transformers, by length"
 TOLERANCE = {True: 1e-2, False: 1e-4}  # of the loss, in bfloat16 and in float32, relative
@@ -89,12 +89,12 @@ class BenchFlags:
 def sides_of(settings: BenchFlags, weights: str) -> dict[str, tuple[Callable[[Work], dict[str, Any]], Work]]:
     """Return all that are compared, in the order of a round: how each trains, and what."""
     work, parts = settings.work(weights), settings.tensor_model_parallel_size
-    parallel = (turns.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts))
+    parallel = (train_worker.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts))
     return {
-        OURS: (turns.train_with_megaenc, work),
+        OURS: (train_worker.train_with_megaenc, work),
         **({TENSOR_PARALLEL: parallel} if parts > 1 else {}),
-        PADDED: (turns.train_with_transformers, work),
-        SORTED: (turns.train_with_transformers, dataclasses.replace(work, by_length=True)),
+        PADDED: (train_worker.train_with_transformers, work),
+        SORTED: (train_worker.train_with_transformers, dataclasses.replace(work, by_length=True)),
     }
 
 
@@ -104,7 +104,7 @@ def fastest_kernel(work: Work) -> str:
     for kernel in ("sdpa", "eager", "flash_attention_2"):
         tried = dataclasses.replace(work, kernel=kernel, documents=work.batch, passes=1)
         with contextlib.suppress(RuntimeError):  # not installed, out of memory
-            seconds[kernel] = turns.turn(turns.train_with_transformers, tried)["seconds"]
+            seconds[kernel] = train_worker.turn(train_worker.train_with_transformers, tried)["seconds"]
     if not seconds:
         raise RuntimeError("transformers: none of its attentions runs here")
     say("transformers: " + ", ".join(f"{kernel} attention {taken:.2f} s a step" for kernel, taken in seconds.items()))
@@ -132,7 +132,7 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         weights = f"{folder}/weights.safetensors"
         work = settings.work(weights)
-        turns.turn(turns.write_weights, work)
+        train_worker.turn(train_worker.write_weights, work)
         kernel = fastest_kernel(work)
         sides = sides_of(settings, weights)
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
@@ -140,9 +140,9 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
             for number, (round_, name) in enumerate(itertools.product(range(settings.rounds), sides)):
                 progress.update(number, round=f"{round_ + 1} of {settings.rounds}", at=name)
                 if name == OURS:
-                    rates.append(turns.turn(turns.peak_flops, work)["peak"])
+                    rates.append(train_worker.turn(train_worker.peak_flops, work)["peak"])
                 train, part = sides[name]
-                found[name].append(turns.turn(train, dataclasses.replace(part, kernel=kernel)))
+                found[name].append(train_worker.turn(train, dataclasses.replace(part, kernel=kernel)))
                 if round_ == 0:
                     check_losses({name: each[0]["loss"] for name, each in found.items() if each}, settings.bf16)
     return figures(settings, kernel, found, median(rates))

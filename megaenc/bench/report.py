@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 
+from megaenc.atomic_io import stopped_by_sigterm, write_whole
 from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.output_paths import make_parent
 from megaenc.processes import Worker, processor_name, usable_cores
 

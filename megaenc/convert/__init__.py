@@ -1,1 +1,1 @@
-"""Between megatron-core's checkpoints and Hugging Face's folders: one table of names and shapes, read in both directions."""
+"""Conversion between megatron-core checkpoints and Hugging Face folders, by one parameter mapping for both directions."""

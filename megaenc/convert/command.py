@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import tyro
 
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm
 from megaenc.console import quiet, say
-from megaenc.data.outputs import tell_left_behind
+from megaenc.data.preprocess.outputs import tell_left_behind
 from megaenc.errors import InputError, closest, one_line_errors
-from megaenc.files import stopped_by_sigterm
 
 USAGE = """usage: {prog} DIRECTION [options]
 

@@ -12,20 +12,20 @@ import torch
 import yaml
 
 from megaenc import __version__, backend, flags
-from megaenc.convert.families import Family, family_of, read_config, shape_of, trained_on
-from megaenc.convert.hf_folder import TrainableFolder
-from megaenc.convert.mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
-from megaenc.convert.shards import dtype_of
-from megaenc.convert.tokenizer_files import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
-from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.atomic_io import whole_folder
+from megaenc.convert.architectures import Family, family_of, read_config, shape_of, trained_on
+from megaenc.convert.hf_checkpoint import TrainableFolder
+from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
+from megaenc.convert.safetensors_writer import dtype_of
+from megaenc.convert.tokenizer_io import MaskToken, give_mask_token, read_tokenizer, write_tokenizer
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, first_line
-from megaenc.files import whole_folder
 from megaenc.model.config import ModelConfig
 from megaenc.output_paths import make_parent, refuse_existing
-from megaenc.training.checkpoint_folder import digests
-from megaenc.training.run_folder import CONFIG, FACTS, TOKENIZER
-from megaenc.training.start import Stage, Start
+from megaenc.training.checkpoint_dir import digests
+from megaenc.training.run_dir import CONFIG, FACTS, TOKENIZER
+from megaenc.training.run_init import Stage, Start
 
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
@@ -148,7 +148,7 @@ def from_hf(
         backend.start(backend.Layout(), seed=0)
         try:
             from megaenc.model.encoder import build_encoder
-            from megaenc.training.saving import OwnCheckpoints
+            from megaenc.training.checkpoint.manager import OwnCheckpoints
 
             # Rotary angles are no weights, so the length is of no account.
             encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), weights, seed=None)

@@ -11,7 +11,7 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from megaenc.convert.hf_folder import HFFolder
+from megaenc.convert.hf_checkpoint import HFFolder
 from megaenc.errors import InputError, first_line, one_line
 
 _BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from megaenc import __version__
-from megaenc.convert.card import Provenance, card, check_license, last_rows
-from megaenc.convert.certificate import LENGTH, Probe, certify, core_outputs
-from megaenc.convert.export_names import study_name
-from megaenc.convert.families import FAMILIES, Family, config_of
-from megaenc.convert.hf_folder import GENERATION
-from megaenc.convert.mapping import HEAD, hf_tensors
-from megaenc.convert.saved_run import SavedRun, open_run
-from megaenc.convert.shards import dtype_of, size_of, write_shards
-from megaenc.convert.tokenizer_files import certify_tokenizer, fit_beside, write_tokenizer
-from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.atomic_io import whole_folder
+from megaenc.convert.architectures import FAMILIES, Family, config_of
+from megaenc.convert.hf_checkpoint import GENERATION
+from megaenc.convert.model_card import Provenance, card, check_license, last_rows
+from megaenc.convert.naming import study_name
+from megaenc.convert.param_mapping import HEAD, hf_tensors
+from megaenc.convert.run_checkpoint import SavedRun, open_run
+from megaenc.convert.safetensors_writer import dtype_of, size_of, write_shards
+from megaenc.convert.tokenizer_io import certify_tokenizer, fit_beside, write_tokenizer
+from megaenc.convert.verify_export import LENGTH, Probe, certify, core_outputs
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
-from megaenc.files import whole_folder
 from megaenc.objectives import Attention
 from megaenc.output_paths import make_parent, refuse_existing
-from megaenc.training.run_folder import TOKENIZER
-from megaenc.training.start import digest
+from megaenc.training.run_dir import TOKENIZER
+from megaenc.training.run_init import digest
 
 CERTIFICATE = "conversion.json"
 _MODULES = [

@@ -1,1 +1,1 @@
-"""From text to packs: readers, tokenizers, the .bin/.idx of a corpus, packs and their order."""
+"""Text to packs: sources, tokenizers, preprocessing to `.bin`/`.idx`, packing and the order of packs."""

@@ -17,14 +17,14 @@ from typing import Any
 
 import megaenc
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm, wait_for_lock, whole_files
 from megaenc.console import ProgressLine, quiet, say
-from megaenc.data.outputs import sha256_of
+from megaenc.data.preprocess.outputs import sha256_of
+from megaenc.dist_env import local_rank
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_files
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import make_parent
 from megaenc.processes import Workers, usable_cores
-from megaenc.ranks import local_rank
 
 # What this package needs, and what that needs: installed wherever this runs.
 _INSTALLED = """
@@ -159,9 +159,9 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
 
     Processes that call it together wait for the first. Raises InputError for a demo of another vocabulary size or foreign files.
     """
-    from megaenc.data.preprocess import PreprocessFlags, preprocess
-    from megaenc.data.sidecar import read_sidecar
-    from megaenc.data.tokenizer_command import TokenizerFlags, make_tokenizer
+    from megaenc.data.indexed.metadata import read_sidecar
+    from megaenc.data.preprocess.command import PreprocessFlags, preprocess
+    from megaenc.data.tokenizer.train_command import TokenizerFlags, make_tokenizer
 
     folder = Path(folder)
     demo = Demo.of(folder)

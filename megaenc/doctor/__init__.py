@@ -1,1 +1,1 @@
-"""`megaenc doctor`: what a bug report needs, and what will bite. Each probe is carried out in a process that may hang or die."""
+"""`megaenc doctor`: probes of the machine, each in a child process that may hang or die without ending the command."""

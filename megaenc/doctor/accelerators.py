@@ -9,8 +9,8 @@ import subprocess
 from collections import Counter
 from collections.abc import Sequence
 
-from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, text_of
-from megaenc.ranks import local_world_size
+from megaenc.dist_env import local_world_size
+from megaenc.doctor.result import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, text_of
 
 _BUSY = GIB  # that another process has
 _TOLD = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from megaenc.backend.device import detect
-from megaenc.doctor.findings import Asked, Finding, ok, problem
-from megaenc.doctor.ranks import join
-from megaenc.ranks import rank
+from megaenc.dist_env import rank
+from megaenc.doctor.cross_rank import join
+from megaenc.doctor.result import Asked, Finding, ok, problem
 
 _SMALL = 16  # numbers for each rank
 _MEGABYTES = {"cpu": 4, "cuda": 64}

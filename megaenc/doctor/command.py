@@ -20,28 +20,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm, write_whole
 from megaenc.console import ProgressLine, quiet, say
+from megaenc.dist_env import local_rank, rank, world_size
 from megaenc.doctor import report
-from megaenc.doctor.findings import Asked, Finding, Probe, problem
-from megaenc.doctor.probing import NoAnswer, Prober
-from megaenc.doctor.ranks import named
+from megaenc.doctor.cross_rank import named
 from megaenc.doctor.report import Looked, from_json, to_json, together
+from megaenc.doctor.result import Asked, Finding, Probe, problem
+from megaenc.doctor.runner import NoAnswer, Prober
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm, write_whole
-from megaenc.launcher import die_with_launcher, for_good, leave_if_told
 from megaenc.output_paths import check_output_file, make_parent
-from megaenc.ranks import local_rank, rank, world_size
+from megaenc.torchelastic import die_with_launcher, for_good, leave_if_told
 
-_MEETING = Probe("ranks", "meeting", "megaenc.doctor.ranks:meet", "ranks", patience=2)
+_MEETING = Probe("ranks", "meeting", "megaenc.doctor.cross_rank:meet", "ranks", patience=2)
 
 PROBES = (
     # Before the ranks of this very command are on the devices, where the driver would count their memory as somebody else's.
     Probe("accelerators", "driver", "megaenc.doctor.accelerators:driver", "node"),
     # Then what all ranks do together, while they are level with each other.
     _MEETING,
-    Probe("ranks", "clocks", "megaenc.doctor.ranks:clocks", "ranks"),
-    Probe("disk", "shared by ranks", "megaenc.doctor.ranks:shared_folder", "ranks"),
-    Probe("machine", "shared arrays", "megaenc.doctor.ranks:shared_arrays", "ranks"),
+    Probe("ranks", "clocks", "megaenc.doctor.cross_rank:clocks", "ranks"),
+    Probe("disk", "shared by ranks", "megaenc.doctor.cross_rank:shared_folder", "ranks"),
+    Probe("machine", "shared arrays", "megaenc.doctor.cross_rank:shared_arrays", "ranks"),
     Probe("collectives", "collectives", "megaenc.doctor.collectives:collectives", "ranks", patience=2),
     Probe("versions", "versions", "megaenc.doctor.versions:versions"),
     Probe("machine", "processors", "megaenc.doctor.machine:processors", "node"),
@@ -49,13 +49,13 @@ PROBES = (
     Probe("machine", "/dev/shm", "megaenc.doctor.machine:shared_memory", "node"),
     Probe("machine", "limits", "megaenc.doctor.machine:limits"),
     Probe("accelerators", "seen by torch", "megaenc.doctor.accelerators:seen_by_torch"),
-    Probe("network", "network cards", "megaenc.doctor.interconnect:cards", "node"),
-    Probe("network", "interfaces", "megaenc.doctor.interconnect:interfaces", "node"),
-    Probe("variables", "variables", "megaenc.doctor.environment:variables"),
-    Probe("numbers", "matrix products", "megaenc.doctor.numbers:products"),
-    Probe("attention", "attention backends", "megaenc.doctor.numbers:backends", patience=2),
-    Probe("kernels", "fused kernels", "megaenc.doctor.numbers:kernels"),
-    Probe("kernels", "float8 products", "megaenc.doctor.numbers:float8_products", patience=3, advice="leave --fp8-format out"),
+    Probe("network", "network cards", "megaenc.doctor.network:cards", "node"),
+    Probe("network", "interfaces", "megaenc.doctor.network:interfaces", "node"),
+    Probe("variables", "variables", "megaenc.doctor.env_vars:variables"),
+    Probe("numbers", "matrix products", "megaenc.doctor.numerics:products"),
+    Probe("attention", "attention backends", "megaenc.doctor.numerics:backends", patience=2),
+    Probe("kernels", "fused kernels", "megaenc.doctor.numerics:kernels"),
+    Probe("kernels", "float8 products", "megaenc.doctor.numerics:float8_products", patience=3, advice="leave --fp8-format out"),
     Probe("disk", "space", "megaenc.doctor.disk:space", "node"),
     Probe("disk", "temporary files", "megaenc.doctor.disk:temporary", "node"),
     Probe("disk", "promises of the file system", "megaenc.doctor.disk:promises", "node"),
@@ -155,7 +155,9 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
         return [mine]
     patience = _OTHERS * settings.timeout
     try:
-        found, told = prober.call("megaenc.doctor.ranks:exchange", to_json(mine), patience, seconds=patience + settings.timeout)
+        found, told = prober.call(
+            "megaenc.doctor.cross_rank:exchange", to_json(mine), patience, seconds=patience + settings.timeout
+        )
         why = "" if told else found[0].found
     except NoAnswer as error:
         why = str(error)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-from megaenc.doctor.findings import GIB, Asked, Finding, note, ok, problem, text_of
+from megaenc.doctor.result import GIB, Asked, Finding, note, ok, problem, text_of
 
 _MB = 10**6
 _PIECE = 4 * 2**20

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import psutil
 
-from megaenc.doctor.findings import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
+from megaenc.dist_env import local_world_size, world_size
+from megaenc.doctor.result import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
 from megaenc.processes import processor_name, usable_cores
-from megaenc.ranks import local_world_size, world_size
 
 _MUCH = 0.1  # of the memory
 ENOUGH_SHARED = GIB

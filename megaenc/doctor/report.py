@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megaenc.console import printable
-from megaenc.doctor.findings import LEVELS, Finding
-from megaenc.doctor.ranks import named
+from megaenc.doctor.cross_rank import named
+from megaenc.doctor.result import LEVELS, Finding
 from megaenc.json_files import parse_json
 
 WIDTH = 100

@@ -8,7 +8,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import megaenc
-from megaenc.doctor.findings import Asked, Finding, Probe, note, ok, problem
+from megaenc.doctor.result import Asked, Finding, Probe, note, ok, problem
 
 _REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 _OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "transformer-engine", "apex", "amdsmi")

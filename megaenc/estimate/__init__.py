@@ -1,1 +1,1 @@
-"""What a pretraining run takes before it starts: operations, memory, time, what is sent, and a layout that suits the machine."""
+"""`megaenc estimate`: FLOPs, memory, communication and time of a pretraining run before it starts, and a layout for it."""

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaenc import flags
+from megaenc.atomic_io import write_whole
 from megaenc.console import quiet, rich_console
 from megaenc.errors import InputError, one_line_errors
-from megaenc.estimate.case import Case, PaperLayout, phases
-from megaenc.estimate.documents import Documents, documents, vocabulary
-from megaenc.estimate.machines import GIB, USABLE, Rates, between, inside, machine
+from megaenc.estimate.hardware import GIB, USABLE, Rates, between, inside, machine
+from megaenc.estimate.layout_case import Case, PaperLayout, phases
+from megaenc.estimate.length_model import Documents, documents, vocabulary
 from megaenc.estimate.report import Report
-from megaenc.estimate.whole import Demand, best_layout, estimate
-from megaenc.files import write_whole
+from megaenc.estimate.total import Demand, best_layout, estimate
 from megaenc.output_paths import check_output_file, make_parent
-from megaenc.training.settings import PretrainSettings, has_bf16, over_defaults
+from megaenc.training.config import PretrainSettings, has_bf16, over_defaults
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.
@@ -153,7 +153,7 @@ def _rates(settings: EstimateSettings, case: Case, demand: Demand, docs: Documen
         known = replace(known, **{name: value for name, value in given.items() if value})
     if not settings.calibrate:
         return known
-    from megaenc.estimate.measure import calibrate  # imports torch
+    from megaenc.estimate.microbench import calibrate  # imports torch
 
     rates = calibrate(settings.pretrain, case, demand, docs, known)
     return replace(rates, memory=settings.memory_gib * GIB) if settings.memory_gib else rates

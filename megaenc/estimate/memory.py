@@ -6,10 +6,10 @@ vocabulary is small, when the first layer's gradient does.
 
 from dataclasses import dataclass
 
-from megaenc.estimate.case import Case, Stage, Term, Work
-from megaenc.estimate.machines import Rates
+from megaenc.estimate.hardware import Rates
+from megaenc.estimate.layout_case import Case, Stage, Term, Work
 
-LOGITS_AT_ONCE = 2**26  # as megaenc.model.loss has it
+LOGITS_AT_ONCE = 2**26  # as megaenc.model.linear_cross_entropy has it
 LOGIT_BYTES_AT_ONCE = 2**30  # as it has with the kernels of accelerators
 
 

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from megaenc import __version__
 from megaenc.console import clock, number
-from megaenc.estimate.case import Case, Term
-from megaenc.estimate.documents import Documents
-from megaenc.estimate.machines import GIB, Rates
-from megaenc.estimate.whole import Estimate, flags_of
+from megaenc.estimate.hardware import GIB, Rates
+from megaenc.estimate.layout_case import Case, Term
+from megaenc.estimate.length_model import Documents
+from megaenc.estimate.total import Estimate, flags_of
 
 WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
 _SHOWN_PHASES = 12

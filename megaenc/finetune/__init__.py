@@ -1,1 +1,1 @@
-"""What an exported encoder can do, by transformers alone."""
+"""Fine-tuning of Hugging Face models on classification, tagging, question answering and retrieval; no megatron-core."""

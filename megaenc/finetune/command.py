@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm
 from megaenc.console import ProgressLine, quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm
-from megaenc.finetune import results
+from megaenc.finetune.config import Protocol, check_least
 from megaenc.finetune.datasets.local import DataFlags
 from megaenc.finetune.examples import Family, Unreachable
-from megaenc.finetune.jobs import CACHE, check_rate, lock, make_jobs, remaining
-from megaenc.finetune.options import Protocol, check_least
-from megaenc.finetune.progress import share
+from megaenc.finetune.grid.jobs import CACHE, check_rate, lock, make_jobs, remaining
+from megaenc.finetune.grid.progress import share
+from megaenc.finetune.results import files as result_files
 from megaenc.output_paths import check_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
@@ -70,15 +70,15 @@ def run_main(argv: Sequence[str] | None = None) -> None:
 
     one = ((settings.model,), (settings.dataset,), (settings.learning_rate,), (settings.seed,))
     [job] = make_jobs(*one, settings.output, settings.protocol, settings.data, find)
-    folder = results.folder(job, job.evaluate_on[0].name)
+    folder = result_files.folder(job, job.evaluate_on[0].name)
     todo, _ = remaining(job, again=settings.retry_failed)
     if todo is not None:
         with stopped_by_sigterm(), _removed_if_refused(output, todo.model.name), lock(todo) as mine:
             if not mine:
                 raise InputError(f"{folder}: another process is at this run; wait for it")
-            results.sweep(todo)
+            result_files.sweep(todo)
             say(f"{todo.name}: imports torch and transformers")
-            from megaenc.finetune.run import run
+            from megaenc.finetune.train import run
 
             with ProgressLine("loading", total=1.0) as line:
                 try:
@@ -107,12 +107,12 @@ def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
 
 def _show(folder: Path, family: Family, *, before: bool) -> None:
     """Print the scores next to the trivial ones, or why there are none."""
-    found = results.read(folder)
+    found = result_files.read(folder)
     if found.failure is not None:
-        say(f"failed{' before' * before}: {found.failure} ({folder / results.FAILED}); choose a smaller --learning-rate")
+        say(f"failed{' before' * before}: {found.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
         sys.exit(1)
     for name, split in (("validation", found.validation), ("test", found.test)):
         values = {"score": split.score, **split.metrics}
         listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
         say(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    say(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / results.RESULTS}")
+    say(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")

@@ -11,9 +11,9 @@ import numpy as np
 
 from megaenc import flags
 from megaenc.console import quiet, rich_console, say
+from megaenc.counter_rng import SampleRandomness, permutation
 from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.options import check_least
-from megaenc.randomness import SampleRandomness, permutation
+from megaenc.finetune.config import check_least
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -66,9 +66,9 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     from transformers.utils.logging import disable_progress_bar
 
     from megaenc.backend.device import detect
-    from megaenc.convert.hf_folder import HFFolder
+    from megaenc.convert.hf_checkpoint import HFFolder
     from megaenc.convert.hf_model import config_of, load_model
-    from megaenc.data.tokenizer import load_tokenizer
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     disable_progress_bar()
     hf = HFFolder(Path(folder), "--model")
@@ -105,8 +105,8 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
-    from megaenc.data.packs import Pack
-    from megaenc.data.tokenizer import vocabulary_of
+    from megaenc.data.packing.packed_dataset import Pack
+    from megaenc.data.tokenizer.tokenizer import vocabulary_of
     from megaenc.objectives.masking import MaskedLanguageModeling
 
     vocabulary = vocabulary_of(tokenizer)
@@ -141,7 +141,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
 
 def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
     """Yield int64[at most `length`] until `limit` tokens are out."""
-    from megaenc.data.tokenizer import encode_documents
+    from megaenc.data.tokenizer.tokenizer import encode_documents
 
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     while some := list(islice(texts, 64)):
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     check_least(settings, tokens=1, sentences=0)
-    from megaenc.data.inputs import InputFlags, find_inputs, read_texts
+    from megaenc.data.sources.resolve import InputFlags, find_inputs, read_texts
 
     inputs = find_inputs(InputFlags(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # a wrong input is said before anything is loaded

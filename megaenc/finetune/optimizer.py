@@ -8,7 +8,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megaenc.errors import InputError
-from megaenc.finetune.options import Protocol
+from megaenc.finetune.config import Protocol
 
 # The names that transformers.Trainer spares from weight decay, besides all of torch's LayerNorms.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -27,7 +27,7 @@ class Optimizer:
     """Updates the parameters of `model` from the gradients of one or several backward passes.
 
     16-bit parameters have float32 masters, whose gradients add up in float32 (`precision` paper-bf16: neither; the optimizer's
-    state is 16-bit too). A master starts as the parameter's `unrounded`, if it has that (see `megaenc.finetune.loading`).
+    state is 16-bit too). A master starts as the parameter's `unrounded`, if it has that (see `megaenc.finetune.model.load`).
     """
 
     def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: Protocol):

@@ -19,13 +19,13 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from megaenc.backend import Kernels, Layout, detect
+from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
-from megaenc.model.elementwise import Rotation
-from megaenc.model.kernels.check import NONE, Fused, Widths, fused_kernels
-from megaenc.model.layers import block_spec, transformer_config
-from megaenc.model.loss import summed_loss
-from megaenc.model.packing import Packing
-from megaenc.randomness import normal_rows
+from megaenc.model.functional import Rotation
+from megaenc.model.kernels.selftest import NONE, Fused, Widths, fused_kernels
+from megaenc.model.layer_spec import block_spec, transformer_config
+from megaenc.model.linear_cross_entropy import summed_loss
+from megaenc.model.packed_sequences import Packing
 
 _USUAL = Kernels(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 

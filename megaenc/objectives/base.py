@@ -9,10 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from megaenc.data.packs import Pack
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, closest
-from megaenc.randomness import SampleRandomness
 
 
 class Attention(StrEnum):

@@ -11,13 +11,13 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.console import number, quiet, rich_console
-from megaenc.data.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packs import CorpusPacks
-from megaenc.data.run_data import PACKINGS
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
+from megaenc.data.packing.builder import PACKINGS
+from megaenc.data.packing.packed_dataset import CorpusPacks
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
 from megaenc.objectives.base import Objective
-from megaenc.objectives.grammar import FLAG
+from megaenc.objectives.parser import FLAG
 from megaenc.objectives.schedule import Schedule
 
 _BAR = 20  # columns of the longest bar
@@ -113,8 +113,8 @@ def inspect(settings: InspectFlags) -> list[Any]:
     decoded = ["Give --tokenizer DIR to see a pack decoded, and what --objective hides in it and predicts."]
     if settings.tokenizer:
         # Here and not at the top: transformers takes seconds, and the figures need none of it.
-        from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
-        from megaenc.objectives.decoded import decode, renderables
+        from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+        from megaenc.objectives.pack_view import decode, renderables
 
         tokenizer = load_tokenizer(settings.tokenizer)
         vocabulary = vocabulary_of(tokenizer)

@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from megaenc.data.packs import Pack
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.registry import register
-from megaenc.randomness import SampleRandomness
 
 
 @dataclass(frozen=True)

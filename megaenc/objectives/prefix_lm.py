@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaenc.data.packs import Pack
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
 from megaenc.objectives.base import Attention, Objective, OptionError, Targets, option
 from megaenc.objectives.registry import register
-from megaenc.randomness import SampleRandomness
 
 
 @register

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megaenc.errors import InputError, closest
 from megaenc.objectives.base import Attention, Objective
-from megaenc.objectives.grammar import MIXTURE
+from megaenc.objectives.parser import MIXTURE
 
 GROUP = "megaenc.objectives"
 

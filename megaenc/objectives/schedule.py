@@ -25,11 +25,11 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
-from megaenc import randomness
-from megaenc.data.vocabulary import Vocabulary
+from megaenc import counter_rng
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives.base import Objective, OptionError
-from megaenc.objectives.grammar import MIXTURE, ParsedObjective, ParsedPhase, error_at, parse_schedule
+from megaenc.objectives.parser import MIXTURE, ParsedObjective, ParsedPhase, error_at, parse_schedule
 from megaenc.objectives.registry import find, origin
 
 _SPELLED_OUT = 16
@@ -169,7 +169,7 @@ class Schedule:
         if len(choices) == 1:
             return choices[0]
         bounds = list(accumulate(choice.weight for choice in choices))
-        draw = randomness.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
+        draw = counter_rng.uniforms(self.seed, "mixture", 1, counters=(step,))[0] * bounds[-1]
         return next(choice for choice, bound in zip(choices, bounds, strict=True) if draw < bound)
 
 

@@ -1,1 +1,1 @@
-"""What runs say, made visible: from run folders to figures and tables."""
+"""Studies from one manifest: plan, runs, results, statistics, claims and the report."""

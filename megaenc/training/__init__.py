@@ -1,1 +1,1 @@
-"""Pretraining: the settings of a run, its loop, optimizer, checkpoints and evaluation."""
+"""Pretraining: configuration, the training loop, checkpoints, validation, fault handling and logging."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megaenc.console import quiet
 from megaenc.errors import InputError, LocalInputError, one_line_errors
-from megaenc.launcher import die_with_launcher, for_good, leave_if_told
+from megaenc.torchelastic import die_with_launcher, for_good, leave_if_told
 
 
 @one_line_errors
@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     die_with_launcher()
     leave_if_told()
     quiet()
-    from megaenc.training.settings import read_settings
+    from megaenc.training.config import read_settings
 
     settings = read_settings(sys.argv[1:] if argv is None else argv, prog)
     from megaenc.training.planning import make_plan
@@ -26,13 +26,13 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         describe(plan)
         return
     from megaenc import backend
-    from megaenc.training.watchdog import process_group_timeout
+    from megaenc.training.dist.watchdog import process_group_timeout
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
     device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers), timeout)
-    from megaenc.training.loop import pretrain
-    from megaenc.training.stopping import STOPPED
-    from megaenc.training.together import on_all
+    from megaenc.training.dist.collectives import on_all
+    from megaenc.training.dist.signals import STOPPED
+    from megaenc.training.trainer import pretrain
 
     try:
         complete = pretrain(plan, device)

@@ -10,8 +10,8 @@ from rich.table import Table
 
 from megaenc.backend import Backend, Kernels
 from megaenc.console import rich_console
-from megaenc.randomness import SampleRandomness
-from megaenc.ranks import rank, world_size
+from megaenc.counter_rng import SampleRandomness
+from megaenc.dist_env import rank, world_size
 from megaenc.training.plan import Plan, validated_objectives
 
 _SHOWN_PHASES, _INTRODUCED = 12, 6  # phases in the table, and in the line at the start

@@ -18,15 +18,15 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
-from megaenc.data.packs import Packs
+from megaenc.data.packing.packed_dataset import Packs
 from megaenc.model.encoder import build_chunks
-from megaenc.model.linear import check_linears
+from megaenc.model.fp8.linear import check_linears
 from megaenc.objectives import Objective
-from megaenc.training.attention_choice import attention_of
-from megaenc.training.batches import Ahead, MicroBatch, Share, Wanted
+from megaenc.training.attention_select import attention_of
+from megaenc.training.dist.collectives import on_all
+from megaenc.training.micro_batches import Ahead, MicroBatch, Share, Wanted
 from megaenc.training.plan import Plan
-from megaenc.training.timing import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
-from megaenc.training.together import on_all
+from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
 
 
 @dataclass(frozen=True)

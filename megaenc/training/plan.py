@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from megaenc import __version__, flags
-from megaenc.data.packs import Packs
-from megaenc.data.run_data import Reading, RunData
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.data.packing.builder import Reading, RunData
+from megaenc.data.packing.packed_dataset import Packs
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
-from megaenc.training.learning_rate import LearningRate
-from megaenc.training.settings import PretrainSettings
-from megaenc.training.skipped import NOTHING_SKIPPED, SkippedPacks
-from megaenc.training.start import NEW_WEIGHTS, Start
+from megaenc.training.config import PretrainSettings
+from megaenc.training.lr_schedule import LearningRate
+from megaenc.training.run_init import NEW_WEIGHTS, Start
+from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 
 @dataclass(frozen=True)

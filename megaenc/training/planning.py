@@ -3,16 +3,16 @@
 import dataclasses
 from pathlib import Path
 
-from megaenc.data.run_data import RunData
-from megaenc.data.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.data.packing.builder import RunData
+from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
+from megaenc.dist_env import world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
-from megaenc.ranks import world_size
-from megaenc.training.learning_rate import LearningRate, steps_of
-from megaenc.training.leaving_out import find_skipped
-from megaenc.training.parent import find_start, resolved
+from megaenc.training.config import PretrainSettings
+from megaenc.training.lr_schedule import LearningRate, steps_of
+from megaenc.training.parent_run import find_start, resolved
 from megaenc.training.plan import Plan, validated_objectives
-from megaenc.training.settings import PretrainSettings
+from megaenc.training.skip_policy import find_skipped
 
 
 def make_plan(settings: PretrainSettings) -> Plan:

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from megaenc.backend import host_adapter, megatron, optimizer_adapter
-from megaenc.backend.optimizer_adapter import GroupStepAdamW
+from megaenc.backend import cpu_patches, megatron, optimizer_patches
+from megaenc.backend.optimizer_patches import GroupStepAdamW
 from megaenc.errors import InputError
 
 
 def test_host_adapter_is_refused_where_there_is_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="has CUDA or HIP"):
-        host_adapter.install()
+        cpu_patches.install()
 
 
 def test_unknown_wheel_is_refused():
@@ -39,8 +39,8 @@ def test_installing_again_changes_nothing():
     from megatron.core.tensor_parallel import layers
 
     before = (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
-    host_adapter.install()
-    optimizer_adapter.install()
+    cpu_patches.install()
+    optimizer_patches.install()
     assert before == (layers.torch, torch.Tensor.type, torch.Tensor.cuda, optimizer.Adam)
     assert layers.torch is not torch
     assert layers.torch.cuda.current_device() == torch.device("cpu")
@@ -91,10 +91,10 @@ def test_norm_and_scale_of_all_gradients_are_those_of_each():
         [torch.randn(11, generator=generator)],
     ]
     whole = torch.cat([tensor.flatten() for tensors in lists for tensor in tensors])
-    norm, _ = optimizer_adapter.norm_of_all(65536, None, lists, False)
+    norm, _ = optimizer_patches.norm_of_all(65536, None, lists, False)
     torch.testing.assert_close(norm, whole.norm().reshape(1))
     before = [tensor.clone() for tensor in lists[0]]
     others = [torch.empty_like(tensor) for tensor in before]
     for target in (others, lists[0]):
-        optimizer_adapter.scale_all(65536, None, [lists[0], target], 0.25)
+        optimizer_patches.scale_all(65536, None, [lists[0], target], 0.25)
         assert all(torch.equal(tensor, old * 0.25) for tensor, old in zip(target, before, strict=True))

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megaenc.backend.process import _agree
+from megaenc.backend.initialize import _agree
 
 SOON = timedelta(seconds=20)
 

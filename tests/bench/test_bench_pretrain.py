@@ -9,8 +9,8 @@ import pytest
 import runs
 import torch
 
-from megaenc.bench import pretrain, turns
-from megaenc.bench.documents import Documents
+from megaenc.bench import pretrain, train_worker
+from megaenc.bench.synthetic_docs import Documents
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 
@@ -42,14 +42,14 @@ def test_documents_follow_from_the_seed_in_any_order():
 def test_a_padded_batch_asks_for_the_same_tokens(objective, causal):
     work = dataclasses.replace(SMALL, objective=objective).work("")
     documents = work.read()
-    inputs, predicted = turns.padded(work, documents, work.objective_of(objective), 1, torch.device("cpu"))
+    inputs, predicted = train_worker.padded(work, documents, work.objective_of(objective), 1, torch.device("cpu"))
     assert inputs["attention_mask"].sum(1).tolist() == documents.document_lengths[2:4].tolist()
     for row, number in enumerate((2, 3)):
         tokens, labels = documents[number].tokens, inputs["labels"][row].numpy()
-        asked = np.flatnonzero(labels != turns.IGNORED)
+        asked = np.flatnonzero(labels != train_worker.IGNORED)
         assert np.array_equal(labels[asked], tokens[asked])
         assert not causal or np.array_equal(asked, np.arange(1, len(tokens))), "every token but the first has one before it"
-    assert predicted == int((inputs["labels"] != turns.IGNORED).sum()) > 0
+    assert predicted == int((inputs["labels"] != train_worker.IGNORED).sum()) > 0
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
     sides = pretrain.sides_of(settings, str(tmp_path / "weights.safetensors"))
     (tmp_path / "turn.py").write_text(TURN)
     found = {}
-    for name, side in {"weights": (turns.write_weights, sides[pretrain.OURS][1]), **sides}.items():
+    for name, side in {"weights": (train_worker.write_weights, sides[pretrain.OURS][1]), **sides}.items():
         (tmp_path / "side").write_bytes(pickle.dumps(side))
         processes = side[1].tensor_model_parallel_size
         runs.script(tmp_path / "turn.py", [str(tmp_path / "side"), str(tmp_path / "result")], processes=processes)
@@ -76,10 +76,10 @@ def test_all_sides_begin_with_the_same_loss(objective, tmp_path):
 @pytest.mark.slow
 def test_a_turn_has_processes_of_its_own(tmp_path):
     work = dataclasses.replace(SMALL.work(str(tmp_path / "weights.safetensors")), tensor_model_parallel_size=2)
-    found = turns.turn(turns.train_with_megaenc, work)
+    found = train_worker.turn(train_worker.train_with_megaenc, work)
     assert found["seconds"] > 0 and found["predicted"] > 0
     with pytest.raises(RuntimeError, match=r"train_with_transformers: FileNotFoundError: .*weights"):
-        turns.turn(turns.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1))
+        train_worker.turn(train_worker.train_with_transformers, dataclasses.replace(work, tensor_model_parallel_size=1))
 
 
 def test_other_work_is_found():

@@ -5,8 +5,8 @@ import psutil
 import pytest
 import runs
 
-from megaenc.bench import data, ways
-from megaenc.data.tokenizer import load_tokenizer
+from megaenc.bench import data, tokenize_backends
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.processes import Worker
 
 
@@ -69,7 +69,7 @@ def test_wrong_input_is_one_line(small_corpus, tmp_path, refusal, flags, message
 def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
     """Also where another program forked it, that would wait for work."""
     text = runs.write_text(tmp_path / "text.jsonl", documents=5000)
-    way = Worker(ways.turn, runs.surroundings())
+    way = Worker(tokenize_backends.turn, runs.surroundings())
     way.send(("datasets.map", str(text), str(small_corpus.tokenizer), 2))
     below, deadline = [], time.monotonic() + 120
     while len(below) < 3:  # a manager and two workers
@@ -91,7 +91,7 @@ def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
     text, tokenizer = data._prepared(settings, tmp_path / "work")
     assert text.stat().st_size >= 0.1e6
     assert load_tokenizer(tokenizer).mask_token_id is not None
-    run = ways.by_megaenc(str(text), tokenizer, 2, str(tmp_path / "work"))
+    run = tokenize_backends.by_megaenc(str(text), tokenizer, 2, str(tmp_path / "work"))
     ids, lengths = run()()
     assert len(ids) == lengths.sum() > 1000
 

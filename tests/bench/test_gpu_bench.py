@@ -13,12 +13,12 @@ import pytest
 import runs
 import torch
 
-from megaenc.backend.layout import Kernels
-from megaenc.bench.gpu import command, sizes, variants
+from megaenc.backend.parallel_config import Kernels
+from megaenc.bench.gpu import command, presets, variants
 from megaenc.bench.gpu.__main__ import NEEDED
 from megaenc.bench.gpu.command import Benchmark, GpuFlags
-from megaenc.bench.gpu.crew import Crew, Failed
 from megaenc.bench.gpu.table import table
+from megaenc.bench.gpu.worker_pool import Crew, Failed
 from megaenc.model.config import PRESETS
 
 DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
@@ -80,7 +80,7 @@ def test_speed_is_of_what_was_read(whole):
     models = whole.found["speed"]
     assert set(models) == {"miniature", "miniature defaults", "miniature attention_backend=sdpa"}
     assert {each["mlm(mask=0.4)"]["packs"] for name, each in models.items() if name != "miniature"} == {1}, "like for like"
-    small = sizes.SMALL
+    small = presets.SMALL
     for objective, row in models["miniature"].items():
         assert row["updates"] >= 3 and row["finite"] and row["packs"] == small.packs
         tokens = row["packs"] * row["micro_batches"] * small.speed["miniature"].seq_length
@@ -227,10 +227,10 @@ def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
 
 
 def test_what_fills_the_card_is_what_gpus_are_given():
-    speed = sizes.FULL.speed
+    speed = presets.FULL.speed
     assert {name: setup.shape for name, setup in speed.items()} == {name: PRESETS[name] for name in ("1b", "610m", "210m")}
-    assert sizes.FULL.packs == 0 and all((each.seq_length, each.vocab_size) == (2048, 128256) for each in speed.values())
-    assert {setup.shape.head_dim for setup in sizes.FULL.correctness.values()} == {64, 96}
+    assert presets.FULL.packs == 0 and all((each.seq_length, each.vocab_size) == (2048, 128256) for each in speed.values())
+    assert {setup.shape.head_dim for setup in presets.FULL.correctness.values()} == {64, 96}
 
 
 @pytest.mark.parametrize(

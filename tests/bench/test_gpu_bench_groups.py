@@ -3,8 +3,19 @@
 import pytest
 import torch
 
-from megaenc.bench.gpu import groups
-from megaenc.bench.gpu.groups import BACKWARD, BUFFERS, COMMUNICATION, ELEMENTWISE, FORWARD, LOSS, MATMUL, OPTIMIZER, Ran, Window
+from megaenc.bench.gpu import kernel_groups
+from megaenc.bench.gpu.kernel_groups import (
+    BACKWARD,
+    BUFFERS,
+    COMMUNICATION,
+    ELEMENTWISE,
+    FORWARD,
+    LOSS,
+    MATMUL,
+    OPTIMIZER,
+    Ran,
+    Window,
+)
 
 NAMES = {
     MATMUL: (
@@ -91,7 +102,7 @@ NAMES = {
 
 @pytest.mark.parametrize(("group", "name"), [(group, name) for group, names in NAMES.items() for name in names])
 def test_kernels_are_known_by_their_names(group, name):
-    assert groups.group_of(name) == group
+    assert kernel_groups.group_of(name) == group
 
 
 def test_what_ran_in_a_window_is_for_its_purpose():
@@ -104,16 +115,16 @@ def test_what_ran_in_a_window_is_for_its_purpose():
         Ran("ncclDevKernel_AllReduce", 33, 32.0),
         Ran("aten::sqrt", 34, 64.0),
     ]
-    found = groups.grouped(reversed(ran), [Window(OPTIMIZER, 30, 40), Window(LOSS, 10, 20)])
+    found = kernel_groups.grouped(reversed(ran), [Window(OPTIMIZER, 30, 40), Window(LOSS, 10, 20)])
     expected = {ELEMENTWISE: 17.0, LOSS: 10.0, MATMUL: 4.0, COMMUNICATION: 32.0, OPTIMIZER: 64.0}
-    assert found == dict.fromkeys(groups.GROUPS[:-1], 0.0) | expected
+    assert found == dict.fromkeys(kernel_groups.GROUPS[:-1], 0.0) | expected
 
 
 def test_the_next_thing_is_of_what_takes_most_beside_products():
-    seconds = {MATMUL: 9.0, FORWARD: 1.0, BACKWARD: 1.5, ELEMENTWISE: 2.0, groups.IDLE: 0.5}
-    assert groups.next_thing(seconds).startswith("attention takes most")
-    assert groups.next_thing(seconds | {ELEMENTWISE: 3.0}).startswith("norm, rotary, SwiGLU, elementwise takes most")
-    assert set(groups.NEXT) == set(groups.GROUPS)
+    seconds = {MATMUL: 9.0, FORWARD: 1.0, BACKWARD: 1.5, ELEMENTWISE: 2.0, kernel_groups.IDLE: 0.5}
+    assert kernel_groups.next_thing(seconds).startswith("attention takes most")
+    assert kernel_groups.next_thing(seconds | {ELEMENTWISE: 3.0}).startswith("norm, rotary, SwiGLU, elementwise takes most")
+    assert set(kernel_groups.NEXT) == set(kernel_groups.GROUPS)
 
 
 def test_kernels_of_the_accelerator_are_those_of_its_timeline():
@@ -141,7 +152,7 @@ def test_kernels_of_the_accelerator_are_those_of_its_timeline():
     found = breakdown.summed(ran, [Window(OPTIMIZER, 35, 50)], timed)
     assert found["seconds"][MATMUL] == pytest.approx(0.003 / breakdown.UPDATES)
     assert found["seconds"][OPTIMIZER] == pytest.approx(0.0015 / breakdown.UPDATES)
-    assert found["shares"][groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.UPDATES / 0.003)
+    assert found["shares"][kernel_groups.IDLE] == pytest.approx(1 - 0.0045 / breakdown.UPDATES / 0.003)
     assert found["matrix_flops_per_second"] == pytest.approx(3e9 / (0.003 / breakdown.UPDATES))
     assert found["attention_flops_per_second"] is None and found["by_time_too"]
     assert not breakdown.summed(ran, [Window(OPTIMIZER, 10**18, 2 * 10**18)], timed)["by_time_too"]

@@ -8,14 +8,14 @@ import torch
 
 
 def setup(**changes):
-    from megaenc.bench.gpu.sizes import SMALL
+    from megaenc.bench.gpu.presets import SMALL
 
     return dataclasses.replace(SMALL.correctness["64"], **changes)
 
 
 def test_made_documents_are_packed_whole():
-    from megaenc.bench.documents import EOS
-    from megaenc.bench.gpu import made
+    from megaenc.bench.gpu import synthetic
+    from megaenc.bench.synthetic_docs import EOS
 
     corpus = setup().documents_of(90)
     lengths = corpus.document_lengths
@@ -24,7 +24,7 @@ def test_made_documents_are_packed_whole():
     joined = corpus.joined(np.array([1, 0]), np.array([0, 2]), np.array([second, first]))
     assert len(joined) == second + first - 2 and joined[second - 1] == joined[-1] == EOS
     assert joined.max() < 500
-    pack = made.plan_of(setup(), "clm", tokens=5000).packs[3]
+    pack = synthetic.plan_of(setup(), "clm", tokens=5000).packs[3]
     assert len(pack.tokens) == 96 and np.array_equal(np.flatnonzero(pack.tokens[:-1] == EOS) + 1, pack.edges[1:-1])
 
 
@@ -39,20 +39,20 @@ def test_made_documents_are_packed_whole():
 )
 def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, monkeypatch):
     from megaenc.bench.gpu import correctness
-    from megaenc.model import attention_backends
-    from megaenc.model.packing import Packing
+    from megaenc.model.attention import backends
+    from megaenc.model.packed_sequences import Packing
     from megaenc.objectives import Attention
 
     plain = {"64": setup(kernels={"attention_backend": "sdpa"})}
     engine = correctness.engine_for(plain["64"], one_process)
     expected = [correctness.gradients(engine, plain["64"], text, 2) for text in correctness.OBJECTIVES]
     assert all(float(gradient.norm()) > 0 for _, found in expected for gradient in found.values())
-    usual, spans = attention_backends._dot_product, Packing.spans
+    usual, spans = backends._dot_product, Packing.spans
     if fault == "mask":
-        monkeypatch.setattr(attention_backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
+        monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
     if fault == "scale":  # that of a head padded from 96 to 128
         off = (96 / 128) ** 0.5
-        monkeypatch.setattr(attention_backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
+        monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
     if fault == "edges":
         whole = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
         monkeypatch.setattr(Packing, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
@@ -95,34 +95,34 @@ def test_parity_is_of_the_worst_update():
 
 
 def test_the_same_weights_are_made_each_time(one_process):
-    from megaenc.bench.gpu import made
+    from megaenc.bench.gpu import synthetic
 
-    engines = [made.filled(made.plan_of(setup(), "clm"), one_process) for _ in range(2)]
-    first, second = (dict(made.encoder_of(engine).named_parameters()) for engine in engines)
+    engines = [synthetic.filled(synthetic.plan_of(setup(), "clm"), one_process) for _ in range(2)]
+    first, second = (dict(synthetic.encoder_of(engine).named_parameters()) for engine in engines)
     assert all(torch.equal(first[name], second[name]) for name in first)
     matrix = first["decoder.layers.0.mlp.linear_fc1.weight"]
     assert matrix.detach().std().item() == pytest.approx(192**-0.5, rel=0.05)
-    made.lay(engines[0], setup(), "clm", 2, 3)
+    synthetic.lay(engines[0], setup(), "clm", 2, 3)
     update = engines[0].update(1)
     assert update.made and update.result.predicted > 0.9 * 6 * 96
 
 
 def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, monkeypatch):
-    from megaenc.bench.gpu import correctness, made
-    from megaenc.bench.gpu.sizes import CLM, MLM
+    from megaenc.bench.gpu import correctness, synthetic
+    from megaenc.bench.gpu.presets import CLM, MLM
     from megaenc.objectives import Attention
-    from megaenc.training import attention_choice
+    from megaenc.training import attention_select
 
-    checked, check = [], attention_choice.check_backend
+    checked, check = [], attention_select.check_backend
 
     def noted(name, masks, **others):
         checked.append(masks)
         return check(name, masks=masks, **others)
 
-    monkeypatch.setattr(attention_choice, "check_backend", noted)
+    monkeypatch.setattr(attention_select, "check_backend", noted)
     engine = correctness.engine_for(setup(), one_process)
     assert checked[-1] == [Attention.CAUSAL, Attention.BIDIRECTIONAL]
-    made.lay(engine, setup(), MLM, 1, 1)
+    synthetic.lay(engine, setup(), MLM, 1, 1)
     assert {engine.plan.schedule.objective(step).attention for step in range(1, 20)} == {Attention.BIDIRECTIONAL}
-    made.filled(made.plan_of(setup(), CLM), one_process)
+    synthetic.filled(synthetic.plan_of(setup(), CLM), one_process)
     assert checked[-1] == [Attention.CAUSAL]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megaenc.bench import loader
-from megaenc.data.corpus import Corpus
+from megaenc.data.indexed.corpus import Corpus
 
 
 def test_the_made_up_index_is_one_that_opens(tmp_path):

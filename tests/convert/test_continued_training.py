@@ -9,9 +9,9 @@ import torch
 from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.saved_run import open_run
+from megaenc.convert.run_checkpoint import open_run
+from megaenc.training.config import read_settings
 from megaenc.training.planning import make_plan
-from megaenc.training.settings import read_settings
 
 PEAK, STEPS, DECAY, CLIP = 5e-4, 10, 4, 1.0
 # Long packs without edges at each document, so that stretched positions are far enough apart to tell.

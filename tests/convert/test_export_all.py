@@ -12,13 +12,13 @@ import torch
 from whole_models import load_weights
 
 from megaenc.convert.command import main
-from megaenc.convert.export_names import study_name
-from megaenc.convert.saved_run import SavedRun, open_run
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.convert.naming import study_name
+from megaenc.convert.run_checkpoint import SavedRun, open_run
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.config import preset
 from megaenc.objectives import Schedule
-from megaenc.training.settings import PretrainSettings
-from megaenc.training.start import NEW_WEIGHTS, Stage, Start
+from megaenc.training.config import PretrainSettings
+from megaenc.training.run_init import NEW_WEIGHTS, Stage, Start
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 

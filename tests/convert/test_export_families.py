@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaenc.convert.command import main
-from megaenc.data import preprocess
+from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main as pretrain
 
 CAME_IN = [name for name in hf_models.MODELS]

@@ -11,13 +11,13 @@ import yaml
 from safetensors.torch import save_file
 from whole_models import core_to_hf, load_weights
 
-from megaenc.convert.certificate import Probe, core_outputs
 from megaenc.convert.command import main
-from megaenc.convert.saved_run import open_run
-from megaenc.data.tokenizer import load_tokenizer
+from megaenc.convert.run_checkpoint import open_run
+from megaenc.convert.verify_export import Probe, core_outputs
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.objectives import Attention
 from megaenc.training.command import main as pretrain
-from megaenc.training.run_folder import TOKENIZER
+from megaenc.training.run_dir import TOKENIZER
 
 
 def convert(folder, output, *flags):

@@ -11,7 +11,7 @@ from whole_models import core_to_hf, hf_to_core, load_weights
 
 from megaenc import backend
 from megaenc.convert.command import main
-from megaenc.convert.saved_run import open_run
+from megaenc.convert.run_checkpoint import open_run
 from megaenc.objectives import Attention
 
 pytestmark = pytest.mark.multiprocess
@@ -51,8 +51,8 @@ def core_logits(run, tokens, attention):
     backend.start(backend.Layout(), seed=0)
     try:
         from megaenc.model.encoder import build_encoder
-        from megaenc.model.packing import Packing
-        from megaenc.training.checkpoint import Checkpoints, load_model
+        from megaenc.model.packed_sequences import Packing
+        from megaenc.training.checkpoint.loader import Checkpoints, load_model
 
         saved = open_run(run)
         encoder = build_encoder(saved.model, saved.vocab_size, saved.seq_length, backend.Layout(), saved.dtype, seed=None)

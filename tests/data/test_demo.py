@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo
-from megaenc.data.sidecar import read_sidecar
-from megaenc.data.tokenizer import load_tokenizer
+from megaenc.data.indexed.metadata import read_sidecar
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 
 DOCSTRING = '''

@@ -239,7 +239,7 @@ def test_processes_and_where_they_meet(job, tmp_path):
 
 def test_without_flags_the_steps_suit_the_processes(job, tmp_path):
     """As the README has it: sbatch and the file's name."""
-    from megaenc.training.settings import read_settings
+    from megaenc.training.config import read_settings
 
     assert ended(job("many"))[0] == 0
     asked = asked_of_torchrun(tmp_path)
@@ -315,9 +315,9 @@ def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path, monkey
     import dataclasses
 
     from megaenc import flags
-    from megaenc.backend.layout import Layout
+    from megaenc.backend.parallel_config import Layout
     from megaenc.estimate import command
-    from megaenc.training.settings import settings_from
+    from megaenc.training.config import settings_from
 
     gpu, model = path.stem.split("-")
     settings, recipe = (settings_from(str(file)) for file in (path, ROOT / f"configs/pretrain/encoder-{model}.yaml"))

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megaenc.doctor import accelerators
-from megaenc.doctor.findings import Asked
+from megaenc.doctor.result import Asked
 
 ROWS = "{number}, NVIDIA H100 80GB HBM3, 81559, {used}, 570.86.15, {errors}"
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megaenc.doctor import collectives
-from megaenc.doctor.findings import Asked
-from megaenc.doctor.ranks import join
+from megaenc.doctor.cross_rank import join
+from megaenc.doctor.result import Asked
 
 
 @pytest.fixture

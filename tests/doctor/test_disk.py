@@ -7,7 +7,7 @@ import os
 import pytest
 
 from megaenc.doctor import disk
-from megaenc.doctor.findings import Asked
+from megaenc.doctor.result import Asked
 
 
 @pytest.fixture(autouse=True)

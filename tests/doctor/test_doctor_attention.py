@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.doctor import numbers
-from megaenc.doctor.findings import Asked, Probe
-from megaenc.doctor.probing import Prober
+from megaenc.doctor import numerics
+from megaenc.doctor.result import Asked, Probe
+from megaenc.doctor.runner import Prober
 
 prepare_megatron()
 PLANTED = Path(__file__).parent / "planted"
 
 
 def test_every_backend_is_a_probe_and_none_is_wrong_here():
-    probes = numbers.backends(Asked())
+    probes = numerics.backends(Asked())
     assert "sdpa" in [probe.name for probe in probes]
-    found = {each.what: each for probe in probes for each in numbers.backend(Asked(), *probe.arguments)}
+    found = {each.what: each for probe in probes for each in numerics.backend(Asked(), *probe.arguments)}
     assert set(found) == {probe.name for probe in probes}
     assert {each.level for each in found.values()} == {"ok"}
     assert found["sdpa"].found.startswith("right: ") and "heads 64 and 96 wide" in found["sdpa"].found
@@ -31,7 +31,7 @@ def test_every_backend_is_a_probe_and_none_is_wrong_here():
 def test_a_backend_that_ignores_causal_is_named(monkeypatch):
     right = F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *of, is_causal=False, **others: right(*of, **others))
-    [found] = numbers.backend(Asked(), "sdpa")
+    [found] = numerics.backend(Asked(), "sdpa")
     assert (found.what, found.level) == ("sdpa", "problem")
     assert "under causal attention" in found.found and found.advice
 
@@ -41,7 +41,7 @@ def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda q, *of, **others: right(2 * q - q.detach(), *of, **others)
     )  # the same values
-    [found] = numbers.backend(Asked(), "sdpa")
+    [found] = numerics.backend(Asked(), "sdpa")
     assert found.level == "problem" and found.found.startswith("gradients of queries off by 1, ")
 
 
@@ -49,7 +49,7 @@ def test_a_backend_with_wrong_gradients_is_named(monkeypatch):
 def test_a_backend_that_hangs_is_named_with_a_way_round_it():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
     with Prober(Asked(seconds=60, environment=os.environ | {"PYTHONPATH": path, "PLANTED": "attention hangs"})) as prober:
-        probes, _ = prober.findings(Probe("attention", "attention backends", "megaenc.doctor.numbers:backends", patience=2))
+        probes, _ = prober.findings(Probe("attention", "attention backends", "megaenc.doctor.numerics:backends", patience=2))
         [last] = [probe for probe in probes if probe.name == "sdpa"]
         [found], ended = prober.findings(replace(last, patience=1 / 12))
     assert not ended and (found.what, found.level) == ("sdpa", "problem")
@@ -63,12 +63,12 @@ def test_a_backend_that_raises_is_named(monkeypatch):
         raise RuntimeError("no kernel image is available for execution on the device")
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)
-    [found] = numbers.backend(Asked(), "sdpa")
+    [found] = numerics.backend(Asked(), "sdpa")
     assert found.level == "problem" and "no kernel image" in found.found
 
 
 def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monkeypatch):
-    from megaenc.model.kernels import check
+    from megaenc.model.kernels import selftest
 
     def wrong(draw, widths):
         yield "the output", torch.ones(3), torch.zeros(3, dtype=torch.float64)
@@ -80,10 +80,10 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
         raise RuntimeError("triton: no")
         yield
 
-    monkeypatch.setattr(check, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
-    assert numbers.kernels(Asked())[0].level == "ok", "on processors there are none"
+    monkeypatch.setattr(selftest, "CHECKS", {"wrong": wrong, "right": right, "fails": fails})
+    assert numerics.kernels(Asked())[0].level == "ok", "on processors there are none"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    found = {probe.name: numbers.kernel(Asked(), *probe.arguments)[0] for probe in numbers.kernels(Asked())}
+    found = {probe.name: numerics.kernel(Asked(), *probe.arguments)[0] for probe in numerics.kernels(Asked())}
     assert {name: each.level for name, each in found.items()} == {"wrong": "problem", "right": "ok", "fails": "note"}
     assert "the output" in found["wrong"].found and "triton: no" in found["fails"].found
     assert all(each.advice for each in found.values() if each.level != "ok")
@@ -91,32 +91,32 @@ def test_a_wrong_kernel_is_a_problem_and_one_that_cannot_be_compiled_a_note(monk
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a device the doctor itself is the test")
 def test_the_kernels_there_are_can_be_asked_for(monkeypatch):
-    from megaenc.model.kernels.check import CHECKS
+    from megaenc.model.kernels.selftest import CHECKS
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert [probe.name for probe in numbers.kernels(Asked())] == list(CHECKS)
+    assert [probe.name for probe in numerics.kernels(Asked())] == list(CHECKS)
 
 
 def test_float8_is_tried_in_both_formats_and_wrong_products_are_named(monkeypatch):
-    from megaenc.model.float8 import Float8
+    from megaenc.model.fp8.tensor import Float8
 
-    [found] = numbers.float8_products(Asked())
+    [found] = numerics.float8_products(Asked())
     if not torch.cuda.is_available():
         assert (found.level, found.found) == ("ok", "right: output and gradients, hybrid and e4m3")
     right = Float8.product
     monkeypatch.setattr(Float8, "product", staticmethod(lambda *of, **others: 1.1 * right(*of, **others)))
-    [found] = numbers.float8_products(Asked())
+    [found] = numerics.float8_products(Asked())
     assert found.level == "note" and "--fp8-format hybrid: the output of a 768 x 768 layer is" in found.found
     assert found.advice
 
 
 def test_a_device_without_float8_is_no_matter(monkeypatch):
     from megaenc.errors import InputError
-    from megaenc.model import float8
+    from megaenc.model.fp8 import tensor
 
     def refuses(*_):
         raise InputError("no float8 matrix products")
 
-    monkeypatch.setattr(float8, "float8", refuses)
-    [found] = numbers.float8_products(Asked())
+    monkeypatch.setattr(tensor, "float8", refuses)
+    [found] = numerics.float8_products(Asked())
     assert (found.level, found.found) == ("ok", "cannot be used: this device has none")

@@ -10,9 +10,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.findings import ok, problem
-from megaenc.doctor.probing import NoAnswer
 from megaenc.doctor.report import WIDTH, Looked, to_json
+from megaenc.doctor.result import ok, problem
+from megaenc.doctor.runner import NoAnswer
 
 HERE = Path(__file__).parent
 ENOUGH = replace(ok("space", "enough"), subject="disk")

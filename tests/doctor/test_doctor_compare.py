@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from megaenc.doctor.findings import note, ok, problem
 from megaenc.doctor.report import Looked, from_json, to_json, together
+from megaenc.doctor.result import note, ok, problem
 
 
 def looked(rank, *findings, where="rank"):

@@ -3,8 +3,8 @@
 import json
 from dataclasses import replace
 
-from megaenc.doctor.findings import note, ok, problem
 from megaenc.doctor.report import WIDTH, Looked, as_json, text
+from megaenc.doctor.result import note, ok, problem
 
 LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
 FINDINGS = [

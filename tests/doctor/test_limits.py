@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.doctor.findings import Asked
 from megaenc.doctor.machine import limits, shared_memory
+from megaenc.doctor.result import Asked
 
 GIB, MIB = 2**30, 2**20
 

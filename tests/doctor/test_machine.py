@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from megaenc.doctor import machine
-from megaenc.doctor.findings import Asked
+from megaenc.doctor.result import Asked
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import pytest
 
 from megaenc.backend import megatron
 from megaenc.doctor import versions
-from megaenc.doctor.findings import Asked, Finding, Probe
+from megaenc.doctor.result import Asked, Finding, Probe
 
 
 def test_every_package_is_a_probe_of_its_own():

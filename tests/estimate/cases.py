@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from megaenc.estimate.case import Case, PaperLayout, PhaseWork, Work
-from megaenc.estimate.machines import Link, Rates
-from megaenc.estimate.whole import Demand
+from megaenc.estimate.hardware import Link, Rates
+from megaenc.estimate.layout_case import Case, PaperLayout, PhaseWork, Work
+from megaenc.estimate.total import Demand
 from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.

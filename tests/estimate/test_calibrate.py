@@ -6,14 +6,14 @@ import pytest
 from cases import WORK, demand
 
 from megaenc.errors import InputError
-from megaenc.estimate.case import Case, phases
 from megaenc.estimate.command import read
-from megaenc.estimate.documents import documents
-from megaenc.estimate.machines import TABLE
-from megaenc.estimate.measure import calibrate, rates_from, share_of
+from megaenc.estimate.hardware import TABLE
+from megaenc.estimate.layout_case import Case, phases
+from megaenc.estimate.length_model import documents
 from megaenc.estimate.memory import worst_memory
-from megaenc.estimate.time import step_time
-from megaenc.estimate.whole import Demand
+from megaenc.estimate.microbench import calibrate, rates_from, share_of
+from megaenc.estimate.step_time import step_time
+from megaenc.estimate.total import Demand
 
 FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
 FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8", "--objective-schedule", "mlm", "--train-iters", "10"]
@@ -67,7 +67,7 @@ def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
 
 
 def test_one_device_cannot_say_how_several_are_connected(monkeypatch):
-    monkeypatch.setattr("megaenc.estimate.measure.usable_cores", lambda: 1)
+    monkeypatch.setattr("megaenc.estimate.microbench.usable_cores", lambda: 1)
     settings, case, wanted, docs = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     with pytest.raises(InputError, match="--calibrate: found one device here, which cannot say how 2 are connected"):
         calibrate(settings, case, wanted, docs, None)

@@ -9,7 +9,7 @@ import runs
 
 from megaenc import cli
 from megaenc.estimate.command import main
-from megaenc.estimate.machines import TABLE
+from megaenc.estimate.hardware import TABLE
 
 STUDY = ["--config", str(runs.ROOT / "configs" / "pretrain" / "encoder-610m.yaml"), "--gpu", "mi250x", "--gpus", "192"]
 

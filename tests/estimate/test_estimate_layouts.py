@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 from cases import WORK, case, demand, rates
 
-from megaenc.backend.layout import Layout
+from megaenc.backend.parallel_config import Layout
 from megaenc.errors import InputError
-from megaenc.estimate.case import PaperLayout, read_split, write_split
-from megaenc.estimate.whole import balanced, best_layout, estimate, flags_of
+from megaenc.estimate.layout_case import PaperLayout, read_split, write_split
+from megaenc.estimate.total import balanced, best_layout, estimate, flags_of
 from megaenc.model.config import PRESETS, ModelConfig
-from megaenc.training.settings import read_settings
+from megaenc.training.config import read_settings
 
 
 @pytest.mark.parametrize(

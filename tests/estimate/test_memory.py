@@ -56,9 +56,12 @@ def test_stages_hold_what_the_pipeline_has_in_flight():
 
 
 def test_the_chunked_loss_is_the_models_own():
-    from megaenc.model import loss
+    from megaenc.model import linear_cross_entropy
 
-    assert (loss.LOGITS_AT_ONCE, loss.FUSED_BYTES_AT_ONCE) == (LOGITS_AT_ONCE, LOGIT_BYTES_AT_ONCE)
+    assert (linear_cross_entropy.LOGITS_AT_ONCE, linear_cross_entropy.FUSED_BYTES_AT_ONCE) == (
+        LOGITS_AT_ONCE,
+        LOGIT_BYTES_AT_ONCE,
+    )
 
 
 @pytest.mark.usefixtures("one_process")
@@ -86,7 +89,7 @@ HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernor
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packing import Packing
+    from megaenc.model.packed_sequences import Packing
     from megaenc.objectives import Attention
 
     rows = 256

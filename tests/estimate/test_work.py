@@ -4,7 +4,7 @@ import pytest
 import runs
 
 from megaenc.estimate.command import demand_of, read, vocabulary_size
-from megaenc.estimate.documents import documents
+from megaenc.estimate.length_model import documents
 
 RUN = [*runs.SHORT_RUN, "--train-iters", "24", "--global-batch-size", "16", "--eval-interval", "0"]
 RUN += ["--objective-schedule", "clm:0.25,mlm(mask=0.3):0.25,mntp:0.25,prefix_lm:0.25", "--lr-warmup-iters", "2"]

@@ -8,7 +8,7 @@ import runs
 import torch
 from faults.moments import SavedRun
 
-from megaenc.training.checkpoint_folder import content_damage, size_damage
+from megaenc.training.checkpoint_dir import content_damage, size_damage
 
 
 def differences(run: SavedRun, reference: SavedRun, step: int) -> list[str]:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from megaenc.console import say
 from megaenc.errors import InputError
-from megaenc.finetune import results
 from megaenc.finetune.examples import Dataset, Family
-from megaenc.finetune.jobs import Job, Progress, rate_name
+from megaenc.finetune.grid.jobs import Job, Progress, rate_name
+from megaenc.finetune.results import files as result_files
 
 FAMILIES = {"sc": Family.SC, "tc": Family.TC, "qa": Family.QA, "ir": Family.IR}
 
@@ -83,12 +83,14 @@ def run(job: Job, report) -> None:
     if calls(model).count(f"{job.train_on}_{name}") <= what.get("times", 1000):
         do(what.get("do"), job)
     if what.get("do") == "nan" and not (model / "cured").exists():
-        results.write_failure(job, "the loss is nan in step 3", step=3, protocol=job.protocol)
+        result_files.write_failure(job, "the loss is nan in step 3", step=3, protocol=job.protocol)
         return
     for dataset in job.evaluate_on:
         report(Progress("test", 1, 1, {"data set": dataset.name}))
         splits = {split: scores(job, dataset.name, split) for split in ("validation", "test")}
-        results.write(job, dataset.name, splits, steps=10, protocol=job.protocol, trained="0" * 64, seconds={"training": 0.0})
+        result_files.write(
+            job, dataset.name, splits, steps=10, protocol=job.protocol, trained="0" * 64, seconds={"training": 0.0}
+        )
 
 
 def do(what: str | None, job: Job) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaenc.data.tokenizer import encode_documents, train_tokenizer
+from megaenc.data.tokenizer.tokenizer import encode_documents, train_tokenizer
 from megaenc.finetune import fill_mask
 
 SENTENCE = "The small garden behind the house was full of yellow flowers in the early summer."

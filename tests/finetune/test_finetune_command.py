@@ -12,7 +12,7 @@ from megaenc.finetune import command
 from megaenc.finetune.command import RunSettings, run_main
 from megaenc.finetune.datasets.registry import DATASETS
 from megaenc.finetune.examples import Family
-from megaenc.finetune.grid import GridSettings, grid_main
+from megaenc.finetune.grid.command import GridSettings, grid_main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "finetune"
@@ -58,7 +58,7 @@ def test_wrong_input_does_not_wait_for_torch(tmp_path):
     make_model(tmp_path / "toy")
     program = """
 import sys
-from megaenc.finetune.grid import grid_main
+from megaenc.finetune.grid.command import grid_main
 try:
     grid_main(sys.argv[1:])
 finally:

@@ -10,8 +10,8 @@ from transformers import Trainer, get_linear_schedule_with_warmup
 
 from megaenc.errors import InputError
 from megaenc.finetune import optimizer
+from megaenc.finetune.config import Protocol
 from megaenc.finetune.optimizer import Optimizer, check_schedule
-from megaenc.finetune.options import Protocol
 
 _STEPS, _PEAK = 20, 1e-2
 

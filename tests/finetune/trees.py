@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from megaenc.finetune.jobs import rate_name
+from megaenc.finetune.grid.jobs import rate_name
 
 
 def published(root: Path, model: str, place: str, rate: float, seed: int, validation, test, run: str = "") -> Path:

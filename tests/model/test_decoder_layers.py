@@ -57,7 +57,7 @@ def pair(request, one_process):
 
 
 def logits(encoder, tokens, positions, attention):
-    from megaenc.model.packing import Packing
+    from megaenc.model.packed_sequences import Packing
 
     packing = Packing.of([0, len(tokens)], attention, torch.device("cpu"))
     return encoder(tokens[None], positions, packing, None)[:, :90]

@@ -31,7 +31,7 @@ def build(vocab_size=100, seed=3, shape=TINY):
 
 
 def packing(attention, edges=EDGES, prefixes=PREFIXES):
-    from megaenc.model.packing import Packing
+    from megaenc.model.packed_sequences import Packing
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
     return Packing.of(edges, attention, torch.device("cpu"), prefixes)
@@ -72,7 +72,7 @@ def query_key_value():
 
 
 def core_attention():
-    from megaenc.model.layers import PackedAttention, transformer_config
+    from megaenc.model.layer_spec import PackedAttention, transformer_config
 
     return PackedAttention(transformer_config(TINY, Layout(), torch.float32), 1, None, "self")
 
@@ -131,7 +131,7 @@ def test_prefixes_that_no_attention_can_use():
         (Attention.PREFIX, [2, 0, -1, 4]),
         (Attention.PREFIX, [2, 0, 13]),
     ):
-        from megaenc.model.packing import Packing
+        from megaenc.model.packed_sequences import Packing
 
         with pytest.raises(ValueError, match="prefixes"):
             Packing.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))

@@ -21,7 +21,7 @@ IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b
 def executed(attention, predict_at):
     """torch's count, forward and backward, and the row's documents."""
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packing import Packing
+    from megaenc.model.packed_sequences import Packing
 
     encoder = build_encoder(SHAPE, VOCABULARY, 32, Layout(), torch.float32, seed=3)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])

@@ -31,7 +31,7 @@ def stand_ins(monkeypatch):
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
     from megaenc.model import transformer_engine
-    from megaenc.model.layers import RMSNorm
+    from megaenc.model.layer_spec import RMSNorm
 
     class TEColumnParallelLinear(KeepsState, ColumnParallelLinear):
         pass
@@ -90,7 +90,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
     """On the disk nothing differs, and what one has saved the other loads."""
     from megatron.core import dist_checkpointing
 
-    from megaenc.training.checkpoint import fill_module
+    from megaenc.training.checkpoint.loader import fill_module
 
     for number, (saves, loads) in enumerate([(ENGINE, Kernels()), (Kernels(), ENGINE)]):
         saved, loaded = build(saves, seed=5), build(loads, seed=6)
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
 @pytest.mark.parametrize("fp8_format", [None, "hybrid"])
 def test_float8_is_left_to_it(stand_ins, fp8_format):
     """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""
-    from megaenc.model.layers import transformer_config
+    from megaenc.model.layer_spec import transformer_config
 
     asked = Kernels(transformer_impl="transformer_engine", fp8_format=fp8_format)
     config = transformer_config(TINY, Layout(), torch.float32, asked)
@@ -117,7 +117,7 @@ def test_float8_is_left_to_it(stand_ins, fp8_format):
 
 def test_one_line_says_that_it_is_not_installed():
     from megaenc.backend import detect
-    from megaenc.model.linear import check_linears
+    from megaenc.model.fp8.linear import check_linears
 
     with pytest.raises(
         InputError, match="--transformer-impl transformer_engine: transformer-engine is not installed; install it"

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from megaenc.data.packs import Pack
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 
 SPECIAL = (0, 1, 7)
 MASK = 1

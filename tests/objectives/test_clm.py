@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from megaenc.data.packs import Pack
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention, CausalLanguageModeling
-from megaenc.randomness import SampleRandomness
 
 VOCABULARY = Vocabulary(size=100, eos_id=0, mask_id=None, special_ids=(0,), fingerprint="f" * 64)
 

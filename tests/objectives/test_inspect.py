@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from text_helpers import reference_ids, small_tokenizer, write_jsonl
 
-from megaenc.data import preprocess
-from megaenc.data.corpus import Corpus, split_documents
-from megaenc.data.packs import ConcatPacks
-from megaenc.data.tokenizer import vocabulary_of
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.indexed.corpus import Corpus, split_documents
+from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.data.preprocess import command as preprocess
+from megaenc.data.tokenizer.tokenizer import vocabulary_of
 from megaenc.objectives import MaskedLanguageModeling, inspect
-from megaenc.randomness import SampleRandomness
 
 # With the end of document 4, 2, 7 and 3 tokens: sixteen together.
 DOCUMENTS = ["dog fox dog", "dog", "fox fox fox dog dog fox", "dog dog"]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from objective_helpers import MASK, SPECIAL, VOCABULARY, places_in_document, random_pack, within
 
-from megaenc.data.packs import Pack
+from megaenc.counter_rng import SampleRandomness, uniforms
+from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
 from megaenc.objectives import MaskedLanguageModeling, MaskedNextTokenPrediction
-from megaenc.randomness import SampleRandomness, uniforms
 
 BERT = {"mask": 0.15, "random": 0.1, "keep": 0.1}
 BOTH = (MaskedLanguageModeling, MaskedNextTokenPrediction)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from objective_helpers import SPECIAL, VOCABULARY, within
 
-from megaenc.data.packs import Pack
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.counter_rng import SampleRandomness, uniforms
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import Attention, MaskedLanguageModeling
-from megaenc.randomness import SampleRandomness, uniforms
 
 BERT = {"mask": 0.15, "random": 0.1, "keep": 0.1}
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from objective_helpers import VOCABULARY, random_pack, within
 
-from megaenc.data.packs import Pack
+from megaenc.counter_rng import SampleRandomness, uniforms
+from megaenc.data.packing.packed_dataset import Pack
 from megaenc.errors import InputError
 from megaenc.objectives import Attention, PrefixLanguageModeling
-from megaenc.randomness import SampleRandomness, uniforms
 
 
 def pack_of(lengths, sample=0):

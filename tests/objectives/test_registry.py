@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import (
     Attention,

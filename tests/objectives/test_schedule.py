@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import pytest
 
-from megaenc.data.vocabulary import Vocabulary
+from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Schedule, parse_schedule
 

@@ -7,6 +7,7 @@ import pytest
 from counting import counted
 from objective_helpers import VOCABULARY, random_pack, within
 
+from megaenc.counter_rng import SampleRandomness
 from megaenc.errors import InputError
 from megaenc.objectives import (
     Attention,
@@ -19,7 +20,6 @@ from megaenc.objectives import (
     option,
     registry,
 )
-from megaenc.randomness import SampleRandomness
 
 
 def build(text, train_iters, seed=0):

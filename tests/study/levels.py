@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from megaenc.study import statistics
+from megaenc.study.stats import inference
 
 WORLDS = {  # seeds, examples, sd of what a seed does in logits, sd of what a model likes, share that all models have of a seed
     "5 seeds, seeds matter": (5, 300, 0.3, 0.5, 0.0),
@@ -39,17 +39,17 @@ def differences(
 def ways(block: np.ndarray, draws: int = 400) -> dict[str, bool]:
     """Whether each way says that there is a difference."""
     scores, count = block.mean(1), len(block)
-    parts = statistics.components(scores, [block])
+    parts = inference.components(scores, [block])
     total = parts.total
     df = total**2 / (parts.seeds**2 / (count - 1)) if parts.seeds else np.inf
-    two_way = abs(scores.mean()) > statistics._quantile(df) * total**0.5 if total else False
+    two_way = abs(scores.mean()) > inference._quantile(df) * total**0.5 if total else False
     found = {
-        "t over seeds alone": statistics.contrast(scores).p < 0.05,
+        "t over seeds alone": inference.contrast(scores).p < 0.05,
         "t over both": two_way,
-        "the less certain": statistics.contrast(scores, [block]).p < 0.05,
+        "the less certain": inference.contrast(scores, [block]).p < 0.05,
     }
     if draws:
-        percentile, studentised = statistics.bootstrap(scores, [block], draws)
+        percentile, studentised = inference.bootstrap(scores, [block], draws)
         found["bootstrap, percentile"] = percentile[0] > 0 or percentile[1] < 0
         found["bootstrap, studentised"] = studentised[0] > 0 or studentised[1] < 0
     return found

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import manifests
 
-from megaenc.finetune import results
-from megaenc.study.graph import build_graph
-from megaenc.study.grid_stage import GridNode
-from megaenc.study.manifest import read_manifest
-from megaenc.study.node import ExportNode, Node, identity_of
-from megaenc.study.pretrain_stage import PretrainNode
-from megaenc.training.checkpoint_folder import json_digest
-from megaenc.training.start import Start, digest
+from megaenc.finetune.results import files as result_files
+from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.plan.dag import build_graph
+from megaenc.study.run.finetune_stage import GridNode
+from megaenc.study.run.pretrain_stage import PretrainNode
+from megaenc.study.run.stage import ExportNode, Node, identity_of
+from megaenc.training.checkpoint_dir import json_digest
+from megaenc.training.run_init import Start, digest
 
 STUDY = "study"
 TWO = [
@@ -80,8 +80,8 @@ def make_results(node: GridNode) -> None:
         for dataset in training.datasets:
             for rate in node.flags["learning_rates"]:
                 for seed in range(node.flags["seeds"]):
-                    folder = results.run_folder(node.folder, training.family, dataset, training.train_on, rate, seed)
+                    folder = result_files.run_folder(node.folder, training.family, dataset, training.train_on, rate, seed)
                     fingerprints = node._of_model() | node.data.fingerprints.get(dataset, {})
                     made = {"protocol": asdict(node.protocol), "fingerprints": fingerprints}
                     split = {"score": 0.5, "metrics": {}, "scores_i": [0.0, 1.0] * 5000}
-                    results._write(folder / results.RESULTS, made | {"validation": split, "test": split})
+                    result_files._write(folder / result_files.RESULTS, made | {"validation": split, "test": split})

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.finetune.examples import Family
-from megaenc.finetune.intervals import STUDY
-from megaenc.finetune.jobs import rate_name
-from megaenc.study.evidence import AVERAGE, Score
-from megaenc.study.published import published
-from megaenc.study.setting import Setting
+from megaenc.finetune.grid.jobs import rate_name
+from megaenc.finetune.results.aggregate import STUDY
+from megaenc.study.manifest.model_key import Setting
+from megaenc.study.results.evidence import AVERAGE, Score
+from megaenc.study.results.published import published
 
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5

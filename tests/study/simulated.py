@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 from megaenc.finetune.examples import Family
-from megaenc.finetune.intervals import interval
-from megaenc.study.claims import Verdict, judge
-from megaenc.study.evidence import Evidence, Score
-from megaenc.study.published import published
-from megaenc.study.setting import Setting, name_of
+from megaenc.finetune.results.aggregate import interval
+from megaenc.study.claims.verdicts import Verdict, judge
+from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.results.published import published
 
 SETS = {Family.SC: "sst2", Family.TC: "uner_en", Family.QA: "squad", Family.IR: "nq"}
 RATES = (2e-5, 5e-5, 1e-4)

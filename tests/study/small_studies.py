@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from megaenc.study.claims import Verdict, judge
-from megaenc.study.evidence import Evidence, Score
-from megaenc.study.setting import Setting, name_of
+from megaenc.study.claims.verdicts import Verdict, judge
+from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.results.evidence import Evidence, Score
 
 
 def by_claim(evidence: Evidence, **more) -> dict[str, Verdict]:

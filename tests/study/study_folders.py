@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.study.setting import Setting, name_of
+from megaenc.study.manifest.model_key import Setting, name_of
 
 RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}

@@ -4,8 +4,12 @@ import manifests
 import pytest
 from run_folders import write_run
 
-from megaenc.finetune.summary import summary_main
-from megaenc.study import plan_command, plot, report_command, run_command, status
+from megaenc.finetune.results.summary import summary_main
+from megaenc.study.plan import command as plan_command
+from megaenc.study.report import command as report_command
+from megaenc.study.run import command as run_command
+from megaenc.study.run import status
+from megaenc.viz import plot
 
 PLACES = {
     "below /proc": lambda folder, ending: f"/proc/x/out{ending}",

@@ -4,7 +4,7 @@ import json
 
 import runs
 
-from megaenc.training.sinks import flat
+from megaenc.training.logging.backends import flat
 
 
 def numbers(folder) -> dict[str, dict[int, float]]:

@@ -6,8 +6,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from megaenc.training.checkpoint import Checkpoints
-from megaenc.training.checkpoint_folder import json_digest
+from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint_dir import json_digest
 
 
 def flip_a_bit(file: Path) -> None:

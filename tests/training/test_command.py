@@ -11,10 +11,10 @@ import pytest
 import runs
 import yaml
 
-from megaenc.data.tokenizer import load_tokenizer
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.training.command import main
+from megaenc.training.config import read_settings
 from megaenc.training.planning import make_plan
-from megaenc.training.settings import read_settings
 
 
 def test_command_line_wins_over_yaml_and_yaml_over_the_preset(tmp_path):
@@ -156,7 +156,7 @@ def test_what_one_rank_alone_finds_is_printed_too(small_corpus, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os\n"
-        "from megaenc.data.corpus import Corpus\n"
+        "from megaenc.data.indexed.corpus import Corpus\n"
         "if __name__ == '__main__':\n"
         "    if os.environ['RANK'] == '1':\n"
         "        Corpus.joined = lambda self, *_: self._check_ids(self.document_lengths + 400, 'document 7', LocalInputError)\n"

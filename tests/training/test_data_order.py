@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import runs
 
-from megaenc.data import preprocess
-from megaenc.training.batches import Share
+from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
+from megaenc.training.config import read_settings
+from megaenc.training.micro_batches import Share
 from megaenc.training.planning import make_plan
-from megaenc.training.settings import read_settings
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,8 @@ def test_the_demo_corpus_is_not_built_for_it(tmp_path, monkeypatch, refusal):
 
 
 def test_a_mixture_is_counted_as_it_will_be_drawn(printed, small_corpus):
+    from megaenc.training.config import read_settings
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     schedule = "mix(clm:0.3,mlm:0.7):1.0"
     lines = printed("--objective-schedule", schedule)

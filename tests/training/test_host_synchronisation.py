@@ -118,8 +118,8 @@ def test_what_does_not_wait_is_not():
 def engine_of(flags):
     """The engine of a run in this process."""
     from megaenc import backend
+    from megaenc.training.config import read_settings
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings(flags, "test"))
     device = backend.start(plan.settings.layout, plan.settings.seed)
@@ -134,7 +134,7 @@ def engine_of(flags):
 def forward_and_backward(engine, objective, watched):
     """Of one micro-batch, as megatron-core's schedule calls it, inside `watched`; returns the norm of the gradient."""
     from megaenc.objectives import Schedule
-    from megaenc.training.batches import Wanted
+    from megaenc.training.micro_batches import Wanted
 
     plan, [model] = engine.plan, engine.chunks
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
@@ -166,14 +166,15 @@ def in_documents(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_siz
 def test_a_micro_batch_asks_for_nothing_that_would_wait(way, small_corpus, monkeypatch):
     """By the kernel that accelerators take, a stand-in for it; and by the other, which has the same gradient."""
     with engine_of([*small_corpus.flags, *runs.SHORT_RUN, *WAYS[way]]) as engine:
-        from megaenc.model import attention_backends, layers
+        from megaenc.model import layer_spec
+        from megaenc.model.attention import backends
 
-        monkeypatch.setattr(attention_backends, "varlen_attn", in_documents)
+        monkeypatch.setattr(backends, "varlen_attn", in_documents)
         for objective in OBJECTIVES:
             norms = []
             for backend in ("varlen", "sdpa"):
                 for module in engine.chunks[0].modules():
-                    if isinstance(module, layers.PackedAttention):
+                    if isinstance(module, layer_spec.PackedAttention):
                         module.backend = backend
                 waits = Waits()
                 norms.append(forward_and_backward(engine, objective, waits))
@@ -201,11 +202,11 @@ class Copies(TorchDispatchMode):
 def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, small_corpus, monkeypatch):
     """All that it consists of; the device is torch's that holds no numbers, and pinning is noted instead of done."""
     from megaenc.objectives import Schedule
+    from megaenc.training.config import read_settings
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
-    from megaenc.training.batches import Wanted
+    from megaenc.training.micro_batches import Wanted
 
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)

@@ -63,8 +63,8 @@ def test_an_older_checkpoint_in_another_layout(small_corpus, parent, tmp_path):
 
 
 def plan_of(flags):
+    from megaenc.training.config import read_settings
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     return make_plan(read_settings([str(flag) for flag in flags], "test"))
 

@@ -43,9 +43,9 @@ def test_fewer_activations_are_kept(way, one_process):
     from megaenc.backend import Layout
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packing import Packing
+    from megaenc.model.packed_sequences import Packing
     from megaenc.objectives import Attention
-    from megaenc.training.settings import read_settings
+    from megaenc.training.config import read_settings
 
     def kept(layout: Layout) -> int:
         encoder = build_encoder(ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1).train()

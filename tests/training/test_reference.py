@@ -7,8 +7,8 @@ import runs
 from transformers import EuroBertForMaskedLM
 
 from megaenc.convert.to_hf import to_hf
+from megaenc.training.config import read_settings
 from megaenc.training.planning import make_plan
-from megaenc.training.settings import read_settings
 
 PEAK, WARMUP, DECAY, STEPS, CLIP = 3e-3, 4, 5, 20, 0.5  # what runs.SHORT_RUN asks for
 

@@ -13,9 +13,9 @@ from checkpoint_helpers import flip_a_bit
 from megaenc import backend
 from megaenc.errors import InputError
 from megaenc.training.command import main
+from megaenc.training.config import read_settings
 from megaenc.training.planning import make_plan
-from megaenc.training.run_folder import RunFolder
-from megaenc.training.settings import read_settings
+from megaenc.training.run_dir import RunFolder
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:

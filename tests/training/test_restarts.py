@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.training.folder_lock import FolderLock
+from megaenc.training.run_lock import FolderLock
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULTY = str(runs.WORKERS / "fault_at_step.py")

@@ -103,14 +103,14 @@ def test_beyond_the_limit_it_ends_with_one_line_and_the_checkpoint_before(small_
 def test_what_no_pack_gives_alone_points_to_the_hardware(small_corpus, monkeypatch, refusal):
     """It is there when the step is made and gone when its packs are run again."""
     spoil({37: "loss"}, monkeypatch.setattr)
-    from megaenc.training import diagnosis
+    from megaenc.training import nonfinite
 
     def healed(*arguments):
         monkeypatch.undo()
         return before(*arguments)
 
-    before = diagnosis.diagnose
-    monkeypatch.setattr(diagnosis, "diagnose", healed)
+    before = nonfinite.diagnose
+    monkeypatch.setattr(nonfinite, "diagnose", healed)
     flags = [*small_corpus.flags, *RUN[:-2], "--no-bf16", "--max-skipped-updates", "0"]
     line = refusal(main, flags)
     assert "from none of its 8 packs when each is run alone, which points to the hardware; in the step itself the loss" in line
@@ -125,9 +125,9 @@ def test_weights_that_are_no_good_are_not_blamed_on_the_packs(small_corpus, monk
 
 def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatch):
     """Also where reductions are started by the backward pass itself, which needs an accelerator."""
+    from megaenc.training.config import read_settings
     from megaenc.training.engine import Engine
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     engine = Engine(make_plan(read_settings([*small_corpus.flags, *RUN, "--no-bf16"], "test")), one_process)
     groups = [group for chunk in engine.chunks for group in chunk.bucket_groups]

@@ -31,7 +31,7 @@ def folder_of(small_corpus, tmp_path_factory):
     """The folder of a run by what it is, layout and precision."""
     from whole_models import load_weights
 
-    from megaenc.convert.saved_run import open_run
+    from megaenc.convert.run_checkpoint import open_run
 
     root = tmp_path_factory.mktemp("starts")
 

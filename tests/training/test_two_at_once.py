@@ -7,7 +7,7 @@ import time
 
 import runs
 
-from megaenc.training.checkpoint import Checkpoints
+from megaenc.training.checkpoint.loader import Checkpoints
 
 PROCESSES, RACES = 4, 20
 IN_USE = "another process is training in this folder; wait for it or choose another"

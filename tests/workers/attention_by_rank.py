@@ -4,16 +4,17 @@ import sys
 
 from megaenc.backend import prepare_megatron
 from megaenc.console import quiet
-from megaenc.ranks import rank, world_size
+from megaenc.dist_env import rank, world_size
 
 if __name__ == "__main__":
     quiet()
     prepare_megatron()
-    from megaenc.model import attention_backends, attention_check, layers
+    from megaenc.model import layer_spec
+    from megaenc.model.attention import backends, selftest
     from megaenc.objectives import Attention
     from megaenc.training.command import main
 
-    dot_product, really_lacking = attention_backends.attend_by, attention_backends.lacking
+    dot_product, really_lacking = backends.attend_by, backends.lacking
 
     def attend_by(name, q, k, v, packing, scale=None):
         """Of which `flash` and `varlen` are stand-ins."""
@@ -21,6 +22,6 @@ if __name__ == "__main__":
             packing = type(packing).of(packing.cu_seqlens_q.tolist(), Attention.BIDIRECTIONAL, q.device)
         return dot_product("sdpa", q, k, v, packing, scale)
 
-    layers.attend_by = attention_check.attend_by = attend_by
-    attention_check.lacking = lambda name, *others: "" if name in ("flash", "varlen") else really_lacking(name, *others)
+    layer_spec.attend_by = selftest.attend_by = attend_by
+    selftest.lacking = lambda name, *others: "" if name in ("flash", "varlen") else really_lacking(name, *others)
     main(sys.argv[1:])

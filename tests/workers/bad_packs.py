@@ -17,9 +17,9 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
 
     prepare_megatron()
     from megaenc.model import encoder
-    from megaenc.training import batches
+    from megaenc.training import micro_batches
 
-    make, loss_of = batches.micro_batch, encoder.summed_loss
+    make, loss_of = micro_batches.micro_batch, encoder.summed_loss
 
     def marked(data, samples, *arguments):
         batch = make(data, samples, *arguments)
@@ -35,7 +35,7 @@ def spoil(packs: dict[int, str | float], put: Callable = setattr) -> None:
             return loss, correct
         return loss * (float("nan") if how == "loss" else how), correct
 
-    put(batches, "micro_batch", marked)
+    put(micro_batches, "micro_batch", marked)
     put(encoder, "summed_loss", spoiled)
 
 
@@ -44,11 +44,11 @@ if __name__ == "__main__":
 
     spoil({int(sample): how for sample, how in json.loads(sys.argv.pop(1)).items()})
     if "KILLED" in os.environ:
-        from megaenc.training import loop
+        from megaenc.training import trainer
 
-        class Kill(loop.Rewind):
+        class Kill(trainer.Rewind):
             def __init__(self, plan):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        loop.Rewind = Kill
+        trainer.Rewind = Kill
     main(prog="pretrain_encoder.py")

@@ -26,15 +26,15 @@ quiet()  # as a command does, before the first import of torch
 
 from megaenc import cli  # noqa: E402
 from megaenc.backend import prepare_megatron  # noqa: E402
-from megaenc.launcher import die_with_parent  # noqa: E402
+from megaenc.torchelastic import die_with_parent  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 # Imported late by commands that are given below, at a second or more each.
 ALSO = (
     "megaenc.training.planning",
-    "megaenc.training.loop",
+    "megaenc.training.trainer",
     "transformers.models.auto.tokenization_auto",
-    "megaenc.finetune.run",
+    "megaenc.finetune.train",
     "megaenc.convert.to_hf",
     "scipy.stats",
 )

@@ -4,8 +4,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from megaenc.model import float8_kernels as kernels
-from megaenc.model.float8 import top_bits
+from megaenc.model.fp8 import kernels as kernels
+from megaenc.model.fp8.tensor import top_bits
 
 MACHINES = {
     GPUTarget("cuda", 90, 32): {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2},

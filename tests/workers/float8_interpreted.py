@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from megaenc.model.float8 import Float8
+from megaenc.model.fp8.tensor import Float8
 
 torch.manual_seed(0)
 TYPES = [(torch.float8_e4m3fn, torch.float8_e5m2)]

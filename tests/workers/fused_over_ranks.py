@@ -13,7 +13,7 @@ def main() -> None:
     backend.start(layout, 0)
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.layers import Packing
+    from megaenc.model.layer_spec import Packing
     from megaenc.objectives import Attention
 
     shape = ModelConfig(2, 48, 80, 4, 2, qk_layernorm=True)

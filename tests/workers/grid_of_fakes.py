@@ -6,7 +6,7 @@ import fake_runs
 
 from megaenc import flags
 from megaenc.errors import one_line_errors
-from megaenc.finetune.grid import GridSettings, run_grid
+from megaenc.finetune.grid.command import GridSettings, run_grid
 
 
 @one_line_errors

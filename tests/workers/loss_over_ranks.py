@@ -13,13 +13,13 @@ ROWS, HIDDEN, VOCABULARY = 50, 16, 45
 def main(file: str) -> None:
     from megaenc import backend
     from megaenc.backend import Layout, prepare_megatron
-    from megaenc.ranks import world_size
+    from megaenc.dist_env import world_size
 
     prepare_megatron()
     backend.start(Layout(tensor_model_parallel_size=world_size()), 0)
     from megatron.core import parallel_state
 
-    from megaenc.model.loss import summed_loss
+    from megaenc.model.linear_cross_entropy import summed_loss
 
     torch.manual_seed(0)
     share = 64 // world_size()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megaenc.errors import InputError
-from megaenc.training.pickles import rewrite_pickles
+from megaenc.training.checkpoint.safe_pickle import rewrite_pickles
 
 SPARE = 500 << 20
 HEAD = b"\x80\x04"

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from megaenc.errors import InputError
+from megaenc.training.config import read_settings
 from megaenc.training.plan import Plan
 from megaenc.training.planning import make_plan
-from megaenc.training.run_folder import RunFolder
-from megaenc.training.settings import read_settings
+from megaenc.training.run_dir import RunFolder
 
 
 def enter(folder: Path, plan: Plan, together, answers) -> None:

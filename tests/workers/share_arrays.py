@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from megaenc.data.shared import shared
+from megaenc.data.packing.shared_memory import shared
 
 
 def make() -> tuple[np.ndarray, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from megaenc.ranks import rank
+from megaenc.dist_env import rank
 from megaenc.training.command import main
 
 made = 0

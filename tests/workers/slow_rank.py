@@ -10,18 +10,18 @@ import time
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megaenc.training import batches
+from megaenc.training import micro_batches
 from megaenc.training.command import main
 
 
 def slow_data(seconds: float) -> None:
-    quick = batches.micro_batch
+    quick = micro_batches.micro_batch
 
     def micro_batch(*arguments):
         time.sleep(seconds)
         return quick(*arguments)
 
-    batches.micro_batch = micro_batch
+    micro_batches.micro_batch = micro_batch
 
 
 def slow_compute(seconds: float) -> None:

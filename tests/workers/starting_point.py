@@ -9,17 +9,17 @@ import torch
 
 def main(folder: Path, flags: list[str]) -> None:
     from megaenc import backend
-    from megaenc.ranks import rank
+    from megaenc.dist_env import rank
+    from megaenc.training.config import read_settings
     from megaenc.training.planning import make_plan
-    from megaenc.training.settings import read_settings
 
     plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
     layout = plan.settings.layout
     device = backend.start(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
-    from megaenc.training.batches import micro_batch
+    from megaenc.training.checkpoint.manager import OwnCheckpoints
     from megaenc.training.engine import Engine
-    from megaenc.training.run_folder import RunFolder
-    from megaenc.training.saving import OwnCheckpoints
+    from megaenc.training.micro_batches import micro_batch
+    from megaenc.training.run_dir import RunFolder
 
     engine = Engine(plan, device)
     if rank() == 0:

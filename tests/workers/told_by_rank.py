@@ -2,7 +2,7 @@
 
 import sys
 
-from megaenc.ranks import rank, world_size
+from megaenc.dist_env import rank, world_size
 from megaenc.training.command import main
 
 if __name__ == "__main__":

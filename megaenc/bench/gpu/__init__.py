@@ -1,1 +1,1 @@
-"""`benchmarks/gpu.sh`: is what an accelerator computes right, and how fast is it?"""
+"""`benchmarks/gpu.sh`: correctness and speed on an accelerator."""

@@ -13,12 +13,12 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megaenc.bench.gpu import groups, made
-from megaenc.bench.gpu.groups import BACKWARD, FORWARD, IDLE, MATMUL, Ran, Window
-from megaenc.bench.turns import wait
+from megaenc.bench.gpu import kernel_groups, synthetic
+from megaenc.bench.gpu.kernel_groups import BACKWARD, FORWARD, IDLE, MATMUL, Ran, Window
+from megaenc.bench.train_worker import wait
 from megaenc.objectives import Objective
-from megaenc.training.batches import Wanted
 from megaenc.training.engine import Engine
+from megaenc.training.micro_batches import Wanted
 
 UPDATES = 2
 SHOWN = 12  # kernels that are named
@@ -35,10 +35,10 @@ class Watched(Engine):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        head = made.encoder_of(self).output_layer
-        head.forward = self._window(groups.LOSS)(head.forward)
-        self.clear_gradient = self._window(groups.BUFFERS)(self.clear_gradient)
-        self._step = self._window(groups.OPTIMIZER)(self._step)
+        head = synthetic.encoder_of(self).output_layer
+        head.forward = self._window(kernel_groups.LOSS)(head.forward)
+        self.clear_gradient = self._window(kernel_groups.BUFFERS)(self.clear_gradient)
+        self._step = self._window(kernel_groups.OPTIMIZER)(self._step)
 
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
         """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
@@ -91,14 +91,14 @@ def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict
 
     Idle is what remains of the update's time without the profiler, which itself makes the host slower.
     """
-    seconds = {group: value / UPDATES for group, value in groups.grouped(ran, windows).items()}
+    seconds = {group: value / UPDATES for group, value in kernel_groups.grouped(ran, windows).items()}
     seconds[IDLE] = max(0.0, timed["seconds_per_update"] - sum(seconds.values()))
     whole, attention = sum(seconds.values()), seconds[FORWARD] + seconds[BACKWARD]
     products = timed["flops_per_update"] - timed["attention_flops_per_update"]
     totals: Counter[str] = Counter()
     for one in ran:
         totals[one.name] += one.seconds / UPDATES
-    kernels = [(name[:160], groups.group_of(name), value) for name, value in totals.most_common()]
+    kernels = [(name[:160], kernel_groups.group_of(name), value) for name, value in totals.most_common()]
     return {
         "seconds": seconds,
         "shares": {group: value / whole for group, value in seconds.items()},
@@ -107,7 +107,7 @@ def summed(ran: list[Ran], windows: list[Window], timed: dict[str, Any]) -> dict
         "kernels": kernels[:SHOWN],
         "attention_kernels": [name for name, group, _ in kernels if group in (FORWARD, BACKWARD)][:6],
         "by_time_too": any(window.first <= one.began <= window.last for window in windows for one in ran),
-        "next": groups.next_thing(seconds),
+        "next": kernel_groups.next_thing(seconds),
     }
 
 

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm, write_whole
 from megaenc.bench import report
-from megaenc.bench.documents import Setup
 from megaenc.bench.gpu import variants
-from megaenc.bench.gpu.crew import Crew, Failed
-from megaenc.bench.gpu.sizes import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, Sizes
+from megaenc.bench.gpu.presets import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, Sizes
 from megaenc.bench.gpu.table import table
-from megaenc.bench.turns import Work
+from megaenc.bench.gpu.worker_pool import Crew, Failed
+from megaenc.bench.synthetic_docs import Setup
+from megaenc.bench.train_worker import Work
 from megaenc.console import quiet, say
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.output_paths import check_output_file, make_parent
 
 DESCRIPTION = """Is what an accelerator computes right, and how fast is it? One accelerator, under nine minutes.
@@ -178,7 +178,7 @@ class Benchmark:
             passes=sizes.passes,
             weights=str(self.folder / "weights.safetensors"),
         )
-        self.phase("peer", self.device, "peer.beside", 40, 130, work=work)
+        self.phase("peer", self.device, "hf_baseline.beside", 40, 130, work=work)
         part["ratios"] = ratios(part.get("rows", {}), self.fullest)
         self.write()
 

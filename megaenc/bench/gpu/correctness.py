@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from megaenc.bench.documents import Setup
-from megaenc.bench.gpu import made
-from megaenc.bench.gpu.sizes import CLM, MLM
+from megaenc.bench.gpu import synthetic
+from megaenc.bench.gpu.presets import CLM, MLM
 from megaenc.bench.gpu.worker import Finding
-from megaenc.training.batches import Wanted
+from megaenc.bench.synthetic_docs import Setup
 from megaenc.training.engine import Engine
+from megaenc.training.micro_batches import Wanted
 
 OBJECTIVES = (CLM, MLM)
 # Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm.
@@ -29,9 +29,9 @@ Found = tuple[float, dict[str, torch.Tensor]]
 
 def engine_for(setup: Setup, backend: Any) -> Engine:
     """Return a model whose weights are numbers of bfloat16, whatever it computes in."""
-    engine = Engine(made.plan_of(setup, *OBJECTIVES), backend)
+    engine = Engine(synthetic.plan_of(setup, *OBJECTIVES), backend)
     with torch.no_grad():
-        for parameter in made.encoder_of(engine).parameters():
+        for parameter in synthetic.encoder_of(engine).parameters():
             parameter.copy_(parameter.bfloat16())
     return engine
 
@@ -41,7 +41,7 @@ def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
     objective, seed = setup.objective_of(text), engine.plan.settings.seed
     with engine.unreduced():
         loss, _ = engine.gradient_alone(range(packs), objective)
-        parameters = made.encoder_of(engine).named_parameters()
+        parameters = synthetic.encoder_of(engine).named_parameters()
         found = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
     batch = Wanted(engine.plan.packs, tuple(range(packs)), objective, seed).made(torch.device("cpu"))
     return loss / batch.labels.numel(), found
@@ -65,12 +65,12 @@ def compared(setups: dict[str, Setup], packs: int, folder: Path, deadline: float
 
 def _each(setups: dict[str, Setup], packs: int, folder: Path) -> Iterator[tuple[Path, Setup, str, Engine, Found]]:
     """Yield the gradients for each model and objective, and the file of the reference's."""
-    backend = made.begin()
+    backend = synthetic.begin()
     for name, setup in setups.items():
         engine = engine_for(setup, backend)
         for text in OBJECTIVES:
             yield folder / f"{name.split()[0]} {text}.pt", setup, text, engine, gradients(engine, setup, text, packs)
-    made.end()
+    synthetic.end()
 
 
 def row(setup: Setup, text: str, found: Found, expected: Found) -> dict[str, Any]:
@@ -106,11 +106,11 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def run_losses(setups: dict[str, Setup], packs: int, updates: int, deadline: float) -> Iterator[Finding]:
     """Yield the losses of `updates` updates, each of two micro-batches of `packs` packs: causal first, bidirectional then."""
     for name, setup in setups.items():
-        engine = Engine(made.plan_of(setup, *OBJECTIVES), made.begin())
+        engine = Engine(synthetic.plan_of(setup, *OBJECTIVES), synthetic.begin())
         found: list[float] = []
         for step in range(1, updates + 1):
             if (step - 1) % max(1, updates // 2) == 0:
-                made.lay(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
+                synthetic.lay(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
             found.append(engine.update(step).result.loss)
-        made.end()
+        synthetic.end()
         yield ["parity", name], found

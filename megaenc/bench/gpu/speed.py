@@ -12,11 +12,11 @@ import torch
 
 from megaenc.backend import Backend
 from megaenc.bench import report
-from megaenc.bench.documents import Setup
-from megaenc.bench.gpu import made
+from megaenc.bench.gpu import synthetic
 from megaenc.bench.gpu.breakdown import Watched, breakdown, synchronisations
 from megaenc.bench.gpu.worker import Finding
-from megaenc.bench.turns import clock, peak_memory
+from megaenc.bench.synthetic_docs import Setup
+from megaenc.bench.train_worker import clock, peak_memory
 from megaenc.objectives import Objective
 from megaenc.training.engine import BatchResult, Update
 
@@ -41,7 +41,7 @@ class Timing:
         """Return a row for the table; `packs` are fewer from then on where the memory did not suffice."""
         while True:
             try:
-                made.lay(self.engine, self.setup, objective, self.packs, self.micro_batches)
+                synthetic.lay(self.engine, self.setup, objective, self.packs, self.micro_batches)
                 return self._row()
             except torch.OutOfMemoryError:
                 if self.packs == 1 or time.monotonic() > self.deadline:
@@ -57,7 +57,7 @@ class Timing:
 
     def _row(self) -> dict[str, Any]:
         _, first = self._update()
-        made.forget_peak()
+        synthetic.forget_peak()
         timed, retries, spent = [], _retries(), 0.0
         while len(timed) < 3 or (spent < self.seconds and len(timed) < 50):
             if timed and time.monotonic() + timed[-1][1] > self.deadline:
@@ -106,8 +106,8 @@ def measured(
 
     `packs` of a micro-batch, 0: as many as fill the card. `looks`: also where a step's time goes, and where the host waits.
     """
-    backend = made.begin()
-    engine = made.filled(made.plan_of(setup, *objectives), backend, Watched)
+    backend = synthetic.begin()
+    engine = synthetic.filled(synthetic.plan_of(setup, *objectives), backend, Watched)
     timing = Timing(engine, setup, backend, packs, micro_batches, seconds, deadline)
     timing.packs = packs or fitting(engine, setup, objectives, timing.steps)
     for objective in objectives:
@@ -121,7 +121,7 @@ def measured(
     if looks and time.monotonic() < deadline:
         yield ["synchronisations", name], synchronisations(engine, setup.objective_of(objectives[0]))
     del engine, timing
-    made.end()
+    synthetic.end()
 
 
 def _retries() -> int:
@@ -131,7 +131,7 @@ def _retries() -> int:
 
 def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Iterator[int]) -> int:
     """Return the packs of the largest micro-batch that the accelerator's memory holds; one without an accelerator."""
-    made.lay(engine, setup, objectives[0], 1, 1)
+    synthetic.lay(engine, setup, objectives[0], 1, 1)
     engine.update(next(steps))  # the optimizer's state is made here
     if engine.device.type == "cpu":
         return 1
@@ -152,7 +152,7 @@ def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Ite
 
 def _peak(engine: Watched, objective: Objective, packs: int) -> float:
     """Return the bytes of tensors at the worst moment of one micro-batch of `packs` packs."""
-    made.forget_peak()
+    synthetic.forget_peak()
     with engine.unreduced():
         engine.gradient_alone(range(packs), objective)
     return float(torch.cuda.max_memory_allocated())
@@ -161,4 +161,4 @@ def _peak(engine: Watched, objective: Objective, packs: int) -> float:
 def _forget(engine: Watched) -> None:
     """Give back what a micro-batch that did not fit has left."""
     engine.clear_gradient()
-    made.clean()
+    synthetic.clean()

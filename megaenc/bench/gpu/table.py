@@ -4,7 +4,7 @@ import string
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from megaenc.bench.gpu.groups import GROUPS
+from megaenc.bench.gpu.kernel_groups import GROUPS
 from megaenc.bench.gpu.variants import title
 
 GIB = 2**30

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from megaenc.backend.layout import Kernels
+from megaenc.backend.parallel_config import Kernels
 from megaenc.errors import InputError
 
 FIRST = ("fused_kernels", "fp8_format")

@@ -27,7 +27,7 @@ def machine(deadline: float) -> Iterator[Finding]:
     from megaenc.backend import detect
     from megaenc.backend.device import host_has_bf16
     from megaenc.bench import report
-    from megaenc.model.attention_backends import ORDER, lacking
+    from megaenc.model.attention.backends import ORDER, lacking
 
     backend = detect()
     yield ["machine"], report.machine()
@@ -61,7 +61,7 @@ def findings(job: dict[str, Any]) -> Iterator[Finding]:
     import_megatron()
     import torch.distributed
 
-    from megaenc.bench.gpu import made, speed  # noqa: F401
+    from megaenc.bench.gpu import speed, synthetic  # noqa: F401
 
     if not job:
         return
@@ -77,4 +77,4 @@ def findings(job: dict[str, Any]) -> Iterator[Finding]:
         raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     finally:
         if torch.distributed.is_initialized():  # a failed job is still in its process groups
-            made.end()
+            synthetic.end()

@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from megaenc.data.outputs import sha256_of
+from megaenc.data.preprocess.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.examples import (

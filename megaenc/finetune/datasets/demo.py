@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
 from megaenc.console import quiet, say
 from megaenc.data import demo as corpus_demo
 from megaenc.errors import InputError, one_line_errors
-from megaenc.files import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
 from megaenc.finetune.examples import SplitName
 from megaenc.output_paths import make_parent
 

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megaenc.data.readers import listed, opened
+from megaenc.data.sources.text_files import listed, opened
 from megaenc.errors import InputError
 from megaenc.finetune.examples import Answer, Family, LabelledText, Question, TaggedWords
 from megaenc.json_files import parse_json

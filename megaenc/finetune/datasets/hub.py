@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megaenc.data.readers import listed
+from megaenc.data.sources.text_files import listed
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import formats
 from megaenc.finetune.datasets.beir import Judgements, give_to_validation, retrieval

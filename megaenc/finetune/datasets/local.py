@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from megaenc.data.outputs import sha256_of
+from megaenc.data.preprocess.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
 from megaenc.finetune.examples import Dataset, Examples, Family, SplitName, digest, say_once, too_few, validation_share

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megaenc.finetune.backbone import Backbone, Packed, forwards, pack
-from megaenc.finetune.encoded import Encoded, Parts, TextEncoder
+from megaenc.finetune.config import Protocol
 from megaenc.finetune.examples import Examples, Family
-from megaenc.finetune.options import Protocol
-from megaenc.finetune.results import Split
+from megaenc.finetune.model.backbone import Backbone, Packed, forwards, pack
+from megaenc.finetune.results.files import Split
+from megaenc.finetune.tokenized import Encoded, Parts, TextEncoder
 
 if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset

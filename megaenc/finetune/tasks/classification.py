@@ -5,10 +5,10 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from megaenc.finetune.backbone import Packed
-from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, LabelledText
+from megaenc.finetune.model.backbone import Packed
 from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
+from megaenc.finetune.tokenized import Encoded, TextEncoder
 
 
 class Classification(Task):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from megaenc.finetune.backbone import Packed, pack
-from megaenc.finetune.encoded import Encoded, TextEncoder
 from megaenc.finetune.examples import Family, Pair
 from megaenc.finetune.examples import Retrieval as Queries
+from megaenc.finetune.model.backbone import Packed, pack
 from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
+from megaenc.finetune.tokenized import Encoded, TextEncoder
 
 _DEPTH = 100
 _COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB

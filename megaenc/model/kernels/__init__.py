@@ -1,1 +1,1 @@
-"""Triton kernels of what lies between matrix products, and the check that decides which of them a model is computed by."""
+"""Triton kernels for the operations between matrix products, and the self-test that selects them."""

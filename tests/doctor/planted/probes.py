@@ -5,7 +5,7 @@ import signal
 import sys
 import time
 
-from megaenc.doctor.findings import Asked, Broken, Finding, Probe, ok, problem
+from megaenc.doctor.result import Asked, Broken, Finding, Probe, ok, problem
 
 
 def hangs(asked: Asked) -> list[Finding]:

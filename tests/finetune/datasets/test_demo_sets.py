@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megaenc.data import demo as corpus
-from megaenc.data.outputs import sha256_of
+from megaenc.data.preprocess.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import demo
 from megaenc.finetune.datasets.registry import find

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megaenc.finetune.tasks.answering import best_span, exact_match, normalised, position_f1, token_f1
+from megaenc.finetune.tasks.question_answering import best_span, exact_match, normalised, position_f1, token_f1
 
 
 @pytest.mark.parametrize(

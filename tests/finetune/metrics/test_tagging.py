@@ -5,7 +5,7 @@ import pytest
 import seqeval.metrics
 from sklearn.metrics import f1_score
 
-from megaenc.finetune.tasks.tagging import majority_vote, span_counts, span_f1, spans, tag_f1
+from megaenc.finetune.tasks.token_classification import majority_vote, span_counts, span_f1, spans, tag_f1
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC", "B-A-B", "I-A-B"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from megaenc.data.tokenizer import train_tokenizer
-from megaenc.finetune.encoded import TextEncoder
+from megaenc.data.tokenizer.tokenizer import train_tokenizer
+from megaenc.finetune.tokenized import TextEncoder
 
 TEXT = (
     "The small garden behind the house was full of yellow flowers in the early summer. Nobody came. "
@@ -46,7 +46,7 @@ def folder(tokenizer, tmp_path_factory):
 @pytest.fixture
 def make_model(folder) -> Callable:
     """The model of a task, with a head that is not all but 0."""
-    from megaenc.finetune.loading import load_backbone
+    from megaenc.finetune.model.load import load_backbone
     from megaenc.finetune.tasks import Model
 
     def make(task):

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from megaenc.finetune.config import Protocol
 from megaenc.finetune.examples import LabelledText
-from megaenc.finetune.options import Protocol
 from megaenc.finetune.tasks.classification import Classification
 
 TEXTS = ["The garden.", "The old man walked down to the river with his dog.", "Nobody came, nobody.", "A book", "Lyon and Paris"]

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from megaenc.finetune.backbone import pack
+from megaenc.finetune.config import Protocol
 from megaenc.finetune.examples import Pair, Retrieval
-from megaenc.finetune.options import Protocol
+from megaenc.finetune.model.backbone import pack
 from megaenc.finetune.tasks import TASKS, Model
 from megaenc.finetune.tasks.base import mean_states
 from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask

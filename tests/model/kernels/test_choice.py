@@ -6,25 +6,25 @@ from types import SimpleNamespace
 
 import torch
 
-from megaenc.model.kernels import check
-from megaenc.model.kernels.check import CHECKS, Verdict, Widths
+from megaenc.model.kernels import selftest
+from megaenc.model.kernels.selftest import CHECKS, Verdict, Widths
 
 WIDTHS = Widths(hidden=48, head=12, ffn=80, vocabulary=128)
 
 
 def test_the_host_computes_by_torchs_own_operations(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(check, "check_kernel", None)  # nor is anything tried
-    assert check.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS) == check.NONE
+    monkeypatch.setattr(selftest, "check_kernel", None)  # nor is anything tried
+    assert selftest.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS) == selftest.NONE
 
 
 def test_who_wants_none_has_none(monkeypatch):
-    monkeypatch.setattr(check, "check_kernel", None)
-    assert check.fused_kernels(False, torch.device("cuda", 0), torch.bfloat16, WIDTHS) == check.NONE
+    monkeypatch.setattr(selftest, "check_kernel", None)
+    assert selftest.fused_kernels(False, torch.device("cuda", 0), torch.bfloat16, WIDTHS) == selftest.NONE
 
 
 def test_each_check_is_a_choice():
-    assert [field.name for field in fields(check.Fused)] == list(CHECKS)
+    assert [field.name for field in fields(selftest.Fused)] == list(CHECKS)
 
 
 def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
@@ -32,10 +32,10 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
         everywhere[:] = [here, {**here, "rotary": "the gradient of x is 0.5 off, allowed 0.0078"}]
 
     two = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2, all_gather_object=gather)
-    monkeypatch.setattr(check, "dist", two)
+    monkeypatch.setattr(selftest, "dist", two)
     wrong = {"loss": "CompilationError: at 3:1"}
     verdicts = [Verdict(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
-    assert check._agreed(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
+    assert selftest._agreed(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is 0.5 off, allowed 0.0078)",
         "fused kernels: torch's own loss instead (CompilationError: at 3:1)",
@@ -47,9 +47,9 @@ def test_without_triton_one_line_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in ("norm", "rotary", "swiglu", "cross_entropy", "loss"):
         monkeypatch.delitem(sys.modules, f"megaenc.model.kernels.{name}", raising=False)
-    check._chosen.cache_clear()
-    found = check.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
-    check._chosen.cache_clear()
+    selftest._chosen.cache_clear()
+    found = selftest.fused_kernels(True, torch.device("cpu"), torch.float32, WIDTHS)
+    selftest._chosen.cache_clear()
     assert (found.norm, found.rotary, found.swiglu, found.loss) == (False,) * 4
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own norm, rotary, swiglu, loss instead (ModuleNotFoundError: import of triton")

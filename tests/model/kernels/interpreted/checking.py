@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaenc.model.kernels import check, cross_entropy, norm, rotary, swiglu
-from megaenc.model.kernels.check import ALLOWED, CHECKS, Widths, check_kernel
+from megaenc.model.kernels import cross_entropy, norm, rotary, selftest, swiglu
+from megaenc.model.kernels.selftest import ALLOWED, CHECKS, Widths, check_kernel
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 HOST, WIDTHS = torch.device("cpu"), Widths(hidden=48, head=12, ffn=80, vocabulary=128)
@@ -63,9 +63,9 @@ def test_a_planted_mistake_is_found(name, module, right, wrong, said, tmp_path, 
 
 def test_what_is_wrong_is_named_and_the_others_are_used(tmp_path, monkeypatch, capsys):
     plant(rotary, "SIGN=sign", "SIGN=1", tmp_path, monkeypatch)
-    found = check.fused_kernels(True, HOST, torch.float32, WIDTHS)
-    check._chosen.cache_clear()
-    assert found == check.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
+    found = selftest.fused_kernels(True, HOST, torch.float32, WIDTHS)
+    selftest._chosen.cache_clear()
+    assert found == selftest.Fused(norm=True, rotary=False, swiglu=True, loss=True, sum=True)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("fused kernels: torch's own rotary instead (the gradient of x is ")
 

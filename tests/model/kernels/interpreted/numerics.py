@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaenc.model.elementwise import Rotation
-from megaenc.model.kernels.check import Fused
+from megaenc.model.functional import Rotation
 from megaenc.model.kernels.cross_entropy import statistics, to_gradient_
 from megaenc.model.kernels.norm import rms_norm
+from megaenc.model.kernels.selftest import Fused
 from megaenc.model.kernels.swiglu import swiglu
-from megaenc.model.loss import combined, rows_at_once, summed_loss
+from megaenc.model.linear_cross_entropy import combined, rows_at_once, summed_loss
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 both = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

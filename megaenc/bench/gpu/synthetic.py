@@ -1,0 +1,83 @@
+"""The training engine on made work, in a process that has one accelerator to itself."""
+
+import dataclasses
+import gc
+
+import numpy as np
+import torch
+
+from megaenc import backend as processes
+from megaenc.backend import Backend, Layout, prepare_megatron
+from megaenc.bench.synthetic_docs import Setup
+from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.training.engine import Engine
+from megaenc.training.plan import Plan
+
+CORPUS = 1 << 21  # tokens of the made documents, about
+
+
+def plan_of(setup: Setup, *objectives: str, tokens: int = CORPUS) -> Plan:
+    """Return the plan of a run that trains `objectives` on packs of varying documents, cut by the run's own packing."""
+    count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
+    packs = ConcatPacks(setup.documents_of(count), np.arange(count), setup.seq_length, 0)
+    return setup.plan(packs, *objectives)
+
+
+def begin() -> Backend:
+    """Make this process a run's only one."""
+    prepare_megatron()
+    return processes.start(Layout(), 0)
+
+
+def clean() -> None:
+    """Give back the memory that nothing uses any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def forget_peak() -> None:
+    """Let the accelerator's highest use of memory count from here."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def end() -> None:
+    """Leave no trace for what is begun next in this process."""
+    processes.stop()
+    clean()
+
+
+def lay(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches: int) -> None:
+    """Let the updates of `engine` train `objective` in `micro_batches` rows of `packs` packs."""
+    sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
+    settings = dataclasses.replace(engine.plan.settings, **sizes)
+    engine.plan = dataclasses.replace(engine.plan, settings=settings, schedule=setup.schedule(objective))
+    engine.share = dataclasses.replace(engine.share, **sizes)
+
+
+def encoder_of(engine: Engine) -> torch.nn.Module:
+    """Return the model inside the wrappers of megatron-core."""
+    [model] = engine.chunks
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+@torch.no_grad()
+def fill(encoder: torch.nn.Module, deviation: float) -> None:
+    """Put in random weights made on the device, the same each time: drawing a billion by counters on the host takes a minute."""
+    device = processes.detect().device
+    generator = torch.Generator(device).manual_seed(0)
+    for name, parameter in encoder.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, device=device).mul_(deviation))
+
+
+def filled(plan: Plan, backend: Backend, kind: type[Engine] = Engine) -> Engine:
+    """Return an engine for `plan` with the weights of `fill`."""
+    engine = kind(plan, backend, drawn=False)
+    fill(encoder_of(engine), plan.settings.shape.init_method_std)
+    engine.optimizer.reload_model_params()
+    return engine

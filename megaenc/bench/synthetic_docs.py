@@ -1,0 +1,149 @@
+"""Made-up work, the same on every side of a comparison: documents of a seed, and a run's own plan for a model that reads them.
+
+Text plays no part in how long training takes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaenc import counter_rng
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack, Packs
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.model.config import ModelConfig
+from megaenc.objectives import Attention, Objective, Schedule, Targets
+
+if TYPE_CHECKING:
+    from megaenc.training.plan import Plan
+
+EOS, MASK = 0, 1
+UPDATES = 1 << 20  # more than any benchmark makes
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents 0..count - 1 of `shortest` to `longest` tokens, the last of them EOS.
+
+    They have the interface of `packed_dataset.Packs`, each document a pack of its own, whose numbers repeat from `count` on, and of
+    `token_stream.Documents`, for packs that hold several. Lengths, tokens and masks follow from the seed and the document's
+    number alone: any order and any grouping in batches has the same predictions. A few ids are far more frequent than most, as in
+    text (u^3 of the vocabulary for a uniform u): that can be learnt, and an embedding's gradient meets the same row many times.
+    """
+
+    count: int
+    shortest: int
+    longest: int
+    vocab_size: int
+    seed: int = 0
+    order: Sequence[int] | None = None  # which document is read as which number
+
+    @cached_property
+    def document_lengths(self) -> np.ndarray:
+        """int64[count] in tokens."""
+        draws = [counter_rng.uniforms(self.seed, "benchmark lengths", 1, counters=(number,)) for number in range(self.count)]
+        return self.shortest + (np.concatenate(draws) * (self.longest - self.shortest + 1)).astype(np.int64)
+
+    @cached_property
+    def _tokens(self) -> list[np.ndarray]:
+        made = []
+        for number, length in enumerate(self.document_lengths.tolist()):
+            draws = counter_rng.uniforms(self.seed, "benchmark tokens", length, counters=(number,))
+            made.append((MASK + 1 + draws**3 * (self.vocab_size - MASK - 1)).astype(np.int64))
+            made[-1][-1] = EOS
+        return made
+
+    def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """See megaenc.data.packing.token_stream.Documents."""
+        return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
+
+    @property
+    def seq_length(self) -> int:
+        """The longest that there may be."""
+        return self.longest
+
+    def __getitem__(self, sample: int) -> Pack:
+        number = sample % self.count if self.order is None else self.order[sample % self.count]
+        tokens = self._tokens[number]
+        return Pack(number, 0, tokens, np.array([0, len(tokens)], dtype=np.int32))
+
+    @property
+    def tokens(self) -> int:
+        """Of all documents."""
+        return int(self.document_lengths.sum())
+
+    def targets(self, objective: Objective, sample: int) -> tuple[Pack, Targets]:
+        """What `objective` asks of the document that is read as number `sample`."""
+        pack = self[sample]
+        return pack, objective.targets(pack, SampleRandomness(self.seed, pack.sample, pack.epoch))
+
+    def spans(self, attention: Attention) -> list[tuple[int, int, int]]:
+        """(0, prefix, length) of each document, as ModelConfig.training_flops counts them."""
+        whole = attention == Attention.BIDIRECTIONAL
+        return [(0, length if whole else 0, length) for length in self.document_lengths.tolist()]
+
+    def by_length(self) -> tuple[int, ...]:
+        """The numbers, the shortest document first."""
+        return tuple(np.argsort(self.document_lengths, kind="stable").tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A model and what it reads."""
+
+    shape: ModelConfig
+    vocab_size: int
+    seq_length: int  # tokens of the longest document and of a pack
+    shortest: int = 12  # tokens of the shortest document
+    bf16: bool = False
+    rate: float = 1e-4  # of learning
+    kernels: dict[str, Any] = field(default_factory=dict)  # fields of Kernels that are not to be the default
+    tensor_model_parallel_size: int = 1
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What objectives know of the tokens."""
+        return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
+
+    def documents_of(self, count: int) -> Documents:
+        """So many, in the order of their numbers."""
+        return Documents(count, self.shortest, self.seq_length, self.vocab_size)
+
+    def schedule(self, *texts: str) -> Schedule:
+        """Of one objective, or of several drawn by turns. Raises InputError."""
+        text = texts[0] if len(texts) == 1 else f"mix({','.join(f'{each}:1' for each in texts)})"
+        return Schedule.build(text, UPDATES, self.vocabulary)
+
+    def objective_of(self, text: str) -> Objective:
+        """The one objective that a schedule calls `text`. Raises InputError."""
+        return Schedule.build(text, 1, self.vocabulary).objective(1)
+
+    def plan(self, packs: Packs, *objectives: str, batch: int = 1) -> "Plan":
+        """A run without end of updates of `batch` packs that trains `objectives`: all of them have the attention they need."""
+        from megaenc.backend import Kernels
+        from megaenc.data.packing.builder import RunData
+        from megaenc.dist_env import world_size
+        from megaenc.training.config import PretrainSettings
+        from megaenc.training.lr_schedule import LearningRate
+        from megaenc.training.plan import Plan
+
+        default = PretrainSettings(bf16=self.bf16)
+        settings = dataclasses.replace(
+            default,
+            train_iters=UPDATES,
+            micro_batch_size=batch,
+            global_batch_size=batch,
+            seed=0,
+            shape=self.shape,
+            kernels=Kernels(**self.kernels),
+            data=dataclasses.replace(default.data, seq_length=self.seq_length),
+            layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
+            optimizer=dataclasses.replace(default.optimizer, lr=self.rate),
+        )
+        settings.check(world_size())
+        data, rate = RunData((), (), (), packs, None), LearningRate(self.rate, 0, 0, UPDATES)
+        return Plan(settings, self.vocabulary, None, data, self.schedule(*objectives), rate)

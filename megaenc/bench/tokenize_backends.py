@@ -1,0 +1,155 @@
+"""The ways to tokenise JSONL that `megaenc bench data` compares.
+
+A way is given the file, the tokenizer and how many workers there may be. It loads what it needs and returns the work to be
+timed; that returns a function of the ids, uint32[tokens], and of the lengths, int64[documents].
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaenc.processes import highest_resident
+from megaenc.torchelastic import die_with_parent
+
+Ids = tuple[np.ndarray, np.ndarray]
+Work = Callable[[], Callable[[], Ids]]
+
+_AT_ONCE = 1000  # documents; what datasets.map gives at once too
+
+
+def by_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+    """`megaenc preprocess`: to .bin, .idx and .json on the disk."""
+    from megaenc.data.indexed.indexed_dataset import IndexArrays
+    from megaenc.data.indexed.metadata import read_sidecar
+    from megaenc.data.preprocess.command import PreprocessFlags, prepare
+
+    run = prepare(PreprocessFlags((text,), f"{folder}/out", tokenizer, workers=workers))
+
+    def work() -> Callable[[], Ids]:
+        (prefix,) = run()
+
+        def ids() -> Ids:
+            index = IndexArrays.map(f"{prefix}.idx")
+            return np.fromfile(f"{prefix}.bin", read_sidecar(prefix).dtype).astype(np.uint32), np.array(index.lengths, np.int64)
+
+        return ids
+
+    return work
+
+
+def by_gigatoken(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+    """gigatoken's own way with files: threads of its own, all ids in memory."""
+    os.environ["RAYON_NUM_THREADS"] = str(workers)
+    from gigatoken import JsonlFileSource, Tokenizer
+
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer
+
+    config = json.loads(load_tokenizer(tokenizer).backend_tokenizer.to_str())
+    config["added_tokens"] = [token for token in config["added_tokens"] if not token["special"]]  # special tokens are text
+    quick = Tokenizer.from_json(json.dumps({**config, "post_processor": None}))
+
+    def work() -> Callable[[], Ids]:
+        made = quick.encode_files(JsonlFileSource([text]))
+        return lambda: (np.asarray(made.layout.content.data), np.diff(made.layout.offsets.data))
+
+    return work
+
+
+def _by_loop(method: str, text: str, tokenizer: str, workers: int, folder: str) -> Work:
+    """A plain loop of a method of Hugging Face tokenizers, which has threads of its own.
+
+    `encode_batch_fast` leaves out where in the text tokens are.
+    """
+    os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(workers)}
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer
+
+    backend = load_tokenizer(tokenizer).backend_tokenizer
+    backend.encode_special_tokens = True  # a special token that is spelled out is text
+    encode_batch = getattr(backend, method)
+
+    def work() -> Callable[[], Ids]:
+        rows: list[np.ndarray] = []
+        with open(text, encoding="utf-8") as lines:
+            texts = (json.loads(line)["text"] for line in lines)
+            while batch := list(islice(texts, _AT_ONCE)):
+                rows.extend(np.array(row.ids, np.uint32) for row in encode_batch(batch, add_special_tokens=False))
+        return lambda: (np.concatenate(rows), np.array([len(row) for row in rows]))
+
+    return work
+
+
+def by_datasets_map(text: str, tokenizer: str, workers: int, folder: str) -> Work:
+    """Hugging Face datasets: the JSONL loaded, then `map` with the tokenizer, batched, in as many processes."""
+    os.environ |= {"HF_DATASETS_CACHE": f"{folder}/cache", "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers > 1 else "true"
+    import datasets
+
+    from megaenc.data.tokenizer.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    datasets.disable_progress_bars()
+
+    def work() -> Callable[[], Ids]:
+        def encode(batch: dict) -> dict:
+            found = loaded(
+                batch["text"],
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+            return {"ids": found["input_ids"]}
+
+        data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=f"{folder}/cache")
+        mapped = data.map(encode, batched=True, remove_columns=data.column_names, num_proc=workers if workers > 1 else None)
+
+        def ids() -> Ids:
+            columns = mapped.with_format("arrow")[:]["ids"].chunks
+            lengths = [np.diff(column.offsets.to_numpy()).astype(np.int64) for column in columns]
+            return np.concatenate([column.flatten().to_numpy().astype(np.uint32) for column in columns]), np.concatenate(lengths)
+
+        return ids
+
+    return work
+
+
+WAYS = {
+    "megaenc": by_megaenc,
+    "gigatoken": by_gigatoken,
+    "encode_batch": partial(_by_loop, "encode_batch"),
+    "encode_batch_fast": partial(_by_loop, "encode_batch_fast"),
+    "datasets.map": by_datasets_map,
+}
+
+
+def _processor_seconds() -> float:
+    """Return those of this process and of those below it that have ended."""
+    return sum(os.times()[:4])
+
+
+def turn(given: tuple[str, str, str, int]) -> dict[str, Any]:
+    """Do the work of (way, text, tokenizer, workers) once; return its time, its memory and what ids it has found."""
+    # What other programs fork, as datasets.map does its workers, would wait for work for ever after a kill of this process.
+    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))
+    way, text, tokenizer, workers = given
+    with tempfile.TemporaryDirectory(dir=Path(text).parent) as folder:
+        work = WAYS[way](text, tokenizer, workers, folder)
+        began, computed = time.perf_counter(), _processor_seconds()
+        result = work()
+        seconds, computed = time.perf_counter() - began, _processor_seconds() - computed
+        peak = highest_resident() / 2**20
+        ids, lengths = result()
+        lengths = lengths[lengths > 0].astype("<i8")  # preprocessing leaves out documents without a token
+        digest = hashlib.sha256(np.ascontiguousarray(ids, "<u4").data)
+        digest.update(lengths.data)
+    found = {"seconds": seconds, "processor_seconds": computed, "peak_mib": peak, "documents": len(lengths)}
+    return {**found, "tokens": len(ids), "sha256": digest.hexdigest()}

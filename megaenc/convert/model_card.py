@@ -1,0 +1,208 @@
+"""The card of an export: what the model was trained on doing, and at which position each of its predictions stands."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megaenc import markdown
+from megaenc.errors import InputError
+from megaenc.json_files import parse_json, read_regular
+from megaenc.objectives import Attention, Objective, Schedule
+from megaenc.training.run_dir import METRICS, VALIDATION
+from megaenc.training.run_init import NEW_WEIGHTS, Start
+
+_MOST = 1 << 30
+"""The most bytes that are read of a run's metrics."""
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where an export comes from."""
+
+    schedule_text: str  # as it was given
+    schedule: Schedule
+    step: int
+    total_iters: int
+    tokens: int
+    start: Start = NEW_WEIGHTS
+    parameters: int = 0
+    data: str = ""  # the fingerprint of the corpora; empty if nothing was trained here
+    tokenizer: str = ""  # the fingerprint of the tokenizer
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `last_rows`
+    license: str = "unknown"
+    sentences: bool = False  # whether the export gives states of tokens and no predictions
+    architecture: str = ""  # the class of transformers that loads the export; empty if it is none yet
+    converted: bool = False  # whether this is a model that came in as it is: `schedule` is what it was made for
+    added_token: str = ""  # the mask token that such a model was given a row for
+
+    @property
+    def last_objectives(self) -> tuple[Objective, ...]:
+        """What the last updates before the checkpoint were for, the most frequent first: those of a twentieth of the run's steps.
+
+        Each as it was last trained. Step 0 has none behind it and is taken for the first one.
+        """
+        last = max(self.step, 1)
+        first = max(1, last + 1 - max(1, self.total_iters // 20))
+        steps: Counter[str] = Counter()
+        objectives: dict[str, Objective] = {}
+        for phase in self.schedule.phases:
+            here, there = max(phase.first_step, first), min(phase.last_step, last)
+            for choice, share in zip(phase.choices, phase.shares, strict=True):
+                if here <= there:
+                    steps[choice.text] += share * (there - here + 1)
+                    objectives[choice.text] = phase.objective(choice, there)
+        return tuple(objectives[text] for text, _ in steps.most_common())
+
+    def read_as(self, attention: Attention) -> Objective:
+        """The objective that an export under `attention` is used for: the most frequent last one of that attention, if any."""
+        last = self.last_objectives
+        return next((objective for objective in last if objective.attention == attention), last[0])
+
+
+def card(name: str, provenance: Provenance, attention: Attention) -> str:
+    """README.md, with the metadata that the Hub reads, of an export that reads its text under `attention`."""
+    objective = provenance.read_as(attention)
+    causal = attention == Attention.CAUSAL
+    last = [(markdown.code(one.describe(), cell=True), one) for one in provenance.last_objectives]
+    rows = "\n".join(f"| {name} | {one.attention} | token i{f' + {one.shift}' if one.shift else ''} |" for name, one in last)
+    trained = "made for" if provenance.converted else "last trained" if provenance.step else "trained first"
+    # transformers' pipeline fills masks with the classes made for it alone.
+    tag = "text-generation" if causal else "feature-extraction" if _is_decoder(provenance) else "fill-mask"
+    library, tag = ("sentence-transformers", "sentence-similarity") if provenance.sentences else ("transformers", tag)
+    return f"""---
+library_name: {library}
+pipeline_tag: {tag}
+license: {provenance.license}
+tags: [megaenc]
+---
+
+# {markdown.text(name)}
+
+A text {"decoder" if causal else "encoder"}{_training(provenance)} {_descent(provenance)}Attention in this
+export: {attention}.{_loads_with(provenance, attention)}
+
+{_figures(provenance)}## Where predictions stand
+
+| {trained} | under attention | the output at position i predicts |
+|---|---|---|
+{rows}
+
+{_how_to_read(objective, attention, provenance)}
+
+## Proof
+
+`conversion.json` holds the SHA-256 of each weight, and how far the numbers of this folder, as transformers loads it, are from
+those of megatron-core's model.
+"""
+
+
+def check_license(text: str) -> None:
+    """InputError for what is no identifier of a licence: it becomes a line of the card that the Hub reads."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.+-]*", text):
+        raise InputError(f"--license: found {text!r}, expected an identifier of the Hub such as apache-2.0")
+
+
+def last_rows(folder: Path, step: int) -> dict[str, dict[str, Any]]:
+    """Return the newest row up to `step` of a run's folder: of `training`, and of each objective that it was validated on."""
+    found = {"training": row} if (row := _last_row(folder / METRICS, step)) else {}
+    row = _last_row(folder / VALIDATION, step)
+    objectives = row.get("objectives")
+    for name, numbers in objectives.items() if isinstance(objectives, dict) else ():
+        if isinstance(numbers, dict):
+            found[f"held out, {markdown.code(name, cell=True)}"] = {"step": row["step"], **numbers}
+    return found
+
+
+def _last_row(file: Path, step: int) -> dict[str, Any]:
+    """Return the last row up to `step`; nothing of a file that is not there or that a run is just writing to."""
+    try:
+        rows = [parse_json(line) for line in read_regular(file, _MOST).splitlines()]
+        return [row for row in rows if type(row["step"]) is int and row["step"] <= step][-1]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
+
+
+def _figures(provenance: Provenance) -> str:
+    """Losses at the end, what was read, and how large it is; nothing that is not known."""
+    lines = []
+    if provenance.metrics:
+        lines += ["## Figures", "", "| at step | of | loss | accuracy |", "|---|---|---|---|"]
+        for name, row in provenance.metrics.items():
+            numbers = [f"{row[key]:.4g}" if isinstance(row.get(key), int | float) else "" for key in ("loss", "accuracy")]
+            lines.append(f"| {row['step']:,} | {name} | {' | '.join(numbers)} |")
+        lines.append("")
+    known = [f"{provenance.parameters:,} parameters"] if provenance.parameters else []
+    for name in ("data", "tokenizer"):
+        if fingerprint := getattr(provenance, name):
+            known.append(f"{name} {markdown.code(fingerprint[:16])}")
+    if known:
+        lines += [f"{'; '.join(known)} (fingerprints).", ""]
+    return "\n".join([*lines, ""]) if lines else ""
+
+
+def _training(provenance: Provenance) -> str:
+    if provenance.converted:
+        return " as it came in: nothing was trained since."
+    return (
+        f" pretrained on {markdown.code(provenance.schedule_text)} over {provenance.total_iters:,} steps;\n"
+        f"this is step {provenance.step:,}, after {provenance.tokens:,} tokens."
+    )
+
+
+def _descent(provenance: Provenance) -> str:
+    """From which other runs it comes; by the names of their folders, for where these lie is nobody else's business."""
+    start, whose = provenance.start, "weights" if provenance.converted else "first weights"
+    parts = [
+        f"Its {whose} are those of {markdown.code(Path(stage.run).name)}, a Hugging Face model of type {stage.family}. "
+        for stage in start.before
+        if stage.family
+    ]
+    if provenance.added_token:
+        parts.append(f"The row of its mask token, {markdown.code(provenance.added_token)}, was added: the mean of the others. ")
+    stages = [
+        f"{markdown.code(Path(stage.run).name)} to step {stage.step:,} ({markdown.code(stage.schedule)}, {stage.tokens:,} tokens)"
+        for stage in start.before
+        if not stage.family
+    ]
+    if stages:
+        parts.append(f"{'They' if parts else 'Its first weights'} were trained in other runs: {', then '.join(stages)}. ")
+    if start.kind == "branch":
+        run = markdown.code(Path(start.run).name)
+        parts.append(f"It is a branch of the run {run} at step {start.at:,}, and the same run up to there. ")
+    return "".join(parts)
+
+
+def _is_decoder(provenance: Provenance) -> bool:
+    return provenance.architecture.endswith("ForCausalLM")
+
+
+def _loads_with(provenance: Provenance, attention: Attention) -> str:
+    if not provenance.architecture:
+        return ""
+    text = f" It loads with `{provenance.architecture}` of transformers"
+    if attention == Attention.BIDIRECTIONAL and _is_decoder(provenance):
+        text += ", which reads both ways here, and not with `AutoModelForMaskedLM`; `megaenc fill-mask` fills masks with it"
+    return f"{text}."
+
+
+def _how_to_read(objective: Objective, attention: Attention, provenance: Provenance) -> str:
+    shift, name = objective.shift, markdown.code(objective.describe())
+    parts = []
+    if attention == Attention.CAUSAL and shift == 1:
+        parts.append("The output at position i predicts token i + 1, as transformers' causal language models do.")
+    elif shift:
+        pipeline = '`transformers.pipeline("fill-mask")` reads position i and would answer for another token; '
+        parts.append(
+            f"**Predictions are moved by {shift} position{'s' if shift > 1 else ''}.** {name} predicts a token from the output "
+            f"{shift} before it: for the mask token at position i read the logits at position i - {shift}. "
+            f"{'' if _is_decoder(provenance) else pipeline}`megaenc fill-mask` moves the logits by itself."
+        )
+    else:
+        parts.append(f"{name} predicts a token where it stands: the output at position i is for token i.")
+    if objective.attention != attention:
+        was = "came in reading" if provenance.converted else "was trained" if provenance.step else "is first trained"
+        parts.append(f"It {was} under {objective.attention} attention, and this export reads its text under {attention}.")
+    parts.append(f"`config.json` holds the same as `prediction_shift: {shift}`.")
+    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""Tokenized corpora on disk: the `.bin`/`.idx` format of megatron-core, metadata, verification."""

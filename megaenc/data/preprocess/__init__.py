@@ -1,0 +1,1 @@
+"""Parallel, resumable tokenization of text into corpora."""

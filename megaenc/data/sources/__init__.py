@@ -1,0 +1,1 @@
+"""Readers of JSONL, text, Parquet, Arrow and Hugging Face data sets."""

@@ -1,0 +1,256 @@
+"""Documents out of columns: Parquet files, data sets that `save_to_disk` wrote, and data sets of the Hugging Face Hub."""
+
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, count
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from megaenc.console import say
+from megaenc.data.sources import text_files
+from megaenc.data.sources.base import Source, look
+from megaenc.data.sources.text_files import Block, listed, texts_of
+from megaenc.errors import InputError, first_line
+
+_BATCH_BYTES = 1 << 20  # of text that is decoded at a time
+_ROW_BYTES = 8  # what a row takes besides its text
+# Encodings in which a page of a few bytes may stand for any amount of text: how much is known when it is decoded.
+_REPEATING = {"RLE_DICTIONARY", "PLAIN_DICTIONARY", "DELTA_BYTE_ARRAY"}
+_REPEATING_ROWS = 16  # to decode at a time of such; fewer gain nothing, for one document has to fit in any case
+_HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be alike: its size is not asked for
+
+
+@dataclass(frozen=True)
+class Rows(Block):
+    """Rows of a table, a document each."""
+
+    name: str
+    first_row: int
+    """Counted from 1, in the order of reading."""
+    data: bytes
+    """The columns of text as an Arrow stream."""
+    position: int
+
+    def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
+        numbers = count(self.first_row)
+        for batch in pa.ipc.open_stream(self.data):
+            columns = [_values(batch.column(key)) for key in keys]
+            for values, number in zip(zip(*columns, strict=True), numbers, strict=False):
+                try:
+                    is_text = all([type(value) is str for value in values])
+                    yield number, values if is_text else texts_of(dict(zip(keys, values, strict=True)), keys)
+                except InputError as error:
+                    yield number, error
+
+    def _place(self, number: int) -> str:
+        return f"{self.name}: row {number}"
+
+
+class ParquetFile(Source):
+    """A Parquet file; a document a row, a place a row group."""
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        """Read the footer. Raises InputError for another file, or one that lacks a column of text for one of `keys`."""
+        self.name, self._keys, self.seen = path, keys, look([path])
+        try:
+            self._footer = pq.read_metadata(path)
+            schema = self._footer.schema.to_arrow_schema()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{path}: cannot be read as Parquet ({first_line(error)})") from None
+        check_columns(path, schema, keys)
+        self.size, self.end = self.seen[0][1], self._footer.num_row_groups
+        rows = (self._footer.row_group(group).num_rows for group in range(self.end))
+        self._starts = [0, *accumulate(rows)]
+
+    def place(self, offset: int) -> int:
+        return bisect.bisect_left(self._starts, offset * self._starts[-1] / max(self.size, 1))
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        """Yield the rows of row groups start..stop-1, which are never in memory whole."""
+        rows = max(self._starts[-1], 1)
+        return _blocks(
+            self.name, self._batches(start, stop), 1 + self._starts[start], lambda row: before + self.size * row // rows
+        )
+
+    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        row = 1 + self._starts[start]
+        try:
+            # Buffered reads and no read-ahead: a row group may be larger than memory.
+            file = pq.ParquetFile(self.name, pre_buffer=False, buffer_size=1 << 20)
+            for group in range(start, stop):
+                rows = self._batch_rows(self._footer.row_group(group))
+                for batch in file.iter_batches(rows, row_groups=[group], columns=list(self._keys), use_threads=False):
+                    yield batch
+                    row += batch.num_rows
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_line(error)})") from None
+
+    def _batch_rows(self, group: pq.RowGroupMetaData) -> int:
+        """Return how many rows of a row group are decoded at a time."""
+        columns = [group.column(column) for column in range(group.num_columns)]
+        columns = [column for column in columns if column.path_in_schema in self._keys]
+        text_bytes = sum(column.total_uncompressed_size for column in columns)
+        rows = min(10_000, max(1, group.num_rows * _BATCH_BYTES // max(text_bytes, 1)))
+        repeating = any(_REPEATING.intersection(column.encodings) for column in columns)
+        return min(rows, _REPEATING_ROWS) if repeating else rows
+
+
+class SavedFile(Source):
+    """One Arrow file of a data set that `save_to_disk` wrote; a document a row, which is a place."""
+
+    def __init__(self, path: str, keys: Sequence[str]) -> None:
+        self.name, self._keys, self.seen = path, keys, look([path])
+        self.size, self.end = self.seen[0][1], self._table().num_rows
+
+    def _table(self) -> pa.Table:
+        """Map the table into memory rather than read it. Raises InputError for another file."""
+        try:
+            return pa.ipc.open_stream(pa.memory_map(self.name)).read_all()
+        except (pa.ArrowException, OSError) as error:
+            raise InputError(f"{self.name}: cannot be read as a saved data set ({first_line(error)})") from None
+
+    def place(self, offset: int) -> int:
+        return -(-offset * self.end // self.size)
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        batches = self._table().select(list(self._keys)).slice(start, stop - start).to_batches(max_chunksize=1 << 16)
+        return _blocks(self.name, batches, start + 1, lambda row: before + self.size * row // self.end)
+
+
+def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedFile]:
+    """Find the Arrow files of a data set that `save_to_disk` wrote, in order; `split` chooses among those of a DatasetDict."""
+    import datasets
+
+    try:
+        data = datasets.load_from_disk(folder)
+    except Exception as error:  # whatever is wrong inside the folder
+        raise InputError(f"{folder}: cannot be read as a saved data set ({first_line(error)})") from None
+    if isinstance(data, datasets.DatasetDict):
+        if split not in data:
+            raise InputError(f"{folder}: no split `{split}` (--dataset-split); found {listed(list(data))}")
+        data = data[split]
+    elif split != "train":
+        raise InputError(f"{folder}: has no splits, expected one named `{split}` (--dataset-split)")
+    check_columns(folder, data.features.arrow_schema, keys)
+    return [SavedFile(file["filename"], keys) for file in data.cache_files]
+
+
+class HubStream(Source):
+    """A data set of the Hub, streamed; a document a row, a place one of its files. Its progress is not known."""
+
+    is_size_known = False
+
+    def __init__(self, name: str, config: str | None, split: str, keys: Sequence[str]) -> None:
+        """Ask the Hub. Raises InputError where there is no such data set, or no answer."""
+        import datasets
+
+        self.name, self._keys, self.seen = name, keys, []
+        say(f"{name}: no file or folder here; asking the Hugging Face Hub for it")  # which may take half a minute not to answer
+        try:
+            data = datasets.load_dataset(name, config, split=split, streaming=True)
+        except Exception as error:  # no network, no such name, no such config or split: as many types as reasons
+            where = f"config {config}, split {split}" if config else f"split {split}"
+            raise InputError(
+                f"{name}: neither a file or folder here nor a data set that the Hugging Face Hub answers to ({where}): "
+                f"{first_line(error)}"
+            ) from None
+        if data.column_names is not None:
+            for key in keys:
+                if key not in data.column_names:
+                    raise InputError(f"{name}: no column `{key}`; found {listed(data.column_names)}")
+            data = data.select_columns(list(keys))
+        self._data, self.end = data, data.num_shards
+        self.size = self.end * _HUB_FILE_BYTES
+
+    def place(self, offset: int) -> int:
+        return -(-offset // _HUB_FILE_BYTES)
+
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[Rows]:
+        return _blocks(self.name, self._batches(start, stop), 1, lambda row: before)
+
+    def _batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        rows = 0
+        try:
+            for shard in range(start, stop):
+                part = self._data.shard(self._data.num_shards, shard, contiguous=True).with_format("arrow")
+                for table in part.iter(batch_size=100):
+                    check_columns(self.name, table.schema, self._keys)
+                    yield from table.select(list(self._keys)).to_batches()
+                    rows += table.num_rows
+        except InputError:
+            raise
+        except Exception as error:  # the network, or a damaged file at the other end
+            raise InputError(f"{self.name}: no more rows after {rows}: {first_line(error)}") from None
+
+
+def check_columns(name: str, schema: pa.Schema, keys: Sequence[str]) -> None:
+    """Raise InputError unless each of `keys` is a column of text."""
+    for key in keys:
+        if key not in schema.names:
+            raise InputError(f"{name}: no column `{key}`; found {listed(schema.names)}")
+        if schema.names.count(key) > 1:
+            raise InputError(f"{name}: found {schema.names.count(key)} columns `{key}`, expected one")
+        kind = schema.field(key).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+            raise InputError(f"{name}: column `{key}`: found {kind}, expected text")
+
+
+def _blocks(name: str, batches: Iterable[pa.RecordBatch], first_row: int, position: Callable[[int], int]) -> Iterator[Rows]:
+    """Cut the rows of `batches` into blocks of about BLOCK_BYTES or one long row; `position` is told the rows read so far."""
+    parts, size = [], 0
+    for batch in batches:
+        ends, here = np.cumsum(_row_bytes(batch)), 0
+        while here < batch.num_rows:
+            done = ends[here - 1] if here else 0
+            there = int(np.searchsorted(ends, done + text_files.BLOCK_BYTES - size, side="right"))
+            there = max(there, here + (not parts))
+            if there > here:
+                parts.append(batch.slice(here, there - here))
+                size, here = size + ends[there - 1] - done, there
+            if here < batch.num_rows:
+                yield _block(name, first_row, parts, position)
+                first_row, parts, size = first_row + sum(part.num_rows for part in parts), [], 0
+    if parts:
+        yield _block(name, first_row, parts, position)
+
+
+def _block(name: str, first_row: int, parts: list[pa.RecordBatch], position: Callable[[int], int]) -> Rows:
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, parts[0].schema) as writer:
+        for part in parts:
+            writer.write_batch(part)
+    rows = sum(part.num_rows for part in parts)
+    return Rows(name, first_row, stream.getvalue().to_pybytes(), position(first_row + rows - 1))
+
+
+def _row_bytes(batch: pa.RecordBatch) -> np.ndarray:
+    """Return int64[rows]: the bytes that each row takes when it is decoded."""
+    sizes = np.full(batch.num_rows, _ROW_BYTES, np.int64)
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            lengths = pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)
+        else:
+            lengths = pc.binary_length(column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column)
+        sizes += pc.fill_null(lengths, 0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return sizes
+
+
+def _values(column: pa.Array) -> list[str | bytes | None]:
+    """Return the texts of a column; the bytes of those that are not UTF-8."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        column = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        return [_text(value) for value in column.cast(pa.large_binary()).to_pylist()]
+
+
+def _text(value: bytes | None) -> str | bytes | None:
+    try:
+        return value and value.decode()
+    except UnicodeDecodeError:
+        return value

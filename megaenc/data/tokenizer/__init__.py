@@ -1,0 +1,1 @@
+"""Tokenizer training, loading and fast encoding."""

@@ -1,0 +1,149 @@
+"""The grid of a study: every model on every data set with every learning rate and seed, each run in a process of its own."""
+
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megaenc import flags
+from megaenc.atomic_io import stopped_by_sigterm
+from megaenc.console import clock, overheard, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.finetune.config import LEARNING_RATES, Protocol, check_least
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.grid.executor import Failed, Local, execute
+from megaenc.finetune.grid.jobs import Find, Job, check_rate, make_jobs, remaining
+from megaenc.finetune.grid.slurm import SlurmSettings, submit
+from megaenc.finetune.grid.worker import RUN, log_path
+from megaenc.finetune.model.fingerprint import keep_fingerprints
+from megaenc.output_paths import check_parent, make_parent, remove_new_parents_on_error
+from megaenc.processes import check_process_count
+
+
+@dataclass(frozen=True)
+class GridSettings:
+    """What `megaenc finetune grid` takes."""
+
+    config: str = ""
+    """YAML file of flags; the command line wins over it"""
+    model: tuple[str, ...] = ()
+    """Hugging Face folders; NAME=FOLDER names the results otherwise than the folder's last part"""
+    datasets: tuple[str, ...] = ()
+    """data sets by name or path, as --dataset of `megaenc finetune run`"""
+    learning_rates: tuple[float, ...] = LEARNING_RATES
+    """each model is trained on each set with each of these"""
+    seeds: int = 5
+    """and with each seed below this"""
+    output: str = "results"
+    """folder of results; what is finished there is not done again"""
+    data: DataFlags = field(default_factory=DataFlags)
+    local: Local = field(default_factory=Local)
+    slurm: SlurmSettings = field(default_factory=SlurmSettings)
+    protocol: Protocol = field(default_factory=Protocol)
+
+
+class Plan(NamedTuple):
+    """What is to be done for a grid, and what has been."""
+
+    jobs: list[Job]
+    """Every training, in the order of the work."""
+    todo: list[Job]
+    """Those not finished, with the data sets that they have still to be evaluated on."""
+    failed: list[tuple[Job, Path]]
+    """Failed trainings that are not tried again, with the file that says why."""
+
+
+def plan(settings: GridSettings, find: Find) -> Plan:
+    """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
+    settings.protocol.check()
+    settings.slurm.check()
+    for name in ("model", "datasets", "learning_rates"):
+        if not getattr(settings, name):
+            raise InputError(f"--{name.replace('_', '-')}: found none, expected at least one")
+    check_least(settings, seeds=1)
+    check_least(settings.local, jobs=0, jobs_per_gpu=1, hang_minutes=0)
+    if not settings.slurm.slurm:  # whose machines have other cores
+        check_process_count("--jobs", settings.local.jobs)
+        check_process_count("--jobs-per-gpu", settings.local.jobs_per_gpu)
+        check_process_count("--threads", settings.protocol.threads)
+    for rate in settings.learning_rates:
+        check_rate("--learning-rates", rate)
+    check_parent(Path(settings.output, "model"), "--output")
+    rates, seeds = settings.learning_rates, range(settings.seeds)
+    jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
+    states = [(job, *remaining(job, again=settings.local.retry_failed)) for job in jobs]
+    todo = [left for _, left, _ in states if left is not None]
+    return Plan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
+
+
+def announce(settings: GridSettings, planned: Plan) -> None:
+    """Print how large the grid is, in results and trainings, and what of it is left."""
+    trainings, evaluations = len(planned.jobs), sum(len(job.evaluate_on) for job in planned.jobs)
+    sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
+    size = " x ".join(count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
+    once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
+    say(f"{count(evaluations, 'result')} from {count(trainings, 'training')}: {size}{once}")
+    before = f", {len(planned.failed):,} failed before" if planned.failed else ""
+    say(f"{trainings - len(planned.todo) - len(planned.failed):,} finished{before}, {len(planned.todo):,} to do")
+
+
+def count(number: int, noun: str) -> str:
+    """Format `1 model`, `50 models`."""
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"
+
+
+def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, Path]], seconds: float) -> None:
+    """Print what has no result and what to do about it. Ends with exit code 1 if there is any, 2 if all of it is wrong input."""
+    by_reason: dict[str, list[Job]] = defaultdict(list)
+    for one in failed:
+        by_reason[one.why].append(one.job)
+    for why, jobs in by_reason.items():
+        more = f" and {len(jobs) - 1:,} more" if len(jobs) > 1 else ""
+        say(f"without result: {jobs[0].name}{more}: {why}")
+    for job, where in before:
+        say(f"without result: {job.name}: failed before; {where} says why")
+    say(f"done in {clock(seconds)}; see them with `megaenc finetune summary {output}`")
+    if failed or before:
+        say(
+            f"without result: {count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
+            "with --retry-failed those with a failed.json too"
+        )
+        sys.exit(2 if not before and all(one.refused for one in failed) else 1)
+
+
+@one_line_errors
+def grid_main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc finetune grid`."""
+    quiet()
+    settings = flags.parse_with_config(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
+    from megaenc.finetune.datasets.registry import find
+
+    run_grid(settings, find)
+
+
+def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
+    """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
+    settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
+    heard: list[str] = []
+    with overheard(heard.append):
+        planned, began = plan(settings, find), time.monotonic()
+    announce(settings, planned)
+    if settings.slurm.slurm:
+        submit(planned.todo, run, settings.slurm, settings.local, settings.output)
+        return
+    logs = [log_path(job) for job in planned.todo]
+    with remove_new_parents_on_error(*logs, *(Path(settings.output, job.model.name, ".locks", "run") for job in planned.todo)):
+        make_parent(Path(settings.output, "model"), "--output")
+        with stopped_by_sigterm():
+            try:
+                failed = execute(planned.todo, run, settings.local, heard)
+            except (KeyboardInterrupt, SystemExit):
+                say("what is finished is kept; the same command goes on with the rest")
+                raise
+            finally:
+                if any(path.is_file() for path in Path(settings.output).rglob("*")):
+                    keep_fingerprints(settings.output)
+        conclude(settings.output, failed, planned.failed, time.monotonic() - began)

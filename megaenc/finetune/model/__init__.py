@@ -1,0 +1,1 @@
+"""Loading of Hugging Face encoders and their packed attention."""

@@ -1,0 +1,108 @@
+"""The Hugging Face folder of a model: what has to be there, and digests of what a run reads of it."""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megaenc.atomic_io import write_whole
+from megaenc.console import ProgressLine
+from megaenc.errors import InputError
+from megaenc.json_files import read_json, read_json_object
+
+KNOWN = ".fingerprints.json"
+"""Beside the results: the digests of weights that were read before."""
+_NEEDED = ("config.json", "*.safetensors", "tokenizer.json")
+_OF_MODEL = ("config.json", "*.safetensors")
+_OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_READ: dict[str, str] = {}
+"""Digests that this process has computed, by `_mark`."""
+
+
+def check_model_folder(folder: str) -> None:
+    """Raise InputError for a path that is no folder, or one without a configuration, weights or a tokenizer."""
+    path = Path(folder)
+    if not os.path.isdir(path):  # False for a name that is too long too
+        raise InputError(
+            f"--model {folder}: no such folder; expected a Hugging Face model, as `megaenc convert to-hf` writes it, or "
+            "`hf download NAME --local-dir FOLDER` fetches it"
+        )
+    if missing := [needed for needed in _NEEDED if not _files(path, (needed,))]:
+        raise InputError(f"--model {folder}: no {missing[0]} there, expected {', '.join(_NEEDED[:-1])} and {_NEEDED[-1]}")
+    read_json_object(path / "config.json", "the configuration of a model")
+
+
+def model_fingerprints(folders: Sequence[str], results: str, *, keep: bool = True) -> list[str]:
+    """Return SHA-256 of the configuration and the weights of each folder, which takes about a second for each new gigabyte.
+
+    A file of the folder `results`, if there is one, has the digests of weights that were read before, by place, sizes and times
+    of their files. `keep` adds to it what is read.
+    """
+    known, marks = _known(results) | _READ, [_mark(folder) for folder in folders]
+    new = {mark: folder for mark, folder in zip(marks, folders, strict=True) if mark not in known}
+    if not new:
+        return [known[mark] for mark in marks]
+    sizes = {mark: sum(file.stat().st_size for file in _files(Path(folder), _OF_MODEL)) for mark, folder in new.items()}
+    before = 0
+    with ProgressLine("reading the models' weights once", total=sum(sizes.values()), closing=False) as line:
+        for mark, folder in new.items():
+            line.update(before, model=Path(folder).name)
+            known[mark] = _digest(Path(folder), _OF_MODEL, lambda done, before=before: line.update(before + done))
+            before += sizes[mark]
+            if _mark(folder) == mark:
+                _READ[mark] = known[mark]
+    if keep:
+        keep_fingerprints(results)
+    return [known[mark] for mark in marks]
+
+
+def keep_fingerprints(results: str) -> None:
+    """Add the digests that this process has computed to the file of them in the folder `results`, if there is such a folder."""
+    known = _known(results)
+    if Path(results).is_dir() and not _READ.items() <= known.items():
+        with contextlib.suppress(InputError):  # without it the weights are read again, and that is all
+            write_whole(Path(results, KNOWN), json.dumps(known | _READ))
+
+
+def _known(results: str) -> dict[str, str]:
+    return {mark: digest for mark, digest in read_json(Path(results, KNOWN)).items() if isinstance(digest, str)}
+
+
+def _mark(folder: str) -> str:
+    """Return what changes with each change of the files: unlike the time of their content, their ctime cannot be set."""
+    files = [(path, path.stat()) for path in _files(Path(folder), _OF_MODEL)]
+    about = [(str(path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in files]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def model_stamp(folder: str) -> str:
+    """Return a digest of names, sizes and times of a model's and tokenizer's files: fast, unlike a fingerprint."""
+    files = [(path.name, path.stat()) for path in _files(Path(folder), (*_OF_MODEL, *_OF_TOKENIZER))]
+    return hashlib.sha256(str([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
+
+
+def tokenizer_fingerprint(folder: str) -> str:
+    """Return SHA-256 of the tokenizer's files."""
+    return _digest(Path(folder), _OF_TOKENIZER)
+
+
+def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+
+
+def _digest(folder: Path, patterns: tuple[str, ...], progress: Callable[[int], None] = lambda done: None) -> str:
+    """Return SHA-256 of the names and the contents; `progress` is told how many bytes are read."""
+    whole, done = hashlib.sha256(), 0
+    for path in _files(folder, patterns):
+        content = hashlib.sha256()
+        try:
+            with open(path, "rb") as stream:
+                while piece := stream.read(1 << 24):
+                    content.update(piece)
+                    progress(done := done + len(piece))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        whole.update(path.name.encode() + b"\0" + content.digest())
+    return whole.hexdigest()

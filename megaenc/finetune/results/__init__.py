@@ -1,0 +1,1 @@
+"""Result files, confidence intervals over seeds, and the summary tables."""

@@ -1,0 +1,173 @@
+"""Statistics of a grid by the study's rules: mean and interval over seeds, the learning rate chosen on validation, averages."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megaenc.finetune.examples import Family
+from megaenc.finetune.results.files import Result
+
+Kind = Literal["normal", "t"]
+
+STUDY = {
+    Family.SC: ("sst2", "qqp", "mnli_m"),
+    Family.TC: ("conll2003_en", "ontonotes", "uner_en"),
+    Family.QA: ("squad", "squad_v2", "record"),
+    Family.IR: ("msmarco", "nq", "mldr_en"),
+}
+"""The data sets of each family that the study averages over; what was published holds others too."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its 95 % interval; nan for a single score."""
+
+    mean: float
+    half: float
+    scores: int
+
+
+def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
+    """Return the mean of at least one score with q * sd(ddof=1) / sqrt(n).
+
+    q is 1.96, as in the study, or the 97.5 % point of Student's t with n - 1 degrees of freedom.
+    """
+    mean, count = math.fsum(scores) / len(scores), len(scores)
+    if count == 1:
+        return Interval(mean, math.nan, 1)
+    quantile = 1.96
+    if kind == "t":
+        from scipy.stats import t  # takes a second to import
+
+        quantile = float(t.ppf(0.975, count - 1))
+    return Interval(mean, quantile * statistics.stdev(scores, mean) / math.sqrt(count), count)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The rates of a planned grid, each with every one of its seeds."""
+
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The runs of a model on one data set: those of all rates and seeds that were asked for."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    runs: tuple[Result, ...]
+    rates: tuple[float, ...]
+    """Every rate that was asked for, with or without runs."""
+    seeds: tuple[int, ...]
+    """Every seed that a rate needs before it can be chosen."""
+
+    def at(self, rate: float) -> list[Result]:
+        """Return the finished runs of a rate, by seed."""
+        return sorted((run for run in self.runs if run.learning_rate == rate and run.test is not None), key=lambda run: run.seed)
+
+    @property
+    def complete(self) -> tuple[float, ...]:
+        """The rates with a finished run of every seed: only these can be chosen."""
+        return tuple(rate for rate in self.rates if len(self.at(rate)) == len(self.seeds))
+
+    @property
+    def planned(self) -> int:
+        """How many runs were asked for."""
+        return len(self.rates) * len(self.seeds)
+
+    @property
+    def chosen(self) -> float | None:
+        """The complete rate with the best mean validation score, of equals the lower; None where none is complete."""
+        means = {rate: interval([run.validation.score for run in self.at(rate)]).mean for rate in self.complete}
+        return max(means, key=lambda rate: (means[rate], -rate), default=None)
+
+
+def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
+    """Group results by model, data set and set trained on, in the order in which they come up.
+
+    Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
+    """
+    found: dict[tuple[str, ...], list[Result]] = defaultdict(list)
+    seen: dict[tuple[str, ...], tuple[set[float], set[int]]] = defaultdict(lambda: (set(), set()))
+    for result in results:
+        if asked is None or (result.learning_rate in asked.rates and result.seed in asked.seeds):
+            place = (result.family, result.dataset, result.train_on)
+            found[(result.model, *place)].append(result)
+            seen[place][0].add(result.learning_rate)
+            seen[place][1].add(result.seed)
+    grids = {place: asked or Asked(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
+    return [Cell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
+
+
+Read = Callable[[Result], float | None]
+"""Takes a number out of a run: the paper's score or a metric of test; None where the run has none such."""
+
+
+def scores(cell: Cell, read: Read) -> dict[int, float] | None:
+    """Return the numbers of the chosen rate by seed; None where no rate can be chosen or a number is missing."""
+    return by_rate(cell, read).get(cell.chosen)
+
+
+def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
+    """Return the cells of a model that each average in `family` is over: the study's three where all are there, else all.
+
+    There is one average; one for each set trained on where some set has been evaluated after several trainings.
+    """
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    apart = trained_apart(members)
+    for cell in members:
+        groups[cell.train_on if apart else ""].append(cell)
+    found = []
+    for group in groups.values():
+        of_study = [cell for name in STUDY.get(family, ()) for cell in group if cell.dataset == name]
+        found.append(of_study if len(of_study) == 3 else group)
+    return [group for group in found if len(group) > 1]
+
+
+def trained_apart(members: Sequence[Cell]) -> bool:
+    """Return whether some set of a model's cells in a family has been evaluated after several trainings."""
+    return len({cell.dataset for cell in members}) < len(members)
+
+
+def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:
+    """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
+    by_set = [scores(cell, read) for cell in members]
+    if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
+        return None
+    return {seed: math.fsum(found[seed] for found in by_set) / len(by_set) for seed in by_set[0]}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The mean score of a cell at each complete learning rate."""
+
+    means: dict[float, float]
+
+    @property
+    def spread(self) -> float:
+        """Best mean less worst."""
+        return max(self.means.values()) - min(self.means.values())
+
+    def near_best(self, within: float = 0.01) -> int:
+        """Return how many rates have a mean that is at most one point (of a hundred) below the best."""
+        return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
+
+
+def by_rate(cell: Cell, read: Read) -> dict[float, dict[int, float]]:
+    """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
+    found = {rate: {run.seed: read(run) for run in cell.at(rate)} for rate in cell.rates}
+    return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}
+
+
+def sensitivity(found: Mapping[float, Mapping[int, float]], seeds: Collection[int]) -> Sensitivity | None:
+    """Return the means of numbers by rate and seed at each rate that has all `seeds`; None where there is none."""
+    whole = {rate: of_seeds for rate, of_seeds in found.items() if of_seeds.keys() >= set(seeds)}
+    means = {rate: interval([of_seeds[seed] for seed in seeds]).mean for rate, of_seeds in whole.items()}
+    return Sensitivity(means) if means else None

@@ -1,0 +1,311 @@
+"""What a grid has shown: mean and interval of every model on every data set, averages, how much the learning rate matters."""
+
+import contextlib
+import csv
+import io
+import json
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags, markdown
+from megaenc.atomic_io import write_whole
+from megaenc.console import quiet, rich_console, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.finetune.config import rate_name
+from megaenc.finetune.examples import Family
+from megaenc.finetune.results import aggregate
+from megaenc.finetune.results.aggregate import Cell, Kind, Read
+from megaenc.finetune.results.files import Result, scan
+from megaenc.output_paths import check_output_file, created_parent
+
+PAPER = "paper's"
+_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class SummaryFlags:
+    """What `megaenc finetune summary` takes."""
+
+    results: Annotated[str, Positional, arg(metavar="RESULTS")]
+    """folder of results, the --output of a grid; what the study has published can be read too"""
+    metrics: Literal["paper", "standard", "both"] = "both"
+    """the paper's scores, those that are standard in the field, or both; learning rates are chosen by the paper's"""
+    interval: Kind = "normal"
+    """half width: 1.96 standard errors, as in the paper, or Student's t, which is honest about five seeds"""
+    output: str = ""
+    """also write all numbers to this file, as .json, .csv or .md"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A number of a table: a metric of a model on a data set, or on the average of a family, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    """What was trained on; empty in averages over sets with a training each."""
+    metric: str
+    learning_rate: float | None
+    """None in averages, where each data set has its own, and where none can be chosen."""
+    mean: float | None
+    """None where the grid has not got so far."""
+    half: float | None
+    """None for a single seed too."""
+    baseline: float | None
+    """What this metric is without any model: majority class, a word's usual tag, never answering, a random ranking. None where
+    the results do not say."""
+    seeds: int
+    runs: str
+    """Finished of those that there are or should be, `30/30`."""
+    collapsed: str
+    """What the runs of the chosen rate have in common that makes their mean worthless, and how many do."""
+
+
+@dataclass(frozen=True)
+class RateRow:
+    """How the paper's score of a model on a data set depends on the learning rate, in percent."""
+
+    model: str
+    family: str
+    dataset: str
+    train_on: str
+    chosen: float | None
+    means: dict[float, float]
+    spread: float
+    near_best: int
+    """How many rates are within one point of the best."""
+    incomplete: tuple[float, ...]
+    """Rates without a result of every seed; they cannot be chosen."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that is printed."""
+
+    rows: list[Row]
+    rates: list[RateRow]
+    collapsed: list[Result]
+    failed: list[Result]
+    apart: set[tuple[str, str]]
+    """Models and families with a set that was evaluated after several trainings."""
+
+    def place(self, of: Row | RateRow | Result) -> str:
+        """Return the data set, with the set trained on where that tells rows apart."""
+        return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
+
+    @property
+    def every_rate(self) -> list[float]:
+        """The learning rates of all models and data sets."""
+        return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
+
+
+def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> Summary:
+    """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
+    order = list(Family)
+    by_model: dict[tuple[Family, str], list[Cell]] = defaultdict(list)
+    for cell in aggregate.cells(results):
+        by_model[Family(cell.family), cell.model].append(cell)
+    collapsed = [result for result in results if result.test is not None and result.test.collapsed]
+    summary = Summary([], [], collapsed, [result for result in results if result.failure is not None], set())
+    for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
+        members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
+        if aggregate.trained_apart(members):
+            summary.apart.add((model, str(family)))
+        for over in [*([cell] for cell in members), *aggregate.averaged(family, members)]:
+            summary.rows.extend(_row(over, name, read, kind) for name, read in _metrics(over, metrics))
+        summary.rates.extend(row for cell in members if (row := _rates(cell)) is not None)
+    return summary
+
+
+def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
+    """Return the numbers that every finished run of `members` has, by name; in percent later."""
+    found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
+    if which != "paper":
+        finished = [run.test.metrics for cell in members for run in cell.runs if run.test is not None]
+        common = [name for name in (finished[0] if finished else ()) if all(name in metrics for metrics in finished)]
+        found += [(name, lambda run, name=name: run.test.metrics.get(name)) for name in common]
+    return found
+
+
+def _row(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
+    first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
+    if len(members) == 1:
+        dataset, rate = first.dataset, first.chosen
+        runs = f"{sum(run.test is not None for run in first.runs)}/{first.planned}"
+        at_rate = first.at(rate) if rate is not None else []
+        if reasons := [run.test.collapsed for run in at_rate if run.test.collapsed]:
+            collapsed = f"{len(reasons)} of {len(at_rate)}: {reasons[0]}"
+    train_on = first.train_on if len({cell.train_on for cell in members}) == 1 else ""
+    by_seed = aggregate.average(members, read) or {}
+    mean = half = None
+    if by_seed:
+        found = aggregate.interval(list(by_seed.values()), kind)
+        mean, half = 100 * found.mean, None if math.isnan(found.half) else 100 * found.half
+    # Every run on a data set has the same baseline.
+    key = "score" if name == PAPER else name
+    bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
+    base = None if None in bases else 100 * math.fsum(bases) / len(bases)
+    return Row(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
+
+
+def _rates(cell: Cell) -> RateRow | None:
+    incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
+    where = (cell.model, cell.family, cell.dataset, cell.train_on)
+    found = aggregate.sensitivity(aggregate.by_rate(cell, lambda run: run.test.score), cell.seeds)
+    if found is None:
+        return RateRow(*where, None, {}, math.nan, 0, incomplete) if incomplete else None
+    means = {rate: 100 * mean for rate, mean in found.means.items()}
+    return RateRow(*where, cell.chosen, means, 100 * found.spread, found.near_best(), incomplete)
+
+
+def shown(mean: float | None, half: float | None = None) -> str:
+    """Format `91.65 (0.45)`, as the study prints it; a dash where there is none."""
+    if mean is None:
+        return "-"
+    return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
+
+
+def tables(summary: Summary) -> list[Any]:
+    """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
+    made = []
+    for family in dict.fromkeys(row.family for row in summary.rows):
+        rows = [row for row in summary.rows if row.family == family]
+        compared = ["baseline"] if any(row.baseline is not None for row in rows) else []
+        names, numbers = ("model", "data set", "metric"), ("mean (half)", *compared, "rate", "runs")
+        table = _table(f"{family}, percent on test, 95 % interval over seeds", names, numbers)
+        before: tuple[str, str] = ("", "")
+        for row in rows:
+            place = summary.place(row)
+            first = (row.model, place) != before
+            mark = " !" if row.collapsed and row.metric == rows[0].metric else ""
+            table.add_row(
+                row.model if row.model != before[0] else "",
+                place if first else "",
+                row.metric,
+                shown(row.mean, row.half) + mark,
+                *(shown(row.baseline) for _ in compared),
+                _rate(row) if first else "",
+                row.runs if first else "",
+            )
+            before = (row.model, place)
+        made.append(table)
+    if any(len(row.means) + len(row.incomplete) > 1 for row in summary.rates):
+        title = "mean score by learning rate (* chosen on validation, x not every seed finished)"
+        table = _table(title, ("model", "data set"), (*map(rate_name, summary.every_rate), "spread", "near"))
+        model = ""
+        for row in summary.rates:
+            means = {rate: f"{mean:.1f}{'*' * (rate == row.chosen)}" for rate, mean in row.means.items()}
+            means |= dict.fromkeys(row.incomplete, "x")
+            found = [means.get(rate, "") for rate in summary.every_rate]
+            ends = [f"{row.spread:.1f}", f"{row.near_best}"] if row.means else ["", ""]
+            table.add_row(row.model if row.model != model else "", summary.place(row), *found, *ends)
+            model = row.model
+        made.append(table)
+    return made
+
+
+def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _rate(row: Row) -> str:
+    return rate_name(row.learning_rate) if row.learning_rate is not None else ""
+
+
+def _unusable(summary: Summary) -> Iterator[tuple[str, Result, str]]:
+    """Yield ("collapsed" or "failed", result, why) of each run that is worthless or has no result."""
+    yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
+    yield from (("failed", result, result.failure) for result in summary.failed)
+
+
+def notes(summary: Summary) -> list[str]:
+    """Return a line for each model and data set with collapsed or failed runs: which, and why."""
+    groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
+    for what, result, why in _unusable(summary):  # those that failed did so in different steps
+        groups[what, result.model, summary.place(result), why if what == "collapsed" else ""].append((result, why))
+    lines = []
+    for (what, model, place, _), runs in groups.items():
+        which = ", ".join(dict.fromkeys(f"{rate_name(run.learning_rate)} sd{run.seed}" for run, _ in runs))
+        lines.append(" ".join(f"{what}: {model} {place}: {runs[0][1]}: {which}".split()))
+    return lines
+
+
+def as_text(summary: Summary, suffix: str) -> str:
+    """Return all numbers as .json, .csv (the scores alone) or .md."""
+    if suffix == ".json":
+        values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
+        for row in summary.rates:
+            means = {rate_name(rate): mean for rate, mean in row.means.items()}
+            values["rates"].append(vars(row) | {"means": means, "spread": None if math.isnan(row.spread) else row.spread})
+        for what, result, why in _unusable(summary):
+            names = ("model", "family", "dataset", "train_on", "learning_rate", "seed")
+            values[what].append({name: getattr(result, name) for name in names} | {"why": why})
+        return json.dumps(values, indent=1) + "\n"
+    if suffix == ".csv":
+        stream = io.StringIO()
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(Row.__dataclass_fields__)
+        writer.writerows(vars(row).values() for row in summary.rows)  # csv writes None as nothing
+        return stream.getvalue()
+    lines = [
+        "| model | family | data set | trained on | metric | mean (half) | baseline | rate | runs | collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in summary.rows:
+        numbers = (shown(row.mean, row.half), shown(row.baseline), _rate(row), row.runs, row.collapsed)
+        fields = (row.model, row.family, row.dataset, row.train_on, row.metric, *numbers)
+        lines.append("| " + " | ".join(map(markdown.text, fields)) + " |")
+    lines += ["", "| model | data set | mean by learning rate | spread | within a point of the best |", "|---|---|---|---|---|"]
+    for row in summary.rates:
+        means = ", ".join(f"{rate_name(rate)}: {mean:.2f}" for rate, mean in row.means.items())
+        names = f"{markdown.text(row.model)} | {markdown.text(summary.place(row))}"
+        lines.append(f"| {names} | {means} | {row.spread:.2f} | {row.near_best} of {len(row.means)} |")
+    return "\n".join([*lines, "", *(f"- {markdown.text(line)}" for line in notes(summary))]).rstrip() + "\n"
+
+
+@one_line_errors
+def summary_main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc finetune summary`."""
+    quiet()
+    settings = flags.parse(SummaryFlags, argv, prog="megaenc finetune summary", description=__doc__)
+    output = Path(settings.output)
+    if settings.output and output.suffix not in (".json", ".csv", ".md"):
+        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
+    if settings.output:
+        check_output_file(output, "--output")
+    with created_parent(output, "--output") if settings.output else contextlib.nullcontext():
+        found = scan(settings.results)
+        summary = summarise(found, settings.metrics, settings.interval)
+        if settings.output:
+            write_whole(output, as_text(summary, output.suffix))
+    # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
+    width = max(_WIDTH, 42 + 6 * len(summary.every_rate))
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    console = rich_console(**plain, width=None if sys.stdout.isatty() else width)
+    for table in tables(summary):
+        console.print(table)
+    for line in notes(summary):
+        say(line)
+    if any(row.collapsed for row in summary.rows):
+        say("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
+    if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in found):
+        say("these files hold the paper's scores alone: --metrics paper shows them")
+    say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
+    if settings.output:
+        say(f"written: {settings.output}")

@@ -1,0 +1,1 @@
+"""8-bit floating point: scaled tensors, kernels and linear layers."""

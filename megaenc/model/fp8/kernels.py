@@ -1,0 +1,76 @@
+"""What float8 needs between matrix products, each in one pass over memory. Needs Triton; `Float8` says what they compute."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megaenc.backend.parallel_config import FLOAT8_WIDTH
+
+_BLOCK = 4096
+_PROGRAMS = 1024  # of `highest`: each goes through many blocks, so that few write to the one result
+_TILE = 64
+
+
+def highest(x: Tensor) -> Tensor:
+    """See Float8.highest."""
+    x = x.contiguous()
+    top = torch.zeros((), dtype=torch.int32, device=x.device)
+    programs = min(triton.cdiv(x.numel(), _BLOCK), _PROGRAMS)
+    _highest[(programs,)](x, top, x.numel(), BLOCK=_BLOCK)
+    return top
+
+
+def scaled(x: Tensor, top: Tensor, dtype: torch.dtype, most: int) -> tuple[Tensor, Tensor]:
+    """See Float8.scaled; `most`: `top_bits` of `dtype`."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    inverse = torch.empty((), dtype=torch.float32, device=x.device)
+    _scaled[(triton.cdiv(x.numel(), _BLOCK),)](x, top, out, inverse, x.numel(), MOST=most, BLOCK=_BLOCK)
+    return out, inverse
+
+
+def turned(x: Tensor) -> Tensor:
+    """See Float8.turned."""
+    rows, columns = x.shape
+    width = triton.cdiv(rows, FLOAT8_WIDTH) * FLOAT8_WIDTH
+    out = torch.empty(columns, width, dtype=x.dtype, device=x.device)
+    tiles = (triton.cdiv(width, _TILE), triton.cdiv(columns, _TILE))
+    _turned[tiles](x.contiguous().view(torch.uint8), out.view(torch.uint8), rows, columns, width, TILE=_TILE)
+    return out
+
+
+@triton.jit
+def _highest(x, top, numbers, BLOCK: tl.constexpr):
+    # As integers, the bits of magnitudes are in the order of the magnitudes, with NaN last.
+    most = tl.zeros([BLOCK], dtype=tl.int32)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    for start in range(first, numbers, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(x + at, mask=at < numbers, other=0.0).to(tl.float32)
+        most = tl.maximum(most, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(top, tl.max(most, axis=0))
+
+
+@triton.jit
+def _scaled(x, top, out, inverse, numbers, MOST: tl.constexpr, BLOCK: tl.constexpr):
+    # The bits of 2^-100, infinity and NaN are those of Float8.scaled.
+    bits = tl.load(top)
+    exponent = (MOST - tl.maximum(bits, 226492416)) >> 23
+    if tl.program_id(0) == 0:
+        back = tl.where(bits < 2139095040, (127 - exponent) << 23, 2143289344)
+        tl.store(inverse, back.to(tl.float32, bitcast=True))
+    scale = ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + at, mask=at < numbers, other=0.0).to(tl.float32) * scale
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=at < numbers)
+
+
+@triton.jit(do_not_specialize=["rows"])  # tokens: one variant for any number of them, which the check has seen
+def _turned(x, out, rows, columns, width, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    there = (row[:, None] < rows) & (column[None, :] < columns)
+    tile = tl.load(x + row[:, None] * columns + column[None, :], mask=there, other=0)
+    fits = (column[:, None] < columns) & (row[None, :] < width)
+    tl.store(out + column[:, None] * width + row[None, :], tl.trans(tile), mask=fits)

@@ -1,0 +1,189 @@
+"""The recipe of a layer: megatron-core's parallel layers with a norm and a core attention of our own."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, _grad_accum_fusion_available
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megaenc.backend import Kernels, Layout, detect
+from megaenc.model import transformer_engine
+from megaenc.model.attention.backends import attend_by
+from megaenc.model.config import ModelConfig
+from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
+from megaenc.model.fp8.tensor import float8
+from megaenc.model.functional import SwiGLU
+from megaenc.model.functional import rms_norm as rms_norm_on_host
+from megaenc.model.kernels.selftest import NONE, Fused
+from megaenc.model.packed_sequences import Packing
+
+_USUAL = Kernels()
+
+
+class RMSNorm(torch.nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019).
+
+    megatron-core's wrapper of torch's norm refuses sequence parallelism, which needs but a mark on the weight: its gradient is
+    then summed over the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, fused: bool = False, **_):
+        super().__init__()
+        self.eps = eps
+        self.fused = fused
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            from megaenc.model.kernels.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
+        if x.device.type == "cpu":
+            return rms_norm_on_host(x, self.weight, self.eps)
+        return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
+
+
+def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype, kernels: Kernels = _USUAL) -> TransformerConfig:
+    """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
+    stages, split = layout.pipeline_model_parallel_size, layout.split(model.num_layers)
+    interleaved = len(split) > stages
+    parts = [["decoder"] * layers for layers in split]
+    parts[0].insert(0, "embedding")
+    parts[-1].append("loss")
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.head_dim,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,  # the gradients of its weights are summed over tensor-parallel ranks
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        use_te_activation_func=True,  # takes the module of the recipe below, whoever made it
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_layout=parts if stages > 1 else None,
+        # Sent one by one, in an order that both sides keep: in a batch, two stages would mix up what goes forth and back.
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        batch_p2p_sync=False,  # megatron-core waits for the device after each exchange, for old versions of torch
+        sequence_parallel=layout.sequence_parallel,
+        recompute_granularity=layout.recompute_granularity,
+        recompute_modules=list(layout.recompute_modules) or None,
+        recompute_method=layout.recomputed[0],
+        recompute_num_layers=layout.recomputed[1],
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The loss is a sum over predicted tokens and a count; megatron-core divides by the global count.
+        calculate_per_token_loss=True,
+        # Weights are drawn by name and row afterwards; the parallel layers still mark their parameters as sharded.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        transformer_impl=kernels.transformer_impl,
+        # For Transformer Engine alone: the layers of our own are told by the recipe below.
+        fp8=kernels.fp8_format if kernels.transformer_impl == "transformer_engine" else None,
+        fp8_recipe="tensorwise",
+        # Kernels of apex and Transformer Engine, and torch.compile, which would need a C++ compiler on CPU.
+        gradient_accumulation_fusion=_grad_accum_fusion_available,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+    )
+
+
+def _leave(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _linears(kernels: Kernels) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+    """What has shares of the output's columns, and what of the input's."""
+    if kernels.transformer_impl == "transformer_engine":
+        return transformer_engine.linears()
+    if kernels.fp8_format:
+        chosen = {"float8": float8(kernels.fp8_format, detect())}
+        return ModuleSpec(Float8ColumnParallelLinear, params=chosen), ModuleSpec(Float8RowParallelLinear, params=chosen)
+    return ColumnParallelLinear, RowParallelLinear
+
+
+def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels, fused: Fused = NONE) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, or of its part number `chunk`; `fused` is what `kernels` has come to on this machine."""
+    norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
+    if kernels.transformer_impl == "transformer_engine":
+        norm = transformer_engine.Norm
+    head_norm = norm if config.qk_layernorm else None
+    column_parallel, row_parallel = _linears(kernels)
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                # What SelfAttention would tell its core; ours asks the batch instead.
+                params={"attn_mask_type": AttnMaskType.no_mask},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=column_parallel,
+                    core_attention=ModuleSpec(module=PackedAttention, params={"backend": kernels.attention_backend}),
+                    linear_proj=row_parallel,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=column_parallel,
+                    linear_fc2=row_parallel,
+                    activation_func=ModuleSpec(module=SwiGLU, params={"fused": fused.swiglu}),
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, chunk), layer_norm=norm)
+
+
+class PackedAttention(MegatronModule):
+    """Core attention for megatron-core's SelfAttention: softmax(q k^T / sqrt(dim)) v inside each document, q and k rotated.
+
+    query [s, 1, heads, dim], key and value [s, 1, groups, dim] -> [s, 1, heads * dim]. "auto" is the backend right anywhere.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, softmax_scale=None, backend="auto", **_):
+        super().__init__(config=config)
+        self.backend = "sdpa" if backend == "auto" else backend
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+    ):
+        if packed_seq_params.rotation is not None:
+            query, key = (packed_seq_params.rotation(x) for x in (query, key))
+        out = attend_by(self.backend, *(x.squeeze(1) for x in (query, key, value)), packed_seq_params, self.softmax_scale)
+        return out.reshape(query.size(0), 1, -1)

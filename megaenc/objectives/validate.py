@@ -1,0 +1,65 @@
+"""What every objective promises, looked at on real packs before a run begins: one from elsewhere may be new and wrong."""
+
+import numpy as np
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.errors import InputError
+from megaenc.objectives.base import Attention, Objective, Targets
+
+
+def check_targets(objective: Objective, pack: Pack, seed: int) -> None:
+    """Raise InputError unless what `objective` makes of `pack` is what `Targets` describes, and the same when asked twice."""
+    randomness = SampleRandomness(seed, pack.sample, pack.epoch)
+    tokens, edges = pack.tokens.copy(), pack.edges.copy()
+    try:
+        found, again = (objective.targets(pack, randomness) for _ in range(2))
+        complaint = _complaint(objective, pack, found)
+        if not complaint and not all(map(np.array_equal, found[:3], again[:3])):
+            complaint = "gives other targets when asked again, expected a pure function of the pack and its randomness"
+        if not (np.array_equal(pack.tokens, tokens) and np.array_equal(pack.edges, edges)):
+            complaint = "changes the pack, expected a copy of what it changes"
+    except Exception as error:  # whatever somebody else's code raises
+        complaint = f"raises {type(error).__name__}: {error}"
+    if complaint:
+        raise InputError(f"objective `{objective.describe()}`, pack {pack.sample}: {complaint}")
+
+
+def _complaint(objective: Objective, pack: Pack, targets: Targets) -> str:
+    """What is wrong with `targets`; empty where nothing is."""
+    length, documents = len(pack.tokens), len(pack.edges) - 1
+    for name in ("inputs", "predict_at", "labels"):
+        array = getattr(targets, name)
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != np.int64:
+            kind = f"{array.dtype}{list(array.shape)}" if isinstance(array, np.ndarray) else type(array).__name__
+            return f"`{name}` is {kind}, expected a flat array of int64"
+    inputs, at, labels, prefixes = targets
+    if len(inputs) != length:
+        return f"`inputs` holds {len(inputs)} tokens, expected {length}, those of the pack"
+    size = objective.vocabulary.size
+    if inputs.min() < 0 or inputs.max() >= size:
+        return f"`inputs` holds the id {inputs.min() if inputs.min() < 0 else inputs.max()}, expected 0 to {size - 1}"
+    if len(at) != len(labels):
+        return f"`predict_at` holds {len(at)} positions and `labels` {len(labels)}, expected as many"
+    if len(at) and (at[0] < 0 or at[-1] >= length or (np.diff(at) <= 0).any()):
+        return f"`predict_at` is not increasing from 0 or more to less than {length}"
+    document = np.repeat(np.arange(documents), np.diff(pack.edges))
+    predicted = at + objective.shift
+    beyond = predicted >= length
+    wrong = beyond | (document[at] != document[np.where(beyond, 0, predicted)])
+    if wrong.any():
+        return f"position {at[wrong][0]} predicts a token of another document (`shift` is {objective.shift})"
+    wrong = pack.tokens[predicted] != labels
+    if wrong.any():
+        place, label, there = at[wrong][0], labels[wrong][0], pack.tokens[predicted][wrong][0]
+        return (
+            f"position {place} should predict id {label}, but {objective.shift} further (`shift`) the pack holds {there}; "
+            "expected labels to be the pack's tokens there"
+        )
+    if (objective.attention == Attention.PREFIX) != (prefixes is not None):
+        return f"under {objective.attention} attention `prefixes` is {'missing' if prefixes is None else 'given'}"
+    if prefixes is not None:
+        lengths = np.diff(pack.edges)
+        if prefixes.shape != lengths.shape or (prefixes < 0).any() or (prefixes >= lengths).any():
+            return f"`prefixes` does not hold, for each of {documents} documents, 0 to its length less one"
+    return ""

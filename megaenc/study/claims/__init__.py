@@ -1,0 +1,1 @@
+"""Claims of a study, the tests behind them, and the verdicts."""

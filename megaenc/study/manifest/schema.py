@@ -1,0 +1,296 @@
+"""The study as one file: which models, trained how, evaluated on what, and what the plan's hours and bytes are counted with.
+
+docs/study-plan.md has every key.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from megaenc import flags
+from megaenc.console import printable, shortened
+from megaenc.errors import InputError
+from megaenc.finetune.grid.command import GridSettings
+from megaenc.study.manifest.expand import Entry, Model, models_of, nearest
+from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.pretrain_args import check_pretrain_flags, located_errors, located_flags
+from megaenc.study.run.finetune_stage import Training, located, trainings
+
+_MOST_SEEDS = 10_000
+_LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
+_LONGEST = 10_000  # values of a list, and letters of a text
+_NOT_HERE = {"config", "model", "output", *flags.flatten(GridSettings().local), *flags.flatten(GridSettings().slurm)}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The text that is pretrained on, where the study makes its own corpus and tokenizer."""
+
+    demo: bool = False
+    """the demo corpus, made from what is installed here"""
+    text: tuple[str, ...] = ()
+    """JSONL, Parquet or text files, or folders of them, to tokenise; relative to the manifest, or to --data"""
+    vocab_size: int = 0
+    """ids of the tokenizer: of the one to train on that text, or of the one that `pretrain` names (for the costs)"""
+
+    @property
+    def made(self) -> bool:
+        """Whether the study makes tokenizer and corpus."""
+        return self.demo or bool(self.text)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the plan's hours are counted with."""
+
+    device: str = "device"
+    """what a device is, for the eye"""
+    devices: int = 1
+    """devices of one pretraining run"""
+    tokens_per_second: float = 0.0
+    """of one device in pretraining, all sizes together"""
+    tokens_per_second_of: dict = field(default_factory=dict)
+    """by size, where that is known"""
+    finetune_seconds: float = 0.0
+    """of one fine-tuning, evaluation included, on one device"""
+    source: str = ""
+    """where these numbers are from"""
+
+    def rate(self, size: str) -> float:
+        """Return tokens a second of one device in pretraining; 0 where nobody said."""
+        return float(self.tokens_per_second_of.get(size, self.tokens_per_second))
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What somebody else counted, by group of models; 0 or missing where they said nothing."""
+
+    source: str = ""
+    """who"""
+    steps: dict = field(default_factory=dict)
+    """pretraining steps by group"""
+    gpu_hours: dict = field(default_factory=dict)
+    """by group; `finetune` for the fine-tuning"""
+    fine_tunings: int = 0
+    """runs"""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A study, read and checked."""
+
+    path: Path
+    title: str
+    models: tuple[Model, ...]
+    """Parents before those that continue them."""
+    corpus: Corpus
+    data: Path
+    """The folder that relative paths of data begin in."""
+    finetune: GridSettings | None
+    """With neither models nor an output; None where nothing is fine-tuned."""
+    finetune_flags: Mapping[str, Any]
+    """The flags of `megaenc finetune grid` that say so, data sets where they are."""
+    trainings: tuple[Training, ...]
+    """What it trains each model on."""
+    hardware: Hardware
+    reported: Reported
+
+    def settings(self) -> dict[str, Setting]:
+        """Return every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
+        return {name: setting for name, setting, *_ in self.checkpoints()}
+
+    def checkpoints(self) -> Iterator[tuple[str, Setting, Model, int]]:
+        """Yield name, setting, model and step of every evaluated checkpoint: of models first, then those on the way."""
+        yield from ((model.name, model.setting, model, model.steps) for model in self.models if model.evaluate)
+        for model in self.models:
+            for step in model.checkpoints:
+                yield model.checkpoint_name(step), model.checkpoint_setting(step), model, step
+
+    def vocab_size(self, model: Model) -> int:
+        return model.run.shape.vocab_size or self.corpus.vocab_size
+
+
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True)
+class _Top:
+    """The keys of the file."""
+
+    title: str = ""
+    sizes: dict = field(default_factory=dict)
+    pretrain: dict = field(default_factory=dict)
+    corpus: dict = field(default_factory=dict)
+    models: list = field(default_factory=list)
+    finetune: dict = field(default_factory=dict)
+    hardware: dict = field(default_factory=dict)
+    reported: dict = field(default_factory=dict)
+
+
+def read_manifest(path: str | Path, data: str | Path | None = None) -> Manifest:
+    """Read and check a manifest; `data` is the folder that relative paths of data begin in, unless given that of the file.
+
+    Raises InputError in one line: file, field, found, expected, and the nearest key where one is not known.
+    """
+    path = Path(path)
+    values = flags.read_yaml(path, str(path), "a study's manifest, as configs/study/mini.yaml", _UniqueKeys)
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: found a {type(values).__name__}, expected `key: value` lines, among them `sizes` and `models`")
+    values = {str(key): value for key, value in values.items()}
+    with located_errors(str(path)):
+        _check_values(values)
+    top = _part(_Top(), values, str(path))
+    folder = (path.parent if data is None else Path(data)).absolute()
+    with located_errors(str(path)):
+        return _manifest(path, top, folder)
+
+
+def _part(empty: _Part, values: Mapping[str, Any], place: str) -> _Part:
+    """Return `empty` with `values`, its texts on one line."""
+    part = flags.replace_fields(empty, dict(values), source=place)
+    texts = {name: " ".join(text.split()) for name, text in vars(part).items() if isinstance(text, str)}
+    return replace(part, **texts)
+
+
+def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
+    """Check the values of the keys and work out what they stand for."""
+    if not top.models:
+        raise InputError("field `models`: found none, expected a list of at least one entry")
+    if not top.sizes:
+        raise InputError("field `sizes`: found none, expected names of sizes, each with flags such as `model: 610m`")
+    check_pretrain_flags("pretrain", top.pretrain)
+    for size, given in top.sizes.items():
+        if not isinstance(given, dict):
+            raise InputError(f"sizes: field `{size}`: found {given!r}, expected flags such as {{model: 610m}}")
+        check_pretrain_flags(f"sizes: {size}", given)
+    entries = [_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
+    sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
+    models = models_of(entries, sizes, located_flags(top.pretrain, folder))
+    corpus = _part(Corpus(), top.corpus, "corpus")
+    if corpus.demo and corpus.text:
+        raise InputError("corpus: found `demo` beside `text`, expected one of them")
+    for name in ("data_path", "tokenizer"):
+        if corpus.made and name in top.pretrain:
+            raise InputError(f"pretrain: found `{name}` beside a corpus that the study makes, expected one of them")
+    if corpus.vocab_size < 1 and any(model.run.shape.vocab_size is None for model in models):
+        raise InputError(f"corpus: field `vocab_size`: found {corpus.vocab_size}, expected the ids of the tokenizer")
+    hardware, reported = _part(Hardware(), top.hardware, "hardware"), _part(Reported(), top.reported, "reported")
+    _check_numbers(hardware, reported, sizes, {model.group for model in models})
+    grid = _grid(top.finetune) if top.finetune else None
+    return Manifest(
+        path=path,
+        title=top.title,
+        models=models,
+        corpus=corpus,
+        data=folder,
+        finetune=grid,
+        finetune_flags=_grid_flags(grid, top.finetune, folder) if grid else {},
+        trainings=trainings(grid, folder) if grid else (),
+        hardware=hardware,
+        reported=reported,
+    )
+
+
+class _UniqueKeys(flags.YamlLoader):
+    """A key that is written twice is an error, not the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = set()
+        for key in (self.construct_object(key, deep=True) for key, _ in node.value):
+            if isinstance(key, Hashable) and key in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is there twice", node.start_mark)
+            keys.update([key] if isinstance(key, Hashable) else [])
+        return super().construct_mapping(node, deep)
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Raise InputError, naming the field, for a number, text or list that no study can mean; each shared value is seen once."""
+    left: list[tuple[str, Any]] = list(values.items())
+    seen: set[int] = set()
+    while left:
+        place, value = left.pop()
+        if isinstance(value, dict | list):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        if isinstance(value, dict):
+            left += [(f"{place}.{_short(key)}", part) for key, part in value.items()] + [(place, key) for key in value]
+        elif isinstance(value, list):
+            left += [(f"{place} {number}", part) for number, part in enumerate(value, 1)]
+        for wrong, expected in (
+            (isinstance(value, list | dict) and len(value) > _LONGEST, f"at most {_LONGEST:,} values"),
+            (
+                isinstance(value, str) and (len(value) > _LONGEST or value != printable(value, keep="\n\t")),
+                f"a text of at most {_LONGEST:,} printable letters",
+            ),
+            (isinstance(value, int) and abs(value) > _LARGEST, f"a number of at most {_LARGEST:,}"),
+            (isinstance(value, float) and not math.isfinite(value), "a finite number"),
+        ):
+            if wrong:
+                raise InputError(f"field `{place}`: found {_short(value)}, expected {expected}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{len(value):,} values"
+    text = value if isinstance(value, str) and value.isprintable() else repr(value)
+    return shortened(text, 60)
+
+
+def _entry(number: int, given: Any, folder: Path) -> Entry:
+    place = f"models, entry {number}"
+    if not isinstance(given, dict):
+        raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
+    entry = flags.replace_fields(Entry(), {str(key): value for key, value in given.items()}, source=place)
+    check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
+    return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=located_flags(entry.pretrain, folder))
+
+
+def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str], groups: set[str]) -> None:
+    for name, least in (("devices", 1), ("tokens_per_second", 0), ("finetune_seconds", 0)):
+        if (value := getattr(hardware, name)) < least:
+            raise InputError(f"hardware: field `{name}`: found {value}, expected {least} or more")
+    for place, values, known in (
+        ("hardware: tokens_per_second_of", hardware.tokens_per_second_of, sizes),
+        ("reported: steps", reported.steps, groups),
+        ("reported: gpu_hours", reported.gpu_hours, groups | {"finetune"}),
+    ):
+        for key, value in values.items():
+            if key not in known:
+                raise InputError(f"{place}: unknown name `{key}`{nearest(str(key), sorted(known))}")
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
+
+
+def _grid(given: Mapping[str, Any]) -> GridSettings:
+    for name in given:
+        if name in _NOT_HERE:
+            raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
+    settings = flags.replace_fields(GridSettings(), dict(given), source="finetune")
+    if not settings.datasets:
+        raise InputError("finetune: field `datasets`: found none, expected at least one")
+    for name, values in (("datasets", settings.datasets), ("learning_rates", settings.learning_rates)):
+        for value in values:
+            if values.count(value) > 1:
+                raise InputError(f"finetune: field `{name}`: found {value} twice, expected each once")
+    if settings.seeds < 1 or not settings.learning_rates or min(settings.learning_rates) <= 0:
+        raise InputError("finetune: expected at least one seed and learning rates above 0")
+    if settings.seeds > _MOST_SEEDS:
+        raise InputError(f"finetune: field `seeds`: found {settings.seeds:,}, expected at most {_MOST_SEEDS:,}")
+    with located_errors("finetune"):
+        settings.protocol.check()
+        settings.data.check()
+    return settings
+
+
+def _grid_flags(grid: GridSettings, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    values = flags.flatten(grid)
+    found = {name: values[name] for name in given}
+    found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}
+    found |= {"train_on": located(grid.data.train_on, folder)} if grid.data.train_on else {}
+    found |= {"demo_folder": str(folder / grid.data.demo_folder)} if "demo_folder" in found else {}
+    return found | {"learning_rates": grid.learning_rates, "seeds": grid.seeds}

@@ -1,0 +1,1 @@
+"""`megaenc study report`: the page, tables and figures."""

@@ -1,0 +1,176 @@
+"""Lay what a study has measured open: tables, figures, a verdict on each claim, and one page with all of it.
+
+From a folder of results, with the manifest that they were made by where there is one; from the study's own result files; or, with
+--published, from its printed tables alone. Published values stand beside and behind those of the same models.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.atomic_io import whole_files, write_whole
+from megaenc.console import ProgressLine, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.finetune.grid.jobs import rate_name
+from megaenc.finetune.results.aggregate import Kind
+from megaenc.finetune.results.files import Result, scan
+from megaenc.output_paths import created_parent
+from megaenc.study.claims.verdicts import judge
+from megaenc.study.manifest.scope import Scope, scope_of
+from megaenc.study.report import methods, output_dir
+from megaenc.study.report.figures.base import Picture
+from megaenc.study.report.figures.registry import figures_of, flops_by_shape
+from megaenc.study.report.html import Report, page
+from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
+from megaenc.study.report.score_tables import score_tables, spread_tables, standard_tables, tidy
+from megaenc.study.report.table import WRITERS
+from megaenc.study.results.evidence import PAPER, Evidence, of_results, without_score
+from megaenc.study.results.groups import STANDARD
+from megaenc.study.results.pretrain_runs import flops_of, named_settings, read_runs
+from megaenc.study.results.published import published
+
+SCORES = "scores.csv"
+
+
+@dataclass(frozen=True)
+class ReportFlags:
+    """What `megaenc study report` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
+    """the study's manifest, which says what its models are; without it they are known by the names that the study gave its own"""
+    results: str = ""
+    """folder of results: of `megaenc study run`, of `megaenc finetune grid`, or as the study has published them"""
+    runs: str = ""
+    """folder of the pretraining runs, for curves of losses and for what was spent"""
+    output: str = "report"
+    """folder to write to; an earlier report there is replaced"""
+    published: bool = False
+    """report the study's printed tables, without any results"""
+    interval: Kind = "normal"
+    """intervals of tables and figures: 1.96 standard errors, as in the paper, or Student's t, which is right for few seeds too"""
+    about: tuple[str, ...] = ()
+    """NAME=TEXT to say on the page, such as hardware='one H100' commit=1a2b3c; study.json beside the results says such too"""
+
+
+_PUBLISHED = (
+    "What was printed in the appendix of “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994)."
+)
+_OURS = (
+    "Laid over “Should We Still Pretrain Encoders with Masked Language Modeling?” (arXiv 2507.00994): its tables, figures and "
+    "claims, with the numbers of this study."
+)
+
+
+def report_of(settings: ReportFlags) -> Report:
+    """Read everything that the flags name. Raises InputError for what cannot be used."""
+    if settings.published:
+        given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
+        if given:
+            raise InputError(f"--published: found beside {given[0]}, expected alone: it reports the printed tables")
+        title, lead, evidence, beside = "The published tables", _PUBLISHED, published(), None
+        facts, standard, runs, flops = methods.of_published(), [], {}, flops_by_shape(evidence)
+    else:
+        if not settings.results:
+            raise InputError("--results: missing, expected a folder of results (or --published for the study's printed tables)")
+        scope, title = _planned(settings.manifest)
+        results, beside, lead = scan(settings.results), published(), _OURS
+        models = list(dict.fromkeys(one.model for one in results))
+        known = named_settings(sorted(models), scope.names)
+        evidence = of_results(results, known.get, PAPER, settings.interval, scope)
+        _check(evidence, results, models, settings)
+        runs = read_runs(Path(settings.runs)) if settings.runs else {}
+        flops = flops_of(runs, known) if runs else {} if scope.names else flops_by_shape(evidence)
+        there = {name for one in results if one.test is not None for name in one.test.metrics}
+        metrics = [name for names in STANDARD.values() for name in names if name in there]
+        standard = [of_results(results, known.get, name, settings.interval, scope) for name in metrics]
+        facts = [
+            *methods.noted(Path(settings.results), settings.about),
+            *methods.of_results(results, evidence),
+            *methods.of_runs(runs),
+            ("Intervals", f"of tables and figures: {methods.words(evidence, beside)}"),
+        ]
+    figures = figures_of(evidence, runs, flops, beside)
+    with ProgressLine("judging", total=None, closing=False) as progress:
+        progress.update(0)
+        verdicts = judge(evidence)
+        tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
+    printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
+    return Report(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
+
+
+def _planned(path: str) -> tuple[Scope, str]:
+    """Return what a manifest set out to measure, and its title."""
+    if not path:
+        return Scope(), "Results of a study"
+    from megaenc.study.manifest.schema import read_manifest
+
+    manifest = read_manifest(path)
+    return scope_of(manifest), manifest.title or "Results of a study"
+
+
+def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportFlags) -> None:
+    """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
+    place, names, asked = f"--results {settings.results}", list(evidence.scope.names), evidence.scope.asked
+    if names and not any(model in names for model in models):
+        found, expected = ", ".join(models[:3]), ", ".join(names[:3])
+        raise InputError(f"{place}: found models {found}, expected those of {settings.manifest}: {expected}, ...")
+    if asked is not None and not evidence.grids:
+        found = _grid({one.learning_rate for one in results}, {one.seed for one in results})
+        wanted = f"some of what {settings.manifest} asks for: {_grid(asked.rates, asked.seeds)}"
+        raise InputError(f"{place}: found {found}, expected {wanted}")
+    if not evidence.scores:
+        wanted = f"expected at least one: {without_score(evidence)}"
+        raise InputError(f"{settings.results}: no model has a learning rate with every seed finished yet; {wanted}")
+
+
+def _grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
+    return f"rates {', '.join(map(rate_name, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
+
+
+def write(report: Report, output: Path) -> None:
+    """Write tables and figures, then the page, each file whole; remove files that only an earlier report has written.
+
+    FILES lists the files of a report before they are written, so that an attempt that is killed leaves none unlisted.
+    Raises InputError for a folder that cannot be written or that holds something that is no report.
+    """
+    earlier = output_dir.check(output)
+    texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
+    drawn: dict[str, Picture] = {}
+    for one in report.figures:
+        both = {one.drawn.key: one.drawn, f"{one.drawn.key}-published": one.published}
+        drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
+    names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
+    output_dir.begin(output, earlier, names)
+    for name, (table, form) in texts.items():
+        write_whole(output / name, form(table))
+    with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
+        for at, (name, picture) in enumerate(drawn.items()):
+            progress.update(at)
+            with whole_files(output / f"{name}.png") as [temporary]:
+                picture.wide.savefig(temporary, format="png", metadata={"Software": None})
+            write_whole(output / f"{name}.svg", picture.svg)
+    write_whole(output / TABLES / SCORES, report.scores)
+    write_whole(output / PAGE, page(report))
+    output_dir.finish(output, earlier, names)
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study report`."""
+    quiet()
+    settings = flags.parse(ReportFlags, argv, prog="megaenc study report", description=__doc__)
+    output = Path(settings.output)
+    output_dir.check(output)
+    with created_parent(output / PAGE, "--output"):
+        report = report_of(settings)
+        write(report, output)
+    for one in report.verdicts:
+        say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+    if report.lacking:
+        say(report.lacking)
+    drawn = sum(bool(one.drawn.panels) for one in report.figures)
+    say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")

@@ -1,0 +1,1 @@
+"""Results that claims and tables are computed from: collected, grouped, and the published ones."""

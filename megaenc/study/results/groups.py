@@ -1,0 +1,158 @@
+"""How a report groups and names the study's models: its four setups, objectives, families, data sets."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from megaenc.study.manifest.model_key import Setting
+
+AVERAGE = "average"
+
+Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
+Groups = dict[Setup, list[Setting]]
+
+SETUPS: dict[Setup, str] = {
+    "base": "Base models by size and mask ratio",
+    "efficiency": "Data efficiency: checkpoints on the way",
+    "pfs": "Pretraining from scratch: budgets and CLM shares",
+    "cpt": "Continued pretraining by length",
+    "other": "Other schedules",
+}
+FAMILIES = {"SC": "Sequence classification", "TC": "Token classification", "QA": "Question answering", "IR": "Retrieval"}
+DATASETS = {
+    "SC": {"sst2": "SST-2", "qqp": "QQP", "mnli_m": "MNLI"},
+    "TC": {"ontonotes": "OntoNotes", "conll2003_en": "CoNLL", "uner_en": "UNER"},
+    "QA": {"squad": "SQuAD", "squad_v2": "SQuAD-v2", "record": "ReCoRD"},
+    "IR": {"nq": "NQ", "msmarco": "MS MARCO", "mldr_en": "MLDR"},
+}
+"""The study's data sets under the names of its tables, in their order."""
+STANDARD = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match"), "IR": ("ndcg@10",)}
+"""The metrics that other papers print, for each family."""
+METRICS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exact_match": "exact match", "ndcg@10": "NDCG@10"}
+
+
+def objective(setting: Setting) -> str:
+    """Return what trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
+    if setting.schedule:
+        return setting.schedule
+    if setting.clm_steps and setting.mlm_steps:
+        return "CLM + MLM"
+    return "CLM" if setting.clm_steps else "MLM"
+
+
+def _pure(setting: Setting) -> bool:
+    """Return whether one objective made the model, from its beginning to its decayed end."""
+    return setting.decayed and not setting.cpt_mlm_steps and objective(setting) in ("CLM", "MLM")
+
+
+def grouped(settings: Iterable[Setting], planned: Iterable[Setting] = (), order: Sequence[str] = ()) -> Groups:
+    """Return the settings of each setup, in the order of their tables; one may be in several, a setup without any is left out.
+
+    Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
+    stand the MLM models of their mask ratios and budget and the CLM model; beside continued models those that they went on from.
+    All this is asked of the `planned` models where there are any, so that a model stands in the same tables whatever else is done
+    yet. `order`: of sizes.
+    """
+    every, planned = list(dict.fromkeys(settings)), list(planned)
+    whole = [one for one in dict.fromkeys([*planned, *every]) if one.decayed and not one.schedule]
+    sizes = sizes_of(every, order)
+    longest = {**_longest_of(every), **_longest_of(planned)}
+    masks = {
+        (one.size, one.steps, mask)
+        for one in whole
+        if not one.cpt_mlm_steps and objective(one) == "CLM + MLM"
+        for mask in (None, one.mask_ratio)
+    }
+    parents = {parent_of(one) for one in whole if one.cpt_mlm_steps}
+    found: dict[Setup, list[tuple[tuple, Setting]]] = {setup: [] for setup in SETUPS}
+    for one in every:
+        mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective(one)
+        base = _pure(one) and one.steps == longest[one.size]
+        usual, first = one.decayed and not one.schedule, not one.cpt_mlm_steps
+        scratch = first and ((one.size, one.steps, one.mask_ratio) in masks or (_pure(one) and not base))
+        places: dict[Setup, tuple[bool, tuple]] = {
+            "base": (usual and base, (one.clm_steps, mask)),
+            "efficiency": (not one.decayed and not one.schedule, (kind != "MLM", kind, mask, one.steps)),
+            "pfs": (usual and scratch, (one.steps, mask, one.clm_steps)),
+            "cpt": (usual and (not first or one in parents), (one.clm_steps, one.mlm_steps, one.cpt_mlm_steps, mask)),
+            "other": (bool(one.schedule), (one.schedule, one.steps, mask)),
+        }
+        for setup, (is_member, place) in places.items():
+            if is_member:
+                found[setup].append(((sizes.index(one.size), *place, one.seed), one))
+    in_order = {setup: sorted(members, key=lambda member: member[0]) for setup, members in found.items() if members}
+    return {setup: [one for _, one in members] for setup, members in in_order.items()}
+
+
+def parent_of(setting: Setting) -> Setting:
+    """Return the decayed model that continued pretraining began with."""
+    mask = setting.mask_ratio if setting.mlm_steps else None
+    return replace(setting, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
+
+
+def _longest_of(settings: Iterable[Setting]) -> dict[str, int]:
+    """Return by size the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
+    budgets: dict[str, dict[str, set[int]]] = {}
+    for one in settings:
+        if _pure(one):
+            budgets.setdefault(one.size, {"CLM": set(), "MLM": set()})[objective(one)].add(one.steps)
+    return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
+
+
+def sizes_of(settings: Iterable[Setting], order: Sequence[str] = ()) -> list[str]:
+    """Return the sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
+    names = list(dict.fromkeys(one.size for one in settings))
+    return sorted(names, key=list(order).index if set(names) <= set(order) else _parameters)
+
+
+def sizes_known(settings: Iterable[Setting], order: Sequence[str] = ()) -> bool:
+    """Return whether `sizes_of` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
+    names = {one.size for one in settings}
+    return len(names) < 2 or names <= set(order) or not any(math.isinf(_parameters(name)) for name in names)
+
+
+def _parameters(size: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMB])", size.upper())
+    return float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else math.inf
+
+
+def reference_mask(settings: Iterable[Setting]) -> float | None:
+    """Return the mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
+    counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
+    return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)
+
+
+def dataset_label(family: str, dataset: str) -> str:
+    """Return the name that the study's tables give a data set or an average, if they have it; else its own."""
+    known, after, trained = dataset.partition(" after ")
+    labels = {AVERAGE: "Average"} | DATASETS.get(family, {})
+    return f"{labels.get(known, known)}{after}{labels.get(trained, trained)}"
+
+
+def datasets_of(found: Iterable[tuple[str, str]], order: Mapping[str, Iterable[str]] = DATASETS) -> dict[str, list[str]]:
+    """Return the data sets of each family: first those of `order` (the study's tables), then others; averages last."""
+    shown: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for family, dataset in dict.fromkeys(found):
+        shown.setdefault(family, []).append(dataset)
+    for family, names in shown.items():
+        known = list(order.get(family, ()))
+        names.sort(key=lambda name: (is_average(name), known.index(name) if name in known else len(known)))
+    return {family: names for family, names in shown.items() if names}
+
+
+def is_average(dataset: str) -> bool:
+    """Return whether this names the average of a family."""
+    return dataset.partition(" after ")[0] == AVERAGE
+
+
+def percent(share: float | None) -> str:
+    """Return 0.4 as `40 %`, a mean of several as `38.8 %`, nothing as an empty cell."""
+    return "" if share is None else f"{100 * share:.3g} %"
+
+
+def steps_of(count: int) -> str:
+    """Return 42000 as `42k`, 1024 as `1,024`."""
+    return f"{count // 1000}k" if count and count % 1000 == 0 else f"{count:,}"

@@ -1,0 +1,119 @@
+"""A study's pretraining runs, read back from their folders: curves, what they cost, what they were made with."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaenc.errors import InputError
+from megaenc.model.config import PRESETS
+from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.training.run_dir import FACTS, METRICS
+from megaenc.viz.run_metrics import Row, read_beginning, read_run_json, read_steps, read_validations
+
+_OF_A_PHASE = re.compile(r"[a-z][a-z0-9_]*(?=[(:,+]|$)")
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run folder: what it has made itself, without the steps of its parent."""
+
+    name: str
+    facts: Mapping[str, Any]
+    steps: list[Row]
+    validated: list[Row]
+    begun: Row
+    """how far it had come before its first step: 0, or where it branched"""
+
+    @property
+    def start(self) -> str:
+        """new, branch or weights"""
+        return self.facts["start"].get("kind", "new")
+
+    @property
+    def parent(self) -> str:
+        """Folder name of the run that it began with; empty for a new one."""
+        return Path(self.facts["start"].get("run", "")).name
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Flags that make the run what it is."""
+        return self.facts["identity"]
+
+    @property
+    def kind(self) -> str:
+        """CLM, MLM, `CLM + MLM` (in any order), `other`; or `continued` for what began with a model's weights."""
+        if self.start == "weights":
+            return "continued"
+        schedule = str(self.identity.get("objective_schedule", "")) or ",".join(row["objective"] for row in self.steps)
+        names = set(_OF_A_PHASE.findall(re.sub(r"\([^)]*\)", "", schedule)))
+        return {("clm",): "CLM", ("mlm",): "MLM", ("clm", "mlm"): "CLM + MLM"}.get(tuple(sorted(names)), "other")
+
+
+def read_runs(folder: Path) -> dict[str, TrainedRun]:
+    """Return the runs with a step in `folder`, by name. Raises InputError if there is none, and for files that no run wrote."""
+    try:
+        places = sorted(path for path in folder.iterdir() if (path / FACTS).is_file())
+    except OSError as error:
+        raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
+    found = {}
+    for path in places:
+        facts, steps = read_run_json(path), read_steps(path, required=False)
+        if steps:
+            found[path.name] = TrainedRun(path.name, facts, steps, read_validations(path), read_beginning(path))
+    if not found:
+        raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
+    return found
+
+
+def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:
+    """Return the operations that went into each setting, beginnings that a run shares with its parent included.
+
+    A checkpoint on the way, RUN-STEP, has those of the row of that step, or of the next before it.
+    """
+    found = {}
+    for name, setting in settings.items():
+        step = None if name in runs else setting.steps
+        run = runs.get(name) or runs.get(re.sub(rf"-{setting.steps}(?=(-seed\d+)?$)", "", name))  # the seed at its end stays
+        while run is not None and step is not None and run.start == "branch" and step <= run.begun["step"]:
+            run = runs.get(run.parent)
+        if run is None:
+            continue
+        rows = [row for row in run.steps if step is None or row["step"] <= step]
+        if rows and "flops" in rows[-1] and (step is None or rows[-1]["step"] == step):
+            found[setting] = float(rows[-1]["flops"]) + _before(run, runs)
+    return found
+
+
+def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
+    """Return the operations of the models that a run began with the weights of, which its own count leaves out."""
+    spent, seen = 0.0, set()
+    while run.name not in seen and (parent := runs.get(run.parent)) is not None:
+        seen.add(run.name)
+        spent += float(parent.steps[-1].get("flops", 0.0)) if run.start == "weights" else 0.0
+        run = parent
+    return spent
+
+
+_PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
+
+
+def flops_of_the_study(setting: Setting) -> float | None:
+    """Return the same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
+    if (shape := PRESETS.get(setting.size.lower())) is None or setting.schedule:
+        return None
+
+    def step(share: float, causal: bool) -> float:
+        spans = [(start, start if causal else start + _CHUNK, start + _CHUNK) for start in range(0, _LENGTH, _CHUNK)]
+        return _PACKS * shape.training_flops(_IDS, round(share * _LENGTH), spans)
+
+    masked = setting.mlm_steps + setting.cpt_mlm_steps
+    spent = setting.clm_steps * step(1.0, causal=True)
+    return spent + (masked * step(setting.mask_ratio, causal=False) if masked and setting.mask_ratio else 0.0)
+
+
+def named_settings(names: list[str], given: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Return what each name stands for: as `given` by a manifest, else as the study names its models."""
+    found = {name: given.get(name) or setting_of(name) for name in names}
+    return {name: setting for name, setting in found.items() if setting is not None}

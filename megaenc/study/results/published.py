@@ -1,0 +1,54 @@
+"""What the study published: the means and intervals of its tables, shipped with the package, and its result files.
+
+published_results.csv holds the 800 cells of the appendix tables of "Should We Still Pretrain Encoders with Masked Language
+Modeling?" (Gisserot-Boukhlef et al., arXiv 2507.00994): 50 rows of 12 data sets and 4 averages, percent. Two models stand in
+three of its tables, with the same numbers, so there are 46.
+"""
+
+import csv
+import functools
+from importlib import resources
+from pathlib import Path
+
+from megaenc.finetune.results.aggregate import STUDY, Kind
+from megaenc.finetune.results.files import scan
+from megaenc.study.manifest.model_key import BUDGET, Setting, name_of, setting_of
+from megaenc.study.results.evidence import AVERAGE, PAPER, Evidence, Score, of_results
+from megaenc.study.results.groups import DATASETS
+
+SOURCE = "arXiv 2507.00994, tables of the appendix"
+TABLES = "published_results.csv"
+
+PRINTED = {label: name for labels in DATASETS.values() for name, label in labels.items()} | {"Average": AVERAGE}
+"""The names of data sets by those that the tables give them."""
+
+
+def rows() -> list[dict[str, str]]:
+    """Return the 800 cells as printed, in the order of the tables, by the columns of the file."""
+    with resources.files(__package__).joinpath(TABLES).open(encoding="utf-8", newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def row_setting(row: dict[str, str]) -> Setting:
+    """Return the model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
+    steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
+    mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
+    return Setting(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
+
+
+@functools.cache
+def published() -> Evidence:
+    """Return the printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
+    found: dict[tuple[Setting, str, str], Score] = {}
+    for row in rows():
+        setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
+        score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)
+        found.setdefault((setting, family, dataset), score)
+    return Evidence(list(found.values()))
+
+
+def raw(folder: str | Path, metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+    """Read the study's own result files: `folder` is the `results` of hgissbkh/EncodEval. Raises InputError if there are none."""
+    of_study = {(str(family), name) for family, names in STUDY.items() for name in names}
+    found = scan(folder)
+    return of_results([result for result in found if (result.family, result.dataset) in of_study], setting_of, metric, kind)

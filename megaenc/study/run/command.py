@@ -1,0 +1,221 @@
+"""Do a study: pretraining, exports with certificate, fine-tuning, each stage when what it needs is done.
+
+megaenc study run configs/study/mini.yaml --output study
+megaenc study status configs/study/mini.yaml --output study
+
+What is finished is not done again: the same command goes on after a kill, a failure, or with more models in the manifest.
+"""
+
+import fnmatch
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.atomic_io import locked, stopped_by_sigterm
+from megaenc.console import clock, quiet, say
+from megaenc.data.packing.blended_dataset import parse_data_path
+from megaenc.errors import InputError, closest, one_line_errors
+from megaenc.finetune.grid.slurm import Cluster
+from megaenc.output_paths import created_parent
+from megaenc.processes import accelerators, check_process_count, python_command, usable_cores, visible_devices
+from megaenc.study.manifest.pretrain_args import located_flags
+from megaenc.study.manifest.schema import Manifest, read_manifest
+from megaenc.study.plan.dag import build_graph
+from megaenc.study.run.executor import execute, needed
+from megaenc.study.run.finetune_stage import GridNode
+from megaenc.study.run.pretrain_stage import PretrainNode
+from megaenc.study.run.slurm import submit
+from megaenc.study.run.stage import CorpusNode, Node, check, finished
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """What `megaenc study run` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
+    """The study as a YAML file: configs/study/*.yaml."""
+    output: str = ""
+    """Folder of the study: runs, exports, results and logs."""
+    data: str = ""
+    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    data_path: tuple[str, ...] = ()
+    """Corpus to pretrain on as --data-path of `megaenc pretrain`, where the manifest makes none; it wins over the manifest's."""
+    tokenizer: str = ""
+    """Tokenizer that this corpus was made with: a folder or a name."""
+    jobs: int = 0
+    """Stages at a time; 0: one for each GPU, without one a stage on every core."""
+    processes: int = 0
+    """Processes of one pretraining run, each on a GPU of its own; 0: the manifest's `hardware: devices`."""
+    only: tuple[str, ...] = ()
+    """Names of models or checkpoints, or stages as pretrain/NAME; * and ? stand for others. What they need is done too."""
+    dry_run: bool = False
+    """Say what would be done, and do nothing."""
+    slurm: Cluster = field(default_factory=Cluster)
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
+    quiet()
+    settings = flags.parse(RunFlags, argv, prog="megaenc study run", description=__doc__)
+    study, cluster = study_folder(settings.output, "run"), settings.slurm
+    for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
+        if value < 0:
+            raise InputError(f"{flag}: found {value}, expected 0 or more")
+        if not cluster.slurm:  # whose machines have other cores
+            check_process_count(flag, value)
+    _check_cluster(cluster, settings.jobs)
+    manifest = read_manifest(settings.manifest, settings.data or None)
+    text = _text_of(manifest, settings)
+    nodes = build_graph(manifest, study, processes=settings.processes, grid_jobs=0 if cluster.slurm else 1, text=text).nodes
+    chosen = choose(nodes, settings.only)
+    check(chosen, nodes, study)
+    if settings.dry_run:
+        _say_what_would_be_done(chosen)
+        return
+    _check_text(chosen, settings.manifest)
+    lock = study / ".locks" / "study"
+    with stopped_by_sigterm(), created_parent(lock, "--output"), locked(lock) as mine:
+        if not mine:
+            raise InputError(f"--output {study}: another `megaenc study run` is at this folder; wait for it or stop it")
+        if cluster.slurm:
+            submit(chosen, study, cluster)
+        else:
+            _run_here(chosen, study, settings)
+
+
+def _check_cluster(cluster: Cluster, jobs: int) -> None:
+    """Raise InputError for numbers that cannot be, and for flags that would change nothing."""
+    cluster.check()
+    if cluster.slurm and jobs:
+        instead = "--slurm-parallel says how many tasks of a grid go at a time"
+        raise InputError(f"--jobs: found beside --slurm, expected nothing: {instead}")
+    for one in fields(cluster):
+        if not cluster.slurm and getattr(cluster, one.name) != one.default:
+            raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
+
+
+def _text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
+    """Return data_path and tokenizer that the flags give pretraining.
+
+    Raises InputError for what the manifest has no use for, and where neither says what is trained on.
+    """
+    given = {name: value for name in ("data_path", "tokenizer") if (value := getattr(settings, name))}
+    for name in ("data_path", "tokenizer"):
+        flag = f"--{name.replace('_', '-')}"
+        if manifest.corpus.made:
+            if name in given:
+                raise InputError(f"{flag}: found here, and {settings.manifest} makes its own corpus; expected one")
+        elif name not in given and (without := [model.name for model in manifest.models if not model.flags.get(name)]):
+            raise InputError(
+                f"{flag}: missing, and {settings.manifest} says no `{name}` for {without[0]}; expected a "
+                "corpus of `megaenc preprocess` and its tokenizer, or a `corpus` of text in the manifest"
+            )
+    return located_flags(given, Path.cwd())
+
+
+def _check_text(nodes: Sequence[Node], manifest: str) -> None:
+    """Raise InputError for text, a corpus or a tokenizer that `nodes` are yet to read and that is missing."""
+    left = [node for node in nodes if not node.done()]
+    for path in [path for node in left if isinstance(node, CorpusNode) for path in node.text]:
+        if not path.exists():
+            raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)")
+    to_train = [node.flags for node in left if isinstance(node, PretrainNode) and not node.corpus]
+    for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
+        for _, prefix in parse_data_path(data_path):
+            if not Path(f"{prefix}.idx").exists():
+                expected = "the prefix of a corpus of `megaenc preprocess`"
+                raise InputError(f"--data-path {prefix}: no {prefix}.idx; expected {expected}")
+    for tokenizer in dict.fromkeys(str(each["tokenizer"]) for each in to_train):
+        from megaenc.data.tokenizer.tokenizer import load_tokenizer
+
+        load_tokenizer(tokenizer)
+
+
+def _say_what_would_be_done(nodes: Sequence[Node]) -> None:
+    """Say the state of each stage, with a command, as a person would type it, to a line."""
+    done, start = finished(nodes), python_command("-m")
+    for node in nodes:
+        if node.id in done:
+            say(f"{node.id}: done")
+        elif node.done():
+            say(f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}")
+        else:
+            part, total = node.progress()
+            begun = f" ({part:,.0f} of {total:,.0f} {node.unit} are done)" if part else ""
+            for command in node.commands_left():
+                program, *words = command[len(start) :]
+                typed = "torchrun" if program == "torch.distributed.run" else program
+                say(f"{node.id}: would run{begun}: {shlex.join([typed, *words])}")
+
+
+def _run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
+    """Do `nodes` on this machine and say how it went."""
+    slots, began = places(settings.jobs), time.monotonic()
+    left = len(nodes) - len(finished(nodes))
+    say(f"{study}: {len(nodes):,} stages, {len(nodes) - left:,} done, {left:,} to do, {len(slots)} at a time")
+    try:
+        failed = execute(nodes, study, slots)
+    except (KeyboardInterrupt, SystemExit):
+        say("what is finished is kept; the same command goes on with the rest")
+        raise
+    conclude(nodes, study, failed, time.monotonic() - began, settings)
+
+
+def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seconds: float, settings: RunFlags) -> None:
+    """Say what is missing and what to do next. Ends with exit code 1 if something is."""
+    done = finished(nodes).difference(failed)
+    for node in nodes:
+        if isinstance(node, GridNode) and node.done() and (count := node.failed()):
+            say(f"{node.id}: {count} runs without a score: their rate made the loss no number")
+    for id, why in failed.items():
+        say(f"failed: {id}: {why}")
+    if waiting := [node.id for node in nodes if node.id not in done and node.id not in failed]:
+        say(f"not done, as they need what failed: {', '.join(waiting)}")
+    say(f"{len(done):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
+    if failed or waiting:
+        say("the same command tries again what failed, and goes on")
+        sys.exit(1)
+    where = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
+    say(f"read them with `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *where]))}`")
+
+
+def study_folder(output: str, command: str) -> Path:
+    """Return the study's folder as an absolute path, which jobs elsewhere need. Raises InputError for a file or no path."""
+    if not output:
+        raise InputError(f"--output: missing, expected the folder of the study; see megaenc study {command} --help")
+    study = Path(output).absolute()
+    try:
+        nearest = next(folder for folder in (study, *study.parents) if folder.exists())
+    except OSError as error:
+        raise InputError(f"--output {output}: {error.strerror}; expected the folder of the study") from None
+    if not nearest.is_dir():
+        raise InputError(f"--output {output}: {nearest} is a file; expected the folder of the study")
+    return study
+
+
+def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
+    """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
+    wanted: list[str] = [] if only else list(nodes)
+    names = {id: id.rpartition("/")[2] for id in nodes}
+    for pattern in only:
+        found = [id for id, name in names.items() if any(fnmatch.fnmatchcase(text, pattern) for text in (id, name))]
+        if not found:
+            near = closest(pattern, [*names.values(), *names])
+            raise InputError(f"--only: found {pattern}, {f'did you mean {near}?' if near else 'expected a name of the plan'}")
+        wanted += found
+    return needed(nodes, wanted)
+
+
+def places(jobs: int) -> list[str]:
+    """Return a slot for each of `jobs` processes: the device that it sees, "" without any; 0: as many as devices or cores."""
+    devices = visible_devices(len(accelerators()))[1]
+    count = jobs or len(devices) or usable_cores()
+    return [devices[number % len(devices)] if devices else "" for number in range(count)]

@@ -1,0 +1,97 @@
+"""Where, when and with what a study was done, written beside its results by whoever does a part of it; the report says it."""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+import megaenc
+from megaenc.atomic_io import wait_for_lock, write_whole
+from megaenc.errors import InputError
+from megaenc.json_files import read_json, read_json_object
+from megaenc.processes import accelerators, processor_name, usable_cores
+
+NOTES = "study.json"
+"""In the study's folder: an object whose values are texts, or lists of them in the order in which they came to be true."""
+
+_LIBRARIES = ("torch", "megatron-core", "transformers")
+
+
+def record(study: Path) -> None:
+    """Add to study.json what is not in it yet: this machine, today, this code. What else stands there is kept.
+
+    A file that somebody has made unreadable is left alone, and said by the report.
+    """
+    if _extended(study / NOTES):
+        with wait_for_lock(study / ".locks" / "record"):  # jobs of a cluster begin at the same time
+            if values := _extended(study / NOTES):
+                write_whole(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def _extended(file: Path) -> dict:
+    """Return what `file` holds with today's facts behind it; nothing where none is missing or the file is not readable."""
+    values = read_json(file)
+    if not values and file.exists():
+        return {}
+    found = dict(values)
+    for name, text in here().items():
+        before = found.get(name, [])
+        before = before if isinstance(before, list) else [before]
+        if text and text not in before:
+            found[name] = [*before, text]
+    return found if found != values else {}
+
+
+def noted(file: Path) -> dict[str, str]:
+    """Return what stands in such a file, lists as one text; nothing without a file. InputError for anything but an object."""
+    if not file.is_file():
+        return {}
+    values = read_json_object(file, "an object of texts")
+    texts = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    return {name: ", then ".join(map(str, several)) for name, several in texts.items() if several}
+
+
+def here() -> dict[str, str]:
+    """Return hardware, date (UTC), commit and libraries, as they are now."""
+    libraries = [f"Python {platform.python_version()}"]
+    for name in _LIBRARIES:
+        try:
+            libraries.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            libraries.append(f"{name} missing")
+    today = datetime.now(UTC).strftime("%Y-%m-%d")
+    return {"hardware": _hardware(), "date": today, "commit": _commit(), "libraries": ", ".join(libraries)}
+
+
+@cache
+def _hardware() -> str:
+    """Return accelerators by name, processor, cores and memory."""
+    cores, memory = usable_cores(), psutil.virtual_memory().total / 2**30
+    names: list[str] = []
+    with contextlib.suppress(InputError):  # whoever needs them says so
+        names = accelerators()
+    several = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    return ", ".join([*several, f"{cores} core{'s' if cores > 1 else ''} of {processor_name()}", f"{memory:.0f} GiB of memory"])
+
+
+@cache
+def _commit() -> str:
+    """Return that of the checkout that this code is run from, and whether files differ from it; "" for an installed package."""
+    root = Path(megaenc.__file__).parents[1]
+
+    def git(*words: str) -> str:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, env=environment).stdout.strip()
+
+    with contextlib.suppress(OSError):
+        if git("rev-parse", "--show-toplevel") == str(root.resolve()):
+            changed = " with changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+            return git("rev-parse", "--short=12", "HEAD") + changed
+    return f"megaenc {megaenc.__version__}"

@@ -1,0 +1,164 @@
+"""How far a study is: each stage, whether it waits, runs, is done or has failed, and why. Asks the folders and nothing else.
+
+megaenc study status configs/study/mini.yaml --output study
+
+On a terminal the table is live until all is done (Ctrl-C ends it); to a file or a pipe it is written once.
+"""
+
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import clock, quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.plan.dag import build_graph
+from megaenc.study.run import stage_log
+from megaenc.study.run.command import choose, study_folder
+from megaenc.study.run.executor import amount
+from megaenc.study.run.finetune_stage import GridNode
+from megaenc.study.run.stage import Node
+from megaenc.study.run.stage_log import Remaining, spent
+
+_STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # of states, in the order of the table
+_EVERY = 2.0  # seconds
+
+
+@dataclass(frozen=True)
+class StatusFlags:
+    """What `megaenc study status` takes."""
+
+    manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
+    """The study as a YAML file: configs/study/*.yaml."""
+    output: str = ""
+    """Folder of the study, as `megaenc study run` got it."""
+    data: str = ""
+    """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
+    only: tuple[str, ...] = ()
+    """Stages to show with what they need, as `megaenc study run` takes them."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A stage, as its folder and its log say."""
+
+    stage: str
+    state: Literal["failed", "running", "waiting", "done"]
+    progress: str
+    share: float
+    """from 0 to 1"""
+    seconds: float
+    """of all tries"""
+    why: str
+    """of a failure, or what is waited for"""
+
+
+def rows(nodes: Iterable[Node], study: Path, unfit: Mapping[str, str] | None = None) -> list[Row]:
+    """Return every stage, each after what it needs; `unfit`: what is wrong with what is there of some."""
+    found: dict[str, Row] = {}
+    for node in nodes:
+        grid = node if isinstance(node, GridNode) else None
+        names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
+        tries = {name: stage_log.tries(stage_log.log_of(study, name)) for name in names}
+        last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
+        done, total = node.progress()
+        seconds, share = sum(map(spent, tries.values())), done / total if total else 0.0
+        needs = [need for need in node.needs if need in found and found[need].state != "done"]
+        state, why = "waiting", f"needs {', '.join(needs)}" if needs else ""
+        if any(found[need].state == "failed" for need in needs):
+            why += ", which failed"
+        if unfit and node.id in unfit:
+            state, why = "failed", unfit[node.id]
+        elif node.done() and not needs:
+            state, share = "done", 1.0
+            why = f"{lost} runs have no score: their rate made the loss no number" if grid and (lost := grid.failed()) else ""
+        elif running := [name for name in names if stage_log.is_locked(study, name)]:
+            state, why = "running", ""
+            seconds += sum(time.time() - last[name].began for name in running if name in last and last[name].ended is None)
+        elif failed := [name for name in last if last[name].failed]:
+            one, log = last[failed[-1]], stage_log.log_of(study, failed[-1])
+            state, why = "failed", f"{one.how}: {one.said} ({log})"
+        found[node.id] = Row(node.id, state, amount(done, total, node.unit), share, seconds, why)
+    return list(found.values())
+
+
+def unfit(nodes: Iterable[Node]) -> dict[str, str]:
+    """Return why stages that are there are not those of the manifest, or not of what is there of those that they need."""
+    found = {}
+    for node in nodes:
+        try:
+            node.check()
+        except InputError as error:
+            found[node.id] = str(error)
+    return found
+
+
+def headline(table: Sequence[Row], left: float | None) -> str:
+    """Say the whole in one line."""
+    counts = Counter(row.state for row in table)
+    words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
+    share = sum(row.share for row in table) / len(table)
+    rest = f", about {clock(left)} left" if left else ""
+    return f"{len(table):,} stages: {words}; {100 * share:.0f} %{rest}"
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc study status`."""
+    quiet()
+    settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
+    study = study_folder(settings.output, "status")
+    nodes = choose(build_graph(read_manifest(settings.manifest, settings.data or None), study).nodes, settings.only)
+    wrong = unfit(nodes)
+    if sys.stdout.isatty():
+        _watch(nodes, study, wrong)
+        return
+    table = rows(nodes, study, wrong)
+    say(headline(table, _left(nodes, study, table)))
+    widths = [max(map(len, column)) for column in zip(*(_cells(row)[:4] for row in table), strict=True)]
+    for row in table:
+        *cells, why = _cells(row)
+        say("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), why]).rstrip())
+
+
+def _left(nodes: Sequence[Node], study: Path, table: Sequence[Row]) -> float | None:
+    """Return the seconds that are left at the present pace: with as many at a time as run now."""
+    remaining = Remaining(nodes, study)
+    for node, row in zip(nodes, table, strict=True):
+        remaining.under_way(node, row.share)
+    running = sum(row.state == "running" for row in table)
+    return remaining.seconds(running) if running else None
+
+
+def _cells(row: Row) -> tuple[str, str, str, str, str]:
+    return row.stage, row.state, row.progress, clock(row.seconds) if row.seconds else "", row.why
+
+
+def _watch(nodes: Sequence[Node], study: Path, unfit: Mapping[str, str] | None = None) -> None:
+    """Show the table until all is done; what needs attention stands first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.live import Live
+    from rich.table import Table
+    from rich.text import Text
+
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            table = rows(nodes, study, unfit)
+            title = headline(table, _left(nodes, study, table))
+            drawn = Table(title=title, title_justify="left", box=SIMPLE_HEAD, expand=True)
+            for name, ratio in (("stage", 3), ("state", None), ("progress", None), ("time", None), ("", 4)):
+                drawn.add_column(name, ratio=ratio, no_wrap=name != "", overflow="fold" if not name else "ellipsis")
+            for row in sorted(table, key=lambda row: [*_STYLES].index(row.state)):
+                stage, state, *rest = _cells(row)
+                drawn.add_row(Text(stage), Text(state, style=_STYLES[state]), *map(Text, rest))
+            live.update(drawn, refresh=True)
+            if all(row.state == "done" for row in table):
+                return
+            time.sleep(_EVERY)

@@ -1,0 +1,1 @@
+"""Checkpoint writing, loading and integrity."""

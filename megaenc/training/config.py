@@ -1,0 +1,304 @@
+"""Everything a run can be told, as dataclasses: each field is a flag of the command and a key of the YAML file."""
+
+import dataclasses
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megaenc import flags
+from megaenc.backend.parallel_config import FLOAT8_WIDTH, Kernels, Layout
+from megaenc.data.packing.packed_dataset import LONGEST_PACK
+from megaenc.errors import InputError
+from megaenc.model.config import ModelConfig, preset
+from megaenc.training.config_groups import (
+    DataSettings,
+    HealthSettings,
+    MonitoringSettings,
+    OptimizerSettings,
+    OutputSettings,
+    StartSettings,
+)
+
+
+def has_bf16() -> bool:
+    """Whether this machine computes in bfloat16 by itself."""
+    from megaenc.backend.device import detect  # imports torch
+
+    return detect().has_bf16
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Global batches that grow to `full` packs; `starts` are the first samples of updates 1, 2, ... up to the first full one."""
+
+    full: int
+    starts: tuple[int, ...] = (0,)
+
+    def first_sample(self, step: int) -> int:
+        """Return the sample that update number `step` (1, 2, ...) begins with: how many those before it have read."""
+        growing = len(self.starts)
+        return self.starts[step - 1] if step <= growing else self.starts[-1] + (step - growing) * self.full
+
+    def size(self, step: int) -> int:
+        """Return the packs of update number `step`."""
+        return self.first_sample(step + 1) - self.first_sample(step)
+
+    def steps_for(self, samples: int) -> int:
+        """Return how many updates it takes to read `samples` samples."""
+        if samples <= self.starts[-1]:
+            return bisect_left(self.starts, samples)
+        return len(self.starts) - 1 + -(-(samples - self.starts[-1]) // self.full)
+
+
+@functools.cache
+def batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizes:
+    """Return batches of `full` packs, or that grow as `rampup` (first size, increment, samples) says, by megatron-core's rule."""
+    if not rampup:
+        return BatchSizes(full)
+    from megaenc.backend.megatron import prepare_megatron
+
+    prepare_megatron()
+    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
+
+    start, increment, samples = rampup
+    rule = RampupBatchsizeNumMicroBatchesCalculator(full, 1, 1, False, 1, start, increment, samples)
+    starts = [0]
+    while rule.get_current_global_batch_size() < full:
+        starts.append(starts[-1] + rule.get_current_global_batch_size())
+        rule.update(starts[-1], consistency_check=False)
+    return BatchSizes(full, tuple(starts))
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """One pretraining run."""
+
+    config: str = ""
+    """YAML file of flags; the command line wins over it"""
+    objective_schedule: str = "clm:0.25,mlm:0.75"
+    """objectives and their shares or steps: clm:0.25,mlm:0.75 or clm:10000,mlm(mask=0.3):32000 or 5x(clm:0.05,mlm:0.15)"""
+    train_iters: int | None = None
+    """steps (updates of the weights); 200 unless these or the tokens are given"""
+    train_tokens: int | None = None
+    """tokens to read, instead of steps: as many steps as it takes to read them"""
+    micro_batch_size: int = 8
+    """packs that one process reads at once, in one row"""
+    global_batch_size: int = 16
+    """packs of a step, over all processes"""
+    rampup_batch_size: tuple[int, ...] | None = None
+    """START INCREMENT SAMPLES: begin with steps of START packs that grow by INCREMENT, evenly over the first SAMPLES packs, up to
+    --global-batch-size"""
+    seed: int = 1
+    """initial weights, order of the data and masks follow from it"""
+    bf16: bool = field(default_factory=has_bf16)
+    """compute in bfloat16 with float32 master weights; on where the processor has the instructions"""
+    model: str = "tiny"
+    """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
+    shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    start: StartSettings = field(default_factory=StartSettings)
+    layout: Layout = field(default_factory=Layout)
+    kernels: Kernels = field(default_factory=Kernels)
+    health: HealthSettings = field(default_factory=HealthSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
+
+    def check(self, world_size: int) -> None:
+        """Raise InputError, naming the flag, for what cannot be run on `world_size` processes."""
+        self.layout.check(world_size)
+        self.start.check()
+        self.shape.check(self.layout.tensor_model_parallel_size)
+        values = flags.flatten(self)
+        for names, right, expected in _LIMITS:
+            for name in names:
+                if isinstance(values[name], (int, float)) and not right(values[name]):
+                    raise InputError(f"--{name.replace('_', '-')}: found {values[name]}, expected {expected}")
+        if self.health.max_rewinds and not (self.output.save and self.health.loss_spike_sigmas):
+            missing = "--save: a run goes back to its checkpoints" if not self.output.save else "--loss-spike-sigmas above 0"
+            raise InputError(f"--max-rewinds {self.health.max_rewinds}: expected {missing}")
+        self._check_float8()
+        if min(self.output.save_steps, default=1) < 1:
+            raise InputError(f"--save-steps: found {min(self.output.save_steps)}, expected steps, 1 or more")
+        chunks = self.layout.chunks(self.shape.num_layers)
+        self.layout.check_recompute(self.shape.num_layers)
+        if self.train_iters is not None and self.train_tokens is not None:
+            raise InputError(
+                f"--train-tokens: found {self.train_tokens} beside --train-iters {self.train_iters}, expected one of them"
+            )
+        row, tensor = self.micro_batch_size * self.data.seq_length, self.layout.tensor_model_parallel_size
+        if self.layout.sequence_parallel and row % tensor:
+            raise InputError(
+                f"--sequence-parallel: a row of {row} tokens (--micro-batch-size x --seq-length) is no multiple of "
+                f"--tensor-model-parallel-size {tensor}"
+            )
+        copies = self.data_parallel_size(world_size)
+        step = self.micro_batch_size * copies
+        if self.global_batch_size % step:
+            raise InputError(
+                f"--global-batch-size: found {self.global_batch_size}, expected a multiple of {step} "
+                f"(--micro-batch-size {self.micro_batch_size} x {copies} data-parallel ranks)"
+            )
+        stages, micro_batches = self.layout.pipeline_model_parallel_size, self.global_batch_size // step
+        self._check_rampup(step * (stages if chunks > 1 else 1))
+        self._check_length()
+        if chunks > 1 and micro_batches % stages:
+            raise InputError(
+                f"--global-batch-size: found {self.global_batch_size}, which is {micro_batches} micro-batches for each "
+                f"data-parallel rank; interleaved stages need a multiple of --pipeline-model-parallel-size {stages}"
+            )
+        self.monitoring.check(self.output.save, self.total_iters, world_size)
+
+    def _check_length(self) -> None:
+        """Raise InputError for more steps or tokens than any run makes."""
+        name = "train_iters" if self.train_tokens is None else "train_tokens"
+        flag, tokens = f"--{name.replace('_', '-')}: found {vars(self)[name]}", self.tokens_after(self.total_iters)
+        if self.total_iters > _MOST_STEPS:
+            raise InputError(f"{flag}, expected at most {_MOST_STEPS:,} steps")
+        if tokens > _MOST_TOKENS:
+            raise InputError(
+                f"{flag}, which reads {tokens:,} tokens (--global-batch-size x --seq-length a step); "
+                f"expected at most {_MOST_TOKENS:,}"
+            )
+
+    def _check_float8(self) -> None:
+        """Raise InputError where `--fp8-format` asks for matrices that its products do not take."""
+        if not self.kernels.fp8_format:
+            return
+        flag, tensor = f"--fp8-format {self.kernels.fp8_format}", self.layout.tensor_model_parallel_size
+        row = self.micro_batch_size * self.data.seq_length // (tensor if self.layout.sequence_parallel else 1)
+        if self.kernels.transformer_impl == "transformer_engine" and row % FLOAT8_WIDTH:
+            raise InputError(
+                f"{flag}: a row of {row} tokens (--micro-batch-size x --seq-length, shared where --sequence-parallel is given), "
+                f"expected a multiple of {FLOAT8_WIDTH} under Transformer Engine"
+            )
+        shared = f" on each of {tensor} tensor-parallel ranks" if tensor > 1 else ""
+        for name, (rows, columns) in self.shape.linear_widths(tensor).items():
+            if rows % FLOAT8_WIDTH or columns % FLOAT8_WIDTH:
+                raise InputError(
+                    f"{flag}: {name} is {rows} x {columns}{shared}, expected multiples of {FLOAT8_WIDTH}: other widths, or no "
+                    "--fp8-format"
+                )
+
+    def _check_rampup(self, divisor: int) -> None:
+        """Raise InputError unless the batch can grow as asked for, in sizes that are multiples of `divisor`."""
+        if self.rampup_batch_size is None:
+            return
+        flag = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if len(self.rampup_batch_size) != 3 or min(self.rampup_batch_size) < 1:
+            raise InputError(f"{flag}: expected three numbers of 1 or more: START INCREMENT SAMPLES")
+        start, increment, samples = self.rampup_batch_size
+        if samples > start * _MOST_GROWING_STEPS:
+            raise InputError(f"{flag}: expected SAMPLES of at most {_MOST_GROWING_STEPS:,} x START")
+        if start >= self.global_batch_size or (self.global_batch_size - start) % increment:
+            raise InputError(
+                f"{flag}: steps of {increment} do not lead from {start} to --global-batch-size {self.global_batch_size}"
+            )
+        if start % divisor or increment % divisor:
+            raise InputError(f"{flag}: expected START and INCREMENT to be multiples of {divisor}, like --global-batch-size")
+
+    @property
+    def batch_sizes(self) -> BatchSizes:
+        """Packs of each step."""
+        return batch_sizes(self.global_batch_size, self.rampup_batch_size)
+
+    @property
+    def batch_text(self) -> str:
+        """Packs of a step, for the console."""
+        growing = f"{self.rampup_batch_size[0]} to " if self.rampup_batch_size else ""
+        return f"{growing}{self.global_batch_size}"
+
+    def tokens_after(self, step: int) -> int:
+        """Return what the first `step` steps read."""
+        return self.batch_sizes.first_sample(step + 1) * self.data.seq_length
+
+    @property
+    def model_name(self) -> str:
+        """The preset for the console, unless its shape was changed."""
+        shape = dataclasses.replace(self.shape, vocab_size=None)
+        return self.model if shape == preset(self.model) else "model"
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Return the copies of the model."""
+        return world_size // (self.layout.tensor_model_parallel_size * self.layout.pipeline_model_parallel_size)
+
+    @property
+    def total_iters(self) -> int:
+        """Steps of the whole run."""
+        if self.train_tokens is not None:
+            return self.batch_sizes.steps_for(-(-self.train_tokens // self.data.seq_length))
+        return 200 if self.train_iters is None else self.train_iters
+
+    @property
+    def eval_every(self) -> int:
+        """Steps between validations; 0 for none."""
+        return max(1, self.total_iters // 10) if self.output.eval_interval is None else self.output.eval_interval
+
+
+_MOST_STEPS = 10**9  # a thousand times what the longest runs make; a millisecond each, they would take twelve days
+_MOST_TOKENS = 2**62  # positions in the data are numbers of 64 bits
+_MOST_GROWING_STEPS = 10**6  # the first sample of each is kept in memory
+
+_COUNTS = (
+    *("train_iters", "train_tokens", "micro_batch_size", "global_batch_size"),
+    *("seq_length", "eval_iters", "make_vocab_size_divisible_by"),
+)
+_INTERVALS = ("save_interval", "keep_last", "keep_every", "exit_interval", "log_interval", "straggler_interval")
+_LAYERS = ("rewind_skip_iters", "recompute_num_layers", "num_layers_per_virtual_pipeline_stage")
+_LIMITS = (
+    ((*_COUNTS, *_INTERVALS, *_LAYERS), lambda value: value >= 1, "1 or more"),
+    (_COUNTS[2:], lambda value: value <= 10**15, f"{10**15:,} at most"),  # what is counted from them is int64
+    (("seq_length",), lambda value: value <= LONGEST_PACK, f"{LONGEST_PACK:,} at most"),
+    (("eval_interval", "branch_at", "init_at", "skip_samples"), lambda value: value >= 0, "0 or more"),
+    (("max_skipped_updates", "max_rewinds"), lambda value: value >= 0, "0 or more"),
+    (("lr", "adam_eps", "norm_epsilon", "rotary_base"), lambda value: 0 < value < math.inf, "a number above 0"),
+    (("exit_duration_in_mins",), lambda value: 0 < value < math.inf, "a number of minutes above 0"),
+    (("distributed_timeout_minutes",), lambda value: 0 < value <= 1e5, "a number of minutes above 0, 100000 at most"),
+    (("weight_decay", "clip_grad", "seed", "init_method_std"), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    (("loss_spike_sigmas",), lambda value: 0 <= value < math.inf, "a number of 0 or more"),
+    (("adam_beta1", "adam_beta2"), lambda value: 0 <= value < 1, "0 or more and below 1"),
+)
+
+# Two ways to say one thing: a command line that uses one overrules the other in the YAML file, with what belongs to it.
+_PAIRS = (
+    (("train_iters",), ("train_tokens",)),
+    (("lr_warmup_iters",), ("lr_warmup_fraction",)),
+    (("lr_wsd_decay_iters",), ("lr_wsd_decay_fraction",)),
+    (("branch_from", "branch_at"), ("init_from", "init_at")),
+)
+
+
+DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alone or under torchrun.
+
+With nothing given it trains the tiny preset on the demo corpus. Each flag is also a key of --config's YAML file."""
+
+
+def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
+    """Read the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
+    default = over_defaults(argv, prog, PretrainSettings())
+    return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+
+
+def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> PretrainSettings:
+    """Return `default` with the `--config` and the preset of `argv`, and without what its flags overrule. Raises InputError."""
+    config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
+    if config:
+        default = settings_from(config, default)
+    if model:
+        default = with_preset(default, model)
+    for pair in _PAIRS:
+        if sum(flags.value_of(argv, "--" + names[0].replace("_", "-")) is not None for names in pair) == 1:
+            default = flags.replace_fields(default, {name: None for names in pair for name in names}, source=prog)
+    return default
+
+
+def settings_from(path: str, default: PretrainSettings | None = None) -> PretrainSettings:
+    """Return what the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
+    return flags.from_yaml(default or PretrainSettings(), path, first=("model", with_preset))
+
+
+def with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
+    """Return the same with another shape. InputError where there is no preset `name`."""
+    return dataclasses.replace(settings, model=name, shape=preset(name))

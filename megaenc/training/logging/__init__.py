@@ -1,0 +1,1 @@
+"""Metrics of a run: the logger, its backends, and the detection of stragglers."""

@@ -1,0 +1,1 @@
+"""Plots and summaries of any run."""

@@ -1,0 +1,253 @@
+"""A picture of a run: its loss in each phase, what the held-out text says, and the learning rate below. Of several runs: their
+held-out losses over each other.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.atomic_io import whole_files
+from megaenc.console import quiet, say
+from megaenc.errors import InputError, one_line_errors
+from megaenc.output_paths import check_output_file, created_parent
+from megaenc.viz.run_metrics import Curves, Row, curves_of, read_beginning, read_held_out, read_steps, read_validations
+from megaenc.viz.style import AXIS_LABELS, GREY, HELD_OUT, LEGEND, Against, clean, plain_counts, styles, verbatim
+
+_FORMATS = (".png", ".pdf", ".svg")
+_LETTER = 0.0125  # of a label, in widths of the panel
+
+
+@dataclass(frozen=True)
+class PlotFlags:
+    """What `megaenc plot` takes."""
+
+    run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
+    """Run folders (the --save of a pretraining run); with several, their held-out losses are laid over each other."""
+    output: str = "loss.png"
+    """Picture to write, .png, .pdf or .svg; one that is there is replaced."""
+    against: Against = "step"
+    """What the loss is drawn against."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of a run under one objective, or under several of which this is one."""
+
+    objective: str
+    start: float
+    """like `end` and `x` in what the picture is drawn against"""
+    end: float
+    x: np.ndarray
+    """float64[R], the updates that have a row with a loss"""
+    loss: np.ndarray
+    """float64[R]"""
+    share: float = 1.0
+    """of the logged steps of the stretch"""
+    top: float = 1.0
+    """of its shade, of the panel's height: those of one stretch lie above each other, as high as their shares"""
+
+    @property
+    def smoothed(self) -> np.ndarray:
+        """float64[R]: the mean over a twentieth of the phase, less near its ends, as the loss is steep at the first step."""
+        half = max(1, len(self.loss) // 40)
+        sums = np.concatenate([[0.0], np.cumsum(self.loss)])
+        at = np.arange(len(self.loss))
+        back = np.minimum(half, at)
+        ahead = np.minimum(back, len(at) - 1 - at)
+        return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
+
+
+def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[Phase]:
+    """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
+
+    Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
+    objectives of a mixture each of theirs has a Phase over the same stretch.
+    """
+    before, start = (begun["step"], begun[against]) if begun else (0, 0)
+    short_steps = (made[-1]["step"] - before) / 50
+    stretches: list[list[Row]] = []
+    short_before = False
+    for _, rows in itertools.groupby(made, key=lambda row: row["phase"]):
+        group = list(rows)
+        short = group[-1]["step"] - before < short_steps
+        before = group[-1]["step"]
+        if short and short_before:
+            stretches[-1] += group
+        else:
+            stretches.append(group)
+        short_before = short
+    phases = []
+    for stretch in stretches:
+        top = 1.0
+        for objective in dict.fromkeys(row["objective"] for row in stretch):
+            rows = [row for row in stretch if row["objective"] == objective]
+            scored = [row for row in rows if row["loss"] is not None]  # a batch without a target has no loss
+            x, loss = (np.array([row[name] for row in scored], dtype=np.float64) for name in (against, "loss"))
+            share = len(rows) / len(stretch)
+            phases.append(Phase(objective, start, stretch[-1][against], x, loss, share, top))
+            top = max(top - share, 0.0)
+        start = stretch[-1][against]
+    return phases
+
+
+@verbatim
+def figure(made: list[Row], validated: list[Row], title: str, against: Against = "step", begun: Row | None = None) -> Any:
+    """Return matplotlib's Figure of a run, from the rows of its steps and its validations, and `begun` as `phases_of` has it."""
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    phases, validations = phases_of(made, against, begun), curves_of(validated, against)
+    style = styles([*(phase.objective for phase in phases), *validations])
+    first, last = phases[0].start, phases[-1].end
+
+    picture = Figure(figsize=(9, 5.4), dpi=150, layout="constrained")
+    loss, rate = picture.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    labelled: set[str] = set()
+    for phase in phases:
+        colour, _ = style[phase.objective]
+        for panel in (loss, rate):
+            bottom = max(phase.top - phase.share, 0.0)
+            panel.axvspan(phase.start, phase.end, bottom, phase.top, color=colour, alpha=0.07, linewidth=0)
+        loss.plot(phase.x, phase.loss, color=colour, alpha=0.3, linewidth=0.8)
+        loss.plot(phase.x, phase.smoothed, color=colour, linewidth=1.8, marker="." if len(phase.x) == 1 else None)
+        wide = (phase.end - phase.start) / ((last - first) or 1)
+        if wide >= _LETTER * len(phase.objective):  # else the name would cover its neighbours'
+            labelled.add(phase.objective)
+            place = {"transform": loss.get_xaxis_transform(), "ha": "center", "va": "top"}
+            loss.text((phase.start + phase.end) / 2, phase.top - 0.03, phase.objective, color=colour, fontweight="bold", **place)
+    for objective, (x, losses) in validations.items():
+        colour, marker = style[objective]
+        loss.plot(
+            x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4.5, linestyle=":", linewidth=1, zorder=3,
+            label=f"held out, {objective}",
+        )  # fmt: skip
+    handles = [
+        Line2D([], [], color=GREY, linewidth=1.8, label="training, smoothed"),
+        Line2D([], [], color=GREY, linewidth=0.8, alpha=0.5, label="training, as logged"),
+        *loss.get_legend_handles_labels()[0],
+    ]
+    for objective in dict.fromkeys(phase.objective for phase in phases if phase.objective not in labelled):
+        handles.append(Line2D([], [], color=style[objective][0], linewidth=5, alpha=0.4, label=objective))
+    loss.legend(handles=handles, **LEGEND, loc="upper right", bbox_to_anchor=(1, 0.92))
+    loss.set_ylabel("loss (nats a predicted token)")
+    loss.set_xlim(first, last if last > first else first + 1)
+    loss.margins(y=0.12)
+
+    rate.plot([row[against] for row in made], [row["learning_rate"] for row in made], color=GREY, linewidth=1.4)
+    peak = max(row["learning_rate"] for row in made)
+    if peak:
+        rate.set_yticks([0, peak], ["0", f"{peak:g}"])
+        rate.set_ylim(0, 1.15 * peak)
+    rate.set_ylabel("learning\nrate")
+    rate.set_xlabel(AXIS_LABELS[against])
+    if against == "step" and made[-1]["tokens"] and last:
+        tokens_a_step = made[-1]["tokens"] / last
+        above = loss.secondary_xaxis("top", functions=(lambda step: step * tokens_a_step, lambda count: count / tokens_a_step))
+        plain_counts(above.xaxis)
+        above.set_xlabel("tokens")
+    elif against != "step":
+        plain_counts(rate.xaxis)
+    loss.set_title(title, loc="left", fontsize=11, pad=8)
+    clean(loss, rate)
+    loss.spines[["top"]].set_visible(True)
+    return picture
+
+
+def named(runs: Sequence[str | Path]) -> dict[str, Path]:
+    """Return runs by the end of their paths that tells them apart. Raises InputError for a folder that is given twice."""
+    paths = [Path(run).resolve() for run in runs]
+    for at, path in enumerate(paths):
+        if path in paths[:at]:
+            raise InputError(f"{runs[at]}: given twice, expected different runs")
+    count, names = 0, []
+    while len(set(names)) < len(paths):
+        count += 1
+        names = [os.fsencode("/".join(path.parts[-count:])).decode("utf-8", "backslashreplace") for path in paths]
+    return dict(zip(names, map(Path, runs), strict=True))
+
+
+@verbatim
+def comparison(curves: dict[str, Curves], against: Against) -> tuple[Any, str]:
+    """Return matplotlib's Figure of several runs, a panel an objective, and one line that says what it shows and leaves out.
+
+    `curves`: those of each run by its name. Raises InputError where no objective is common to all.
+    """
+    from matplotlib.figure import Figure
+
+    objectives = list(dict.fromkeys(objective for each in curves.values() for objective in each))
+    shared = [objective for objective in objectives if all(objective in each for each in curves.values())]
+    if not shared:
+        held = "; ".join(f"{name} has {', '.join(each) or 'none'}" for name, each in curves.items())
+        raise InputError(f"no objective that all runs were validated under: {held}; expected one in common")
+    style, columns = styles(list(curves)), min(3, len(shared))
+    rows = -(-len(shared) // columns)
+    picture = Figure(figsize=(max(6.4, 4.9 * columns), 4.3 * rows), dpi=150, layout="constrained")
+    panels = list(picture.subplots(rows, columns, squeeze=False).flat)
+    for panel, objective in zip(panels, shared, strict=False):
+        for at, (name, each) in enumerate(curves.items()):
+            colour, marker = style[name]
+            x, losses = each[objective]
+            panel.plot(
+                x, losses, **HELD_OUT, color=colour, marker=marker, markersize=4, markevery=max(1, len(x) // 12), linewidth=1.6,
+                zorder=3 + at, label=f"{name}  ({losses[-1]:.3f})",
+            )  # fmt: skip
+        panel.set_title(objective, loc="left", fontsize=11, fontweight="bold")
+        panel.set_xlabel(AXIS_LABELS[against])
+        panel.set_ylabel("held-out loss (nats a predicted token)")
+        panel.set_xlim(0, max(each[objective][0][-1] for each in curves.values()) or 1)
+        panel.margins(y=0.08)
+        panel.legend(**LEGEND, title="run (last loss)", title_fontsize=9, alignment="left", loc="best")
+        if against != "step":
+            plain_counts(panel.xaxis)
+        clean(panel)
+    for panel in panels[len(shared) :]:  # what the last row has too many
+        panel.set_visible(False)
+    shown = f"the held-out losses of {len(curves)} runs under {', '.join(shared)}"
+    lacking = {name: [run for run in curves if name not in curves[run]] for name in objectives if name not in shared}
+    left_out = [f"{name} ({', '.join(runs)})" for name, runs in lacking.items()]
+    return picture, shown + (f"; left out, as a run lacks it: {', '.join(left_out)}" if left_out else "")
+
+
+def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "step") -> str:
+    """Write the picture of one run folder or the comparison of several; return a line on what it shows. Raises InputError."""
+    output = Path(output)
+    if output.suffix.lower() not in _FORMATS:
+        raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
+    check_output_file(output, "--output")
+    if not runs:
+        raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
+    with created_parent(output, "--output"):
+        picture, shown = _drawn(runs, against)
+        with whole_files(output) as [temporary]:
+            picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
+    return shown
+
+
+def _drawn(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
+    """Return the figure of one run or of several, and one line about it."""
+    if len(runs) == 1:
+        run = runs[0]
+        title = os.fsencode(run).decode("utf-8", "replace")
+        picture = figure(read_steps(run, against), read_validations(run, against), title, against, read_beginning(run))
+        return picture, f"the loss of {title}"
+    held_out = {name: read_held_out(run, against) for name, run in named(runs).items()}
+    picture, shown = comparison({name: curves_of(rows, against) for name, rows in held_out.items()}, against)
+    if len({row.get("held_out") for rows in held_out.values() for row in rows}) > 1:
+        shown += "; NOT on the same held-out text: data, --split, --seq-length, --eval-iters or --global-batch-size differ"
+    return picture, shown
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc plot`."""
+    quiet()
+    settings = flags.parse(PlotFlags, argv, prog="megaenc plot", description=__doc__)
+    shown = plot(settings.run, settings.output, settings.against)
+    say(f"{settings.output}: {shown}")

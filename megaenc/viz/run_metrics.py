@@ -1,0 +1,187 @@
+"""Reader of a run directory's numbers: logged steps, validations and run.json, every field checked."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megaenc.console import shortened
+from megaenc.errors import InputError
+from megaenc.json_files import parse_json, read_json_object, read_regular
+from megaenc.training.run_dir import FACTS, METRICS, VALIDATION
+
+Row = dict[str, Any]
+
+_MOST_BYTES = 4 << 30  # of a file of rows: ten million steps
+_LONGEST_ROW = 1 << 20
+_LARGEST = 1e100  # sums and squares of such numbers stay finite
+_EXPECTED = "what a run wrote there"
+_PROGRESS = ("tokens", "predicted_tokens", "flops")
+
+
+def read_steps(run: str | Path, *more: str, required: bool = True) -> list[Row]:
+    """Return the rows of metrics.jsonl, with the fields `more` too; at least one if `required`. Raises InputError."""
+    path = Path(run) / METRICS
+    rows = _rows(path, ("objective", "phase", "loss", "learning_rate", "tokens", "step_seconds", *more))
+    if rows or not required:
+        return rows or []
+    if rows is None:
+        raise InputError(f"{path}: no such file; expected the folder that a run got as --save, with a step made")
+    raise InputError(f"{path}: holds no step yet, expected at least one")
+
+
+def read_validations(run: str | Path, *more: str) -> list[Row]:
+    """Return the rows of validation.jsonl, each with the fields `more` too; none if the run made none. Raises InputError."""
+    return _rows(Path(run) / VALIDATION, ("objectives", *more)) or []
+
+
+def read_held_out(run: str | Path, *more: str) -> list[Row]:
+    """Return the validations under at least one objective. Raises InputError if there is none."""
+    validated = [row for row in read_validations(run, *more) if row["objectives"]]
+    if not validated:
+        raise InputError(f"{run}: holds no validation, expected a run with held-out text (--eval-interval, --split)")
+    return validated
+
+
+def read_run_json(run: str | Path) -> dict[str, Any]:
+    """Return the content of run.json, whose `start` and `identity` are objects. Raises InputError for another file."""
+    path = Path(run) / FACTS
+    facts = read_json_object(path, _EXPECTED)
+    for name in ("start", "identity"):
+        if not isinstance(facts.setdefault(name, {}), dict):
+            raise InputError(f"{path}: field `{name}`: found a {type(facts[name]).__name__}; expected {_EXPECTED}")
+    if not isinstance(facts["start"].get("run", ""), str):
+        raise InputError(
+            f"{path}: field `start.run`: found {shortened(repr(facts['start']['run']), 40)}; expected a folder's path"
+        )
+    return facts
+
+
+def read_facts(run: str | Path) -> dict[str, Any]:
+    """Return `parameters` and `train_iters` of run.json. Raises InputError for a file that no run wrote."""
+    path, facts = Path(run) / FACTS, read_run_json(run)
+    return {name: _field(path, of, name) for name, of in (("parameters", facts), ("train_iters", facts["identity"]))}
+
+
+def read_beginning(run: str | Path) -> Row:
+    """Return the progress before a run's first step: that of a branch's parent, else 0. Raises InputError."""
+    path = Path(run) / FACTS
+    start = read_run_json(run)["start"] if path.exists() else {}
+    if start.get("kind") != "branch":
+        return {"step": 0, **dict.fromkeys(_PROGRESS, 0)}
+    return {"step": _field(path, start, "at"), **{name: _field(path, start, name) for name in _PROGRESS}}
+
+
+Curves = dict[str, tuple[list[float], list[float]]]
+"""By objective: how far the run had come at each validation, and the loss there."""
+
+
+def curves_of(validated: list[Row], against: str = "step") -> Curves:
+    """Return the held-out losses of one run; a validation without a target has no point."""
+    found: Curves = {}
+    for row in validated:
+        for objective, result in row["objectives"].items():
+            if result["loss"] is not None:
+                x, losses = found.setdefault(objective, ([], []))
+                x.append(row[against])
+                losses.append(result["loss"])
+    return found
+
+
+def training_seconds(steps: list[Row], before: int = 0) -> float:
+    """Return the seconds in updates after step `before`, without validations; a step without a row counts like the next."""
+    seconds = 0.0
+    for row in steps:
+        seconds += row["step_seconds"] * (row["step"] - before)
+        before = row["step"]
+    return seconds
+
+
+def _rows(path: Path, needed: tuple[str, ...]) -> list[Row] | None:
+    """Return the rows of a file, with `needed` fields, but not a last line that is being written. None for no file."""
+    try:
+        content = read_regular(path, _MOST_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; expected {_EXPECTED}") from None
+    rows: list[Row] = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
+        place = f"{path}:{number}"
+        rows.append(_row(place, line, ("step", *needed)))
+        if len(rows) > 1 and rows[-1]["step"] < rows[-2]["step"]:
+            found = f"found {rows[-1]['step']} after {rows[-2]['step']}"
+            raise InputError(f"{place}: field `step`: {found}; expected steps that do not fall")
+    return rows
+
+
+def _row(place: str, line: bytes, needed: tuple[str, ...]) -> Row:
+    """Return a line's object with its known fields checked. Raises InputError that begins with `place`."""
+    if len(line) > _LONGEST_ROW:
+        raise InputError(f"{place}: a line of {len(line):,} bytes; expected {_EXPECTED}, of at most {_LONGEST_ROW:,}")
+    try:
+        row = parse_json(line)
+    except ValueError as error:
+        raise InputError(f"{place}: not JSON ({error}); expected {_EXPECTED}") from None
+    if not isinstance(row, dict):
+        raise InputError(f"{place}: no field `{needed[0]}`; expected {_EXPECTED}")
+    known = [*needed, *(name for name in row if name in _KINDS and name not in needed)]
+    return row | {name: _field(place, row, name) for name in known}
+
+
+def _field(place: str | Path, values: dict[str, Any], name: str) -> Any:
+    """Return a field, checked. Raises InputError, naming the field, if it is missing or not what a run writes."""
+    if name not in values:
+        raise InputError(f"{place}: no field `{name}`; expected {_EXPECTED}")
+    try:
+        return _objectives(values[name]) if name == "objectives" else _checked(values[name], _KINDS[name])
+    except ValueError as error:
+        raise InputError(f"{place}: field `{name}`: found {shortened(repr(values[name]), 40)}; expected {error}") from None
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value of JSON is a number with which can be computed: finite, and not beyond 1e100."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+_COUNT = ("a whole number of 0 or more", lambda value: type(value) is int and 0 <= value < 1 << 63)
+_WHOLE = ("a whole number", lambda value: type(value) is int and abs(value) < 1 << 63)
+_AMOUNT = ("a number of 0 or more", lambda value: is_number(value) and value >= 0)
+_LOSS = ("a number or null", lambda value: value is None or is_number(value))
+_SHARE = ("a share from 0 to 1, or null", lambda value: value is None or (is_number(value) and 0 <= value <= 1))
+_TEXT = ("text in one line", lambda value: isinstance(value, str) and value.isprintable())
+_OF_AN_OBJECTIVE = {"loss": _LOSS, "accuracy": _SHARE, "most_frequent": _SHARE}
+_KINDS = {
+    **dict.fromkeys(("step", "tokens", "predicted_tokens", "parameters", "train_iters", "at"), _COUNT),
+    **dict.fromkeys(("learning_rate", "flops", "step_seconds"), _AMOUNT),
+    **dict.fromkeys(("objective", "held_out"), _TEXT),
+    "phase": _WHOLE,
+    "loss": _LOSS,
+    "objectives": None,
+}
+"""The fields of rows and of run.json that are read anywhere: what they must be."""
+
+
+def _checked(value: Any, kind: tuple[str, Callable[[Any], bool]]) -> Any:
+    """Return a value of a field, NaN and infinity, which a diverged run has as losses, as None. Raises ValueError."""
+    expected, holds = kind
+    if kind in (_LOSS, _SHARE) and isinstance(value, float) and not math.isfinite(value):
+        return None
+    if not holds(value):
+        raise ValueError(expected)
+    return value
+
+
+def _objectives(value: Any) -> dict[str, dict[str, float | None]]:
+    """Return loss, accuracy and most_frequent by objective. Raises ValueError."""
+    if not isinstance(value, dict) or not all(isinstance(result, dict) for result in value.values()):
+        raise ValueError("an object of objects")
+    if lacking := [key for key in _OF_AN_OBJECTIVE for result in value.values() if key not in result]:
+        raise ValueError(f"`{lacking[0]}` for each objective")
+    try:
+        return {
+            _checked(name, _TEXT): {key: _checked(result[key], kind) for key, kind in _OF_AN_OBJECTIVE.items()}
+            for name, result in value.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"of each objective's name and numbers {error}") from None

@@ -1,0 +1,107 @@
+"""What a run has learnt: held-out loss and accuracy before and after, beside a guess that needs no learning."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from megaenc import flags
+from megaenc.console import clock, number, quiet, rich_console, say
+from megaenc.errors import one_line_errors
+from megaenc.viz.run_metrics import read_beginning, read_facts, read_held_out, read_steps, training_seconds
+
+
+@dataclass(frozen=True)
+class SummaryFlags:
+    """What `megaenc summary` takes."""
+
+    run: Annotated[str, Positional, arg(metavar="RUN")]
+    """Run folder (the --save of a pretraining run)."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Held-out text under one objective, at the first and the last validation of a run."""
+
+    objective: str
+    loss: tuple[float, float]
+    accuracy: tuple[float, float]
+    most_frequent: float
+    """accuracy of always guessing the token that is most frequent among the labels"""
+
+    @property
+    def times_most_frequent(self) -> float:
+        """The last accuracy, as a multiple of that guess's; infinite for a guess that is never right."""
+        return self.accuracy[1] / self.most_frequent if self.most_frequent else math.inf
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in a few numbers."""
+
+    step: int
+    train_iters: int
+    first_validation: int
+    last_validation: int
+    parameters: int
+    tokens: int
+    seconds: float
+    """in updates alone, those of a branch's parent not counted"""
+    branched_at: int
+    """the parent's step that a branch began with, else 0, and what had been read by then"""
+    tokens_before: int
+    learnt: list[Learnt]
+    """between the two validations"""
+
+
+def summarise(run: str | Path) -> Summary:
+    """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
+    steps, facts, begun = read_steps(run), read_facts(run), read_beginning(run)
+    validated = read_held_out(run)
+    first, last, newest = validated[0], validated[-1], steps[-1]
+    learnt = []
+    for objective, after in last["objectives"].items():
+        before = first["objectives"].get(objective)
+        if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
+            both = ((before[name], after[name]) for name in ("loss", "accuracy"))
+            learnt.append(Learnt(objective, *both, after["most_frequent"]))
+    seconds = training_seconds(steps, begun["step"])
+    counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
+    return Summary(*counts, seconds, begun["step"], begun["tokens"], learnt)
+
+
+def table(summary: Summary) -> Any:
+    """Return rich's Table of `summary.learnt`."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD)
+    shown.add_column("held-out text", overflow="fold")
+    for name in (f"step {summary.first_validation}", f"step {summary.last_validation:,}", "most frequent token", "after / that"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for one in summary.learnt:
+        shown.add_row(f"{one.objective}: loss", *(f"{loss:.3f}" for loss in one.loss))
+        shares = [f"{100 * share:.1f} %" for share in (*one.accuracy, one.most_frequent)]
+        shown.add_row(f"{one.objective}: accuracy", *shares, f"{one.times_most_frequent:.1f} x")
+    return shown
+
+
+@one_line_errors
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command `megaenc summary`."""
+    quiet()
+    settings = flags.parse(SummaryFlags, argv, prog="megaenc summary", description=__doc__)
+    summary = summarise(settings.run)
+    plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
+    rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
+    speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
+    timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
+    whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
+    say(
+        f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens{timed} "
+        f"in {clock(summary.seconds)} ({speed:,.0f} tokens/s)"
+    )

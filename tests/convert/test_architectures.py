@@ -1,0 +1,171 @@
+"""What config.json says of a model, read in both directions, and what it may not say."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megaenc.console import quiet
+from megaenc.convert.architectures import FAMILIES, config_of, family_of, read_config, reads_as, shape_of, trained_on
+from megaenc.errors import InputError
+from megaenc.model import ModelConfig
+from megaenc.objectives import Attention
+
+quiet()
+
+SMALL = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, num_query_groups=2)
+WITH_BIAS = dataclasses.replace(SMALL, add_qkv_bias=True)
+WITH_NORMS = dataclasses.replace(SMALL, qk_layernorm=True)
+SLIDING = ["full_attention", "sliding_attention"]
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+STRETCHED = dict(rotary_base=500000.0, use_rope_scaling=True, rope_scaling_factor=32.0)
+MODELS = {
+    "eurobert": [SMALL, WITH_BIAS],
+    "llama": [SMALL, WITH_BIAS, dataclasses.replace(SMALL, **STRETCHED, kv_channels=16)],
+    "mistral": [SMALL, dataclasses.replace(SMALL, untie_embeddings_and_output_weights=False)],
+    "qwen2": [WITH_BIAS, dataclasses.replace(WITH_BIAS, kv_channels=16, norm_epsilon=1e-6)],
+    "qwen3": [WITH_NORMS, dataclasses.replace(WITH_NORMS, add_qkv_bias=True, kv_channels=16, rotary_base=1e6)],
+}
+
+
+class Tokenizer:
+    """The ids that a config asks a tokenizer for."""
+
+    pad_token_id, bos_token_id, eos_token_id, mask_token_id = None, 1, 2, 3
+
+
+def written(name, model, attention=Attention.BIDIRECTIONAL):
+    """config.json of `model` as the family `name`, as a dict."""
+    ids = dict(vocab_size=90, context=128, tokenizer=Tokenizer, dtype=torch.float32)
+    return config_of(FAMILIES[name], attention, model, **ids).to_dict()
+
+
+def read(values):
+    family = family_of(values, "config.json")
+    return shape_of(read_config(values, "config.json"), family, "config.json")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_read_again(name):
+    for model in MODELS[name]:
+        values = written(name, model)
+        assert read(values) == model
+        assert values["architectures"] == [FAMILIES[name].architecture]
+        assert (values["pad_token_id"], values["vocab_size"], values["max_position_embeddings"]) == (2, 90, 128)
+
+
+def test_a_decoder_says_that_it_is_bidirectional():
+    for name, [model, *_] in MODELS.items():
+        values, family = written(name, model), FAMILIES[name]
+        assert reads_as(read_config(values, ""), family) == Attention.BIDIRECTIONAL
+        if family.encoder:
+            assert (values["mask_token_id"], values["classifier_pooling"]) == (3, "mean")
+        else:
+            assert values["is_causal"] is False
+            causal = written(name, model, Attention.CAUSAL)
+            assert reads_as(read_config(causal, ""), family) == Attention.CAUSAL
+
+
+def test_what_it_was_trained_on_follows_from_mask_and_shift():
+    llama, encoder = written("llama", SMALL, Attention.CAUSAL), written("eurobert", SMALL)
+    for values, objective in ((llama, "clm"), (encoder, "mlm"), (encoder | {"prediction_shift": 1}, "mntp")):
+        assert trained_on(read_config(values, ""), family_of(values, "")) == objective
+
+
+def test_fields_of_older_versions_are_understood():
+    """Llama 3.2 and the study's released models as they are on the Hub: `rope_theta`, `rope_scaling`, a type of their own."""
+    values = written("llama", SMALL)
+    del values["rope_parameters"]
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    old = values | {"rope_theta": 500000.0, "rope_scaling": scaling, "torch_dtype": "bfloat16"}
+    assert read(old) == dataclasses.replace(SMALL, **STRETCHED)
+    assert read(values | {"rope_theta": 1e6, "rope_scaling": None}) == dataclasses.replace(SMALL, rotary_base=1e6)
+    released = values | {"model_type": "sl_model", "rope_theta": 250000, "auto_map": {"AutoModel": "code.Model"}}
+    assert read(released) == dataclasses.replace(SMALL, rotary_base=250000.0)
+
+
+def rope(**values):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4} | values}
+
+
+def test_a_window_that_no_layer_has_is_none():
+    """Qwen2.5 has one for the layers from `max_window_layers` on, and no such layers."""
+    asked = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    values = {name: value for name, value in written("qwen2", WITH_BIAS).items() if name != "layer_types"}
+    assert read(values | asked) == WITH_BIAS
+    with pytest.raises(InputError, match="`sliding_window`: found 64"):
+        read(values | asked | {"max_window_layers": 1})
+
+
+@pytest.mark.parametrize("field", ["num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings"])
+def test_released_weights_must_say_what_their_tensors_do_not(field):
+    """EuroBERT's own value would stand in for it otherwise, and the tensors would fit."""
+    values = written("eurobert", SMALL)
+    del values["rope_parameters"]
+    released = values | {"model_type": "sl_model", "rope_theta": 250000}
+    read(released)
+    del released[field]
+    with pytest.raises(InputError, match=f"config.json: field `{field}`: missing, expected"):
+        read(released)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("llama", {"model_type": "gemma"}, "`model_type`: found 'gemma', expected one of eurobert, llama, mistral, qwen2, qwen3"),
+        ("llama", {"hidden_act": "gelu"}, "`hidden_act`: found 'gelu', expected silu"),
+        ("eurobert", {"mlp_bias": True}, "`mlp_bias`: found true, expected false"),
+        ("mistral", {"sliding_window": 64}, "`sliding_window`: found 64, expected none or at least the 128 tokens"),
+        ("mistral", {"sliding_window": 64}, "put 64 for `max_position_embeddings` there to read no further than the window"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "layer_types": SLIDING}, "`sliding_window`: found 64"),
+        ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "`layer_types`: found 'chunked_attention'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "`rope_type`: found 'yarn'"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "found 0.5"),
+        ("llama", {"quantization_config": {"bits": 4}}, "`quantization_config`: found {'bits': 4}, expected none"),
+        ("llama", {"hidden_size": "wide"}, "'hidden_size' expected int, got str (value: 'wide')"),
+        ("llama", {"model_type": []}, "`model_type`: found [], expected one of"),
+        ("llama", rope(rope_theta=None), "`rope_theta`: found None, expected a number above 0"),
+        ("llama", rope(rope_theta=-5), "`rope_theta`: found -5, expected a number above 0"),
+        ("llama", rope(rope_theta=float("inf")), "`rope_theta`: found inf, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=None), "`factor`: found None, expected a number above 0"),
+        ("llama", rope(**LLAMA3, factor=0.5), "--rope-scaling-factor: found 0.5, expected 1 or more"),
+        ("llama", {"rms_norm_eps": 0.0}, "`rms_norm_eps`: found 0.0, expected a number above 0"),
+        ("llama", {"max_position_embeddings": 0}, "`max_position_embeddings`: found 0, expected a number above 0"),
+        ("llama", {"num_key_value_heads": 3}, "--num-attention-heads: found 4, expected a multiple of --num-query-groups 3"),
+    ],
+)
+def test_what_cannot_be_computed_is_named(name, change, words):
+    [model, *_] = MODELS[name]
+    with pytest.raises(InputError) as error:
+        read(written(name, model) | change)
+    assert words in str(error.value) and str(error.value).startswith("config.json: ")
+
+
+@pytest.mark.parametrize("name", ["low_freq_factor", "original_max_position_embeddings"])
+def test_positions_stretched_in_another_way_are_refused(name):
+    values = written("llama", dataclasses.replace(SMALL, **STRETCHED))
+    values["rope_parameters"][name] = 2
+    with pytest.raises(InputError, match=f"`{name}`: found 2, expected"):
+        read(values)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "model", "words"),
+    [
+        ("eurobert", "bidirectional", WITH_NORMS, "--as eurobert: has no norms of queries and keys; expected --as qwen3"),
+        ("eurobert", "causal", SMALL, "--as eurobert: has no causal attention; expected --as llama or mistral"),
+        ("mistral", "causal", WITH_BIAS, "has no biases of queries, keys and values; expected --as llama or qwen2"),
+        ("qwen2", "causal", SMALL, "has no queries, keys and values without biases; expected --as llama or mistral"),
+        ("qwen3", "causal", SMALL, "has no queries and keys without norms; expected --as llama or mistral"),
+    ],
+)
+def test_a_family_that_cannot_say_what_a_model_is_names_one_that_can(name, attention, model, words):
+    with pytest.raises(InputError) as error:
+        written(name, model, Attention(attention))
+    assert words in str(error.value)
+
+
+def test_zeros_stand_for_the_bias_that_training_has_not():
+    assert FAMILIES["llama"].zero_biases(WITH_BIAS) == tuple(f"model.layers.{n}.self_attn.o_proj.bias" for n in range(2))
+    assert not FAMILIES["qwen2"].zero_biases(WITH_BIAS) and not FAMILIES["llama"].zero_biases(SMALL)

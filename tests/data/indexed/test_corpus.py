@@ -1,0 +1,231 @@
+"""A corpus is opened whole or refused in one line."""
+
+import json
+import struct
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
+
+# Four documents: one sequence, three sequences, none at all, one sequence.
+DOCUMENTS = [[[5, 6, 7]], [[10, 11], [12], [13, 14, 15]], [], [[20, 21]]]
+VOCABULARY = Vocabulary(size=32, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
+
+
+def write_corpus(prefix: Path, documents: list[list[list[int]]], dtype: type = np.uint16) -> str:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for sequences in documents:
+        for sequence in sequences:
+            builder.add_item(torch.tensor(sequence, dtype=torch.int64))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def write_sidecar(prefix: str, **changes) -> None:
+    sidecar = {
+        "format": 1,
+        "tokenizer": {"name": "demo", "fingerprint": VOCABULARY.fingerprint, "eos_id": 0, "mask_id": 1},
+        "vocab_size": 32,
+        "eod": 0,
+        "append_eod": False,
+        "documents": 4,
+        "sequences": 5,
+        "tokens": 11,
+        "empty_documents": 0,
+        "skipped_lines": 0,
+        "dtype": "uint16",
+        "bin_bytes": Path(f"{prefix}.bin").stat().st_size,
+        "idx_bytes": Path(f"{prefix}.idx").stat().st_size,
+        "sha256": {"bin": "0" * 64, "idx": "0" * 64},
+        "sources": [],
+        "megaenc": "0.1.0",
+    }
+    Path(f"{prefix}.json").write_text(json.dumps(sidecar | changes))
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write_corpus(tmp_path / "demo_text_document", DOCUMENTS)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32])
+def test_documents_are_spans_of_sequences(tmp_path, dtype):
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", DOCUMENTS, dtype))
+    assert corpus.sidecar is None
+    assert len(corpus) == 4
+    assert corpus.document_lengths.dtype == np.int64
+    assert corpus.document_lengths.tolist() == [3, 6, 0, 2]
+    for number, sequences in enumerate(DOCUMENTS):
+        flat = [token for sequence in sequences for token in sequence]
+        for start in range(len(flat) + 1):
+            for stop in range(start, len(flat) + 1):
+                found = corpus.tokens(number, start, stop)
+                assert found.dtype == np.int64
+                assert found.tolist() == flat[start:stop]
+
+
+def test_tokens_stay_valid_after_the_corpus_is_gone(prefix):
+    tokens = Corpus.open(prefix).tokens(1, 0, 6)
+    assert tokens.tolist() == [10, 11, 12, 13, 14, 15]
+
+
+def test_opens_with_its_sidecar(prefix):
+    write_sidecar(prefix)
+    corpus = Corpus.open(prefix)
+    corpus.check_vocabulary(VOCABULARY)
+    assert corpus.tokens(0, 0, 3).tolist() == [5, 6, 7]
+
+
+@pytest.mark.parametrize("extension", [".bin", ".idx"])
+def test_missing_file(prefix, extension):
+    Path(prefix + extension).unlink()
+    with pytest.raises(InputError, match=f"demo_text_document\\{extension}: no such file"):
+        Corpus.open(prefix)
+
+
+@pytest.mark.parametrize("typed", ["demo", "demo_text", "demo_text_document.bin"])
+def test_missing_prefix_suggests_the_one_meant(prefix, typed):
+    with pytest.raises(InputError, match=r"did you mean `.*demo_text_document`\?"):
+        Corpus.open(Path(prefix).with_name(typed))
+
+
+@pytest.mark.parametrize("kept", [10, 34, 60, -1])
+def test_truncated_idx(prefix, kept):
+    path = Path(prefix + ".idx")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:kept])
+    expected = 34 if kept == 10 else len(whole)
+    with pytest.raises(InputError, match=rf"\.idx: truncated: found {len(whole[:kept])} bytes, expected .*{expected}"):
+        Corpus.open(prefix)
+
+
+def test_truncated_bin(prefix):
+    path = Path(prefix + ".bin")
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(InputError, match=r"\.bin: truncated: found 19 bytes, expected 22"):
+        Corpus.open(prefix)
+    path.write_bytes(b"")
+    with pytest.raises(InputError, match=r"\.bin: found no tokens"):
+        Corpus.open(prefix)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "complaint"),
+    [
+        (0, b"PK", "found header"),
+        (9, struct.pack("<Q", 2), "version 2; expected"),
+        (17, b"\x07", "found dtype code 7"),
+        (34, struct.pack("<i", -1), "negative length"),
+        (34, struct.pack("<i", 4), r"\.bin: truncated: found 22 bytes, expected 24"),
+        (34 + 5 * 4 + 4 * 8, struct.pack("<q", 2), "do not lie end to end"),
+        (-8, struct.pack("<q", 4), "do not end at its last sequence"),
+    ],
+)
+def test_damaged_idx(prefix, offset, value, complaint):
+    path = Path(prefix + ".idx")
+    content = bytearray(path.read_bytes())
+    offset %= len(content)
+    content[offset : offset + len(value)] = value
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=complaint):
+        Corpus.open(prefix)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("documents", 5), ("sequences", 4), ("tokens", 12), ("dtype", "int32"), ("bin_bytes", 24), ("idx_bytes", 1)],
+)
+def test_sidecar_of_another_corpus(prefix, field, value):
+    write_sidecar(prefix, **{field: value})
+    with pytest.raises(InputError, match=rf"\.json: field `{field}`: found {value}, expected"):
+        Corpus.open(prefix)
+
+
+def test_corpus_made_with_another_tokenizer(prefix):
+    write_sidecar(prefix, tokenizer={"name": "other", "fingerprint": "a" * 64, "eos_id": 0, "mask_id": 1})
+    with pytest.raises(
+        InputError, match=r"made with another tokenizer: found `other` \(aaaaaaaaaaaa\), expected .*\(ffffffffffff\)"
+    ):
+        Corpus.open(prefix).check_vocabulary(VOCABULARY)
+
+
+def test_ids_beyond_the_vocabulary(prefix):
+    small = Vocabulary(size=21, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint=VOCABULARY.fingerprint)
+    with pytest.raises(InputError, match="holds token id 21, expected 0 to 20"):
+        Corpus.open(prefix).check_vocabulary(small)
+    write_sidecar(prefix)
+    with pytest.raises(InputError, match=r"field `vocab_size`: found 32, expected at most .* 21"):
+        Corpus.open(prefix).check_vocabulary(small)
+
+
+@pytest.mark.parametrize("documents", [1, 16, 17, 60])
+def test_few_documents_and_many_are_joined_alike(tmp_path, documents):
+    lengths = [1 + 7 * number % 5 for number in range(60)]
+    ids = [[(13 * number + place) % 32 for place in range(length)] for number, length in enumerate(lengths)]
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[sequence] for sequence in ids]))
+    chosen = np.random.default_rng(documents).permutation(60)[:documents]
+    stops = np.array([lengths[number] for number in chosen])
+    starts = stops // 2
+    found = corpus.joined(chosen, starts, stops)
+    assert found.dtype == np.int64
+    assert found.tolist() == [
+        token for number, start, stop in zip(chosen, starts, stops, strict=True) for token in ids[number][start:stop]
+    ]
+
+
+@pytest.mark.parametrize("few", [0, 16], ids=["many documents", "few documents"])
+def test_ids_are_checked_as_they_are_read(tmp_path, monkeypatch, few):
+    monkeypatch.setattr("megaenc.data.indexed.corpus._FEW", few)
+    monkeypatch.setattr("megaenc.data.indexed.corpus._FIRST_LOOK", 2)
+    corpus = Corpus.open(write_corpus(tmp_path / "corpus", [[[1, 2, 3]], [[4, -5]]], np.int32))
+    corpus.check_vocabulary(VOCABULARY)
+    assert corpus.tokens(0, 0, 3).tolist() == [1, 2, 3]
+    with pytest.raises(InputError, match="document 1 holds token id -5"):
+        corpus.tokens(1, 0, 2)
+    assert corpus.joined(np.array([1, 0, 0]), np.array([0, 2, 0]), np.array([1, 3, 2])).tolist() == [4, 3, 1, 2]
+    with pytest.raises(InputError, match="document 1 holds token id -5"):
+        corpus.joined(np.array([0, 1, 0]), np.array([0, 1, 1]), np.array([3, 2, 2]))
+
+
+def test_split_is_fixed_exact_and_by_document():
+    training, validation, test = split_documents(10_000, (98, 1, 1))
+    assert [len(part) for part in (training, validation, test)] == [9800, 100, 100]
+    assert np.array_equal(np.sort(np.concatenate([training, validation, test])), np.arange(10_000))
+    assert all((np.diff(part) > 0).all() and part.dtype == np.int64 for part in (training, validation, test))
+    assert all(
+        np.array_equal(*pair)
+        for pair in zip(split_documents(50, (98, 1, 1)), split_documents(50, (0.98, 0.01, 0.01)), strict=True)
+    )
+    # The same on every machine and in every version: a run's held-out documents must stay held out.
+    assert split_documents(12, (2, 1, 1))[1].tolist() == [0, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("count", "fractions", "sizes"),
+    [
+        (2, (99, 1, 0), [1, 1, 0]),
+        (3, (98, 1, 1), [1, 1, 1]),
+        (1, (99, 1, 0), [1, 0, 0]),
+        (5, (1, 0, 0), [5, 0, 0]),
+        (0, (1, 1, 1), [0, 0, 0]),
+    ],
+)
+def test_every_part_of_the_split_gets_a_document_where_there_are_enough(count, fractions, sizes):
+    assert [len(part) for part in split_documents(count, fractions)] == sizes
+
+
+def test_parse_split():
+    assert parse_split("99,1,0") == (99, 1, 0)
+    assert parse_split("0.98, 0.01, 0.01")[1] == Fraction(1, 100)
+    for wrong in ("", "99", "99,1", "99,1,x", "-1,1,1", "0,0,0", "1,1,1,1", "1/0,1,1"):
+        with pytest.raises(InputError, match=f"--split: found `{wrong}`"):
+            parse_split(wrong)

@@ -1,0 +1,70 @@
+import hashlib
+import tracemalloc
+
+import numpy as np
+import pytest
+from text_helpers import contents, documents_of
+
+from megaenc.data.indexed.corpus import Corpus
+from megaenc.data.indexed.indexed_dataset import IndexedWriter
+from megaenc.errors import InputError
+
+DOCUMENTS = [[[1, 2], [3]], [[4]], [[5, 6, 7], [8], [9, 10]], [[11]]]
+
+
+def write(prefix, *batches, dtype="uint16"):
+    """A corpus of documents, each a list of sequences; returns the hashes."""
+    writer = IndexedWriter(prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx"), dtype)
+    for documents in batches:
+        sequences = [sequence for document in documents for sequence in document]
+        tokens = np.array([token for sequence in sequences for token in sequence], dtype)
+        writer.add(tokens, np.array(list(map(len, sequences)), np.int32), np.array(list(map(len, documents)), np.int32))
+    return writer.finish()
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_megatron_finds_sequences_within_documents(tmp_path, dtype):
+    hashes = write(tmp_path / "a", DOCUMENTS[:2], [], DOCUMENTS[2:], dtype=dtype)
+    assert documents_of(tmp_path / "a") == DOCUMENTS
+    assert [hashlib.sha256(data).hexdigest() for data in contents(tmp_path / "a")] == [hashes["bin"], hashes["idx"]]
+    corpus = Corpus.open(tmp_path / "a")
+    assert corpus.document_lengths.tolist() == [3, 1, 6, 1]
+    assert corpus.tokens(2, 1, 5).tolist() == [6, 7, 8, 9]
+
+
+def test_joined_corpora_are_those_of_one_writer(tmp_path):
+    write(tmp_path / "whole", DOCUMENTS)
+    names = ["one", "two", "three"]
+    parts = [write(tmp_path / name, part) for name, part in zip(names, (DOCUMENTS[:1], [], DOCUMENTS[1:]), strict=True)]
+    writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
+    for name, hashes in zip(names, parts, strict=True):
+        writer.extend(tmp_path / f"{name}.bin", tmp_path / f"{name}.idx", hashes)
+    assert (writer.documents, writer.sequences, writer.tokens) == (4, 7, 11)
+    writer.finish()
+    assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+
+
+def test_joining_keeps_lengths_and_not_whole_indices(tmp_path):
+    hashes = write(tmp_path / "part", [[[1]]] * 50_000)
+    size = (tmp_path / "part.idx").stat().st_size
+    writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
+    tracemalloc.start()
+    for _ in range(4):
+        writer.extend(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    writer.close()
+    assert kept < 4 * 50_000 * (4 + 4) + (1 << 18) < 4 * size
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_changed_file_is_not_joined(tmp_path, suffix):
+    hashes = write(tmp_path / "part", DOCUMENTS)
+    path = tmp_path / f"part.{suffix}"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    writer = IndexedWriter(tmp_path / "joined.bin", tmp_path / "joined.idx", "uint16")
+    with pytest.raises(InputError, match=rf"part\.{suffix}: sha256 is [0-9a-f]{{12}}, expected [0-9a-f]{{12}}"):
+        writer.extend(tmp_path / "part.bin", tmp_path / "part.idx", hashes)
+    writer.close()

@@ -1,0 +1,121 @@
+"""Blends: the proportions hold over every stretch, and each corpus is read as it would be alone."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from megaenc.data.packing.blended_dataset import PERIOD, BlendedPacks, interleave, parse_data_path, whole_shares
+from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.errors import InputError
+
+
+class Numbered:
+    """One corpus in memory; a token says which."""
+
+    def __init__(self, name: int, lengths):
+        self.name = name
+        self.document_lengths = np.array(lengths, dtype=np.int64)
+
+    def joined(self, documents, starts, stops):
+        pieces = zip(documents, starts, stops, strict=True)
+        return np.concatenate([1_000_000 * self.name + 1000 * document + np.arange(*piece) for document, *piece in pieces])
+
+
+def blend(weights, seq_length=8, seed=0):
+    parts = [ConcatPacks(Numbered(name, [5, 9, 30, 2]), np.arange(4), seq_length, seed) for name in range(len(weights))]
+    return BlendedPacks(parts, [Fraction(weight) for weight in weights])
+
+
+BLENDS = {
+    "two": ["0.3", "0.7"],
+    "uneven": ["0.9", "0.05", "0.03", "0.02"],
+    "a long period": ["0.123457", "0.654321", "0.222222"],
+    "counts of tokens": ["123456789", "987654321", "55555"],
+    "ten": ["0.01", "0.02", "0.03", "0.05", "0.08", "0.13", "0.21", "0.34", "0.1", "0.03"],
+}
+
+
+@pytest.mark.parametrize("weights", BLENDS.values(), ids=BLENDS.keys())
+def test_proportions_hold_at_every_prefix(weights):
+    """Within 0.1 % of the weights at every prefix from 1,000 packs on, over 10,000 packs and more than one period."""
+    packs = blend(weights)
+    shares = np.array([float(Fraction(weight)) for weight in weights])
+    shares /= shares.sum()
+    samples = np.arange(1, max(10_000, PERIOD + 2000) + 1)
+    turns = np.array([packs.corpus_of_sample(int(sample) - 1) for sample in samples])
+    for corpus, share in enumerate(shares):
+        given = np.cumsum(turns == corpus)
+        assert np.abs(given / samples - share)[999:].max() <= 0.001
+        assert np.abs(given - share * samples)[:PERIOD].max() < 2  # from the very first sample on
+        assert [packs.samples_of(corpus, count) for count in (0, 1, 999, len(samples))] == [0, given[0], given[998], given[-1]]
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [3, 7], [1, 2, 3, 4], [997, 2, 1], [100] * 30, [65535, 1]])
+def test_no_corpus_is_ever_a_whole_sample_ahead_or_behind(counts):
+    order = interleave(counts)
+    assert np.bincount(order, minlength=len(counts)).tolist() == counts
+    samples = np.arange(1, len(order) + 1)
+    for corpus, count in enumerate(counts):
+        deviation = np.abs(np.cumsum(order == corpus) - samples * count / len(order))
+        assert deviation.max() <= 1 - 1 / (2 * len(counts) - 2) + 1e-9  # Tijdeman's bound
+
+
+def test_each_corpus_is_read_as_it_would_be_alone():
+    packs = blend(["0.25", "0.75"])
+    alone = blend(["0.25", "0.75"]).parts
+    taken = [0, 0]
+    for sample in range(200):
+        pack, corpus = packs[sample], packs.corpus_of_sample(sample)
+        own = alone[corpus][taken[corpus]]
+        assert np.array_equal(pack.tokens, own.tokens) and np.array_equal(pack.edges, own.edges)
+        assert (pack.sample, pack.epoch) == (sample, own.epoch)
+        taken[corpus] += 1
+    assert taken == [50, 150] == [packs.samples_of(corpus, 200) for corpus in (0, 1)]
+
+
+def test_a_sample_depends_on_nothing_but_its_number():
+    forwards, jumping = blend(["1", "2", "5"]), blend(["1", "2", "5"])
+    expected = [forwards[sample].tokens for sample in range(500)]
+    for sample in np.random.default_rng(0).permutation(500):
+        assert np.array_equal(jumping[int(sample)].tokens, expected[sample])
+
+
+def test_repeats_begin_when_the_first_corpus_is_through():
+    packs = blend(["0.25", "0.75"])
+    through = packs.parts[1].samples_before_repeat
+    turns = [packs.corpus_of_sample(sample) for sample in range(packs.samples_before_repeat)]
+    assert turns.count(1) == through and packs.corpus_of_sample(packs.samples_before_repeat) == 1
+
+
+def test_shares_are_exact_where_they_can_be():
+    assert whole_shares([Fraction("0.3"), Fraction("0.7")]) == [3, 7]
+    assert whole_shares([Fraction(2), Fraction(6)]) == [1, 3]
+    counts = whole_shares([Fraction("0.1234567"), Fraction("0.8765433")])
+    assert sum(counts) == PERIOD and abs(counts[0] / PERIOD - 0.1234567) < 1 / PERIOD
+    with pytest.raises(InputError, match="corpus 1 of 2 would give one pack in 1,000,000, expected at least one in 65,536"):
+        whole_shares([Fraction("0.000001"), Fraction("0.999999")])
+
+
+def test_the_three_spellings_of_data_path():
+    assert parse_data_path(["a"]) == [(None, "a")]
+    assert parse_data_path(["a", "b"]) == [(None, "a"), (None, "b")]
+    assert parse_data_path(["0.3", "a", "7e-1", "b"]) == [(Fraction(3, 10), "a"), (Fraction(7, 10), "b")]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["0.3", "a", "b"], "expected one prefix, prefixes, or a weight before each"),
+        (["a", "0.3"], "expected one prefix, prefixes, or a weight before each"),
+        (["0.3"], "expected one prefix, prefixes, or a weight before each"),
+        (["0", "a", "1", "b"], "found weight 0, expected more than 0"),
+        (["-1", "a", "2", "b"], "found weight -1, expected more than 0"),
+        (["0.5", "a", "0.5", "a"], "a is there twice"),
+        (["0.5", "a", "0.5", "./a"], "./a is there twice"),
+    ],
+)
+def test_a_data_path_that_makes_no_sense_is_refused(words, complaint):
+    with pytest.raises(InputError) as error:
+        parse_data_path(words)
+    assert complaint in str(error.value) and " ".join(words) in str(error.value)

@@ -1,0 +1,126 @@
+"""From `--data-path` to packs: blends, held-out text, what is reported, and an order that nothing but data and seed decides."""
+
+from fractions import Fraction
+from itertools import islice
+
+import numpy as np
+import pytest
+from test_corpus import VOCABULARY, write_corpus
+
+from megaenc.data.packing.builder import RunData
+from megaenc.data.packing.packed_dataset import ConcatPacks, RandomLengthPacks
+from megaenc.data.packing.sentence_packing import SentencePacks
+from megaenc.errors import InputError
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Three: 100 short documents, 50 longer ones, 20 made of sentences."""
+    rng = np.random.default_rng(0)
+
+    def documents(count, length, sentences=1):
+        return [[rng.integers(2, 32, size=length).tolist() for _ in range(sentences)] for _ in range(count)]
+
+    return [
+        write_corpus(tmp_path / name, made)
+        for name, made in {"a": documents(100, 9), "b": documents(50, 40), "c": documents(20, 11, sentences=4)}.items()
+    ]
+
+
+def open_data(*data_path, split="80,20,0", packing="concat", seq_length=32, seed=1):
+    return RunData.open(data_path, VOCABULARY, split=split, packing=packing, seq_length=seq_length, seed=seed)
+
+
+def test_one_corpus_is_a_blend_of_one(corpora):
+    data = open_data(corpora[0])
+    (train,), (held_out,) = data.train.parts, data.held_out.parts
+    assert isinstance(train, ConcatPacks) and isinstance(held_out, ConcatPacks)
+    assert train.tokens_per_epoch == 80 * 9 and held_out.tokens_per_epoch == 20 * 9
+    for sample in (0, 5, 31):
+        assert np.array_equal(data.train[sample].tokens, train[sample].tokens) and data.train[sample].sample == sample
+    assert data.fingerprint == data.corpora[0].fingerprint
+    assert [(row.packs, row.share, row.epochs) for row in data.reading(45)] == [(45, 1.0, pytest.approx(2.0, abs=0.05))]
+
+
+def test_a_blend_keeps_to_its_weights_and_says_how_often_each_corpus_is_read(corpora):
+    data = open_data("0.25", corpora[0], "0.75", corpora[1])
+    assert len(data.train.parts) == 2 and data.shares == (Fraction(1, 4), Fraction(3, 4))
+    rows = data.reading(1000)
+    assert [(row.prefix, row.packs) for row in rows] == [(corpora[0], 250), (corpora[1], 750)]
+    # 250 packs of 32 tokens out of 80 documents of 9; 750 out of 40 of 40.
+    assert [row.epochs for row in rows] == [pytest.approx(250 * 32 / 720, rel=0.01), pytest.approx(750 * 32 / 1600, rel=0.01)]
+    assert [len(set(row)) for row in zip(*[(r.share, r.dropped) for r in rows], strict=True)] == [2, 1]
+
+
+def test_without_weights_the_sizes_decide(corpora):
+    data = open_data(corpora[0], corpora[1])
+    assert data.shares == (Fraction(720, 2320), Fraction(1600, 2320))
+
+
+def test_held_out_text_does_not_depend_on_packing_or_seed(corpora):
+    plain = open_data("1", corpora[0], "2", corpora[1])
+    other = open_data("1", corpora[0], "2", corpora[1], packing="random-length", seed=5)
+    assert isinstance(other.train.parts[0], RandomLengthPacks)
+    for sample in range(20):
+        assert np.array_equal(plain.held_out[sample].tokens, other.held_out[sample].tokens)
+        assert np.array_equal(plain.held_out[sample].edges, other.held_out[sample].edges)
+    assert open_data(corpora[0], split="1,0,0").held_out is None
+
+
+def test_sentences_need_a_corpus_of_sentences(corpora):
+    data = open_data(corpora[2], packing="sentences")
+    assert isinstance(data.train.parts[0], SentencePacks)
+    # 32 tokens are two sentences of 11 and 10 tokens of a third, whose last token is dropped.
+    assert data.reading(5)[0].dropped == pytest.approx(1 / 33, abs=0.01)
+    with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
+        open_data(corpora[2], corpora[0], packing="sentences")
+
+
+def test_equal_blends_have_equal_fingerprints(corpora):
+    assert (
+        open_data("1", corpora[0], "3", corpora[1]).fingerprint == open_data("0.25", corpora[0], "0.75", corpora[1]).fingerprint
+    )
+    assert open_data("1", corpora[0], "3", corpora[1]).fingerprint != open_data("3", corpora[0], "1", corpora[1]).fingerprint
+    assert open_data("1", corpora[0], "3", corpora[1]).fingerprint != open_data(corpora[0]).fingerprint
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length"])
+def test_the_order_of_a_blend_is_pinned(corpora, packing):
+    """Corpus, epoch, edges and tokens of the first samples: a change here would silently give every run other data."""
+    data = open_data("0.3", corpora[0], "0.7", corpora[1], packing=packing)
+    turns = [data.train.corpus_of_sample(sample) for sample in range(10)]
+    assert turns == [1, 0, 1, 1, 0, 1, 1, 1, 0, 1]
+    checks = [int((pack.tokens * np.arange(1, 33)).sum()) for pack in islice((data.train[s] for s in range(99)), 4)]
+    assert checks == [7702, 7864, 7860, 8538]
+    assert [data.train[sample].edges.tolist() for sample in range(2)] == {
+        "concat": [[0, 32], [0, 9, 18, 27, 32]],
+        "random-length": [[0, 13, 32], [0, 13, 32]],
+    }[packing]
+
+
+def test_a_corpus_that_is_not_there_is_named(corpora, tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.idx: no such file"):
+        open_data("0.5", corpora[0], "0.5", str(tmp_path / "nothing"))
+    with pytest.raises(InputError, match="--split 0,1,0: leaves no text to train on, of 100 documents"):
+        open_data(corpora[0], split="0,1,0")
+
+
+@pytest.mark.parametrize("packing", ["concat", "random-length", "sentences"])
+def test_processes_of_a_machine_read_the_same_from_what_they_share(corpora, packing, tmp_path, monkeypatch):
+    """What one has made another finds: same packs, over the end of an epoch too, and nothing of it is its own."""
+    paths = corpora[2:] if packing == "sentences" else corpora[:2]
+    alone = open_data(*paths, packing=packing)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("megaenc.data.packing.shared_memory.tempfile.tempdir", str(tmp_path))
+    first, second = open_data(*paths, packing=packing), open_data(*paths, packing=packing)
+    samples = range(2 * alone.train.samples_before_repeat + 3)
+    for data in (first, second):
+        for sample in samples:
+            found, expected = data.train[sample], alone.train[sample]
+            assert np.array_equal(found.tokens, expected.tokens) and np.array_equal(found.edges, expected.edges)
+    for one, other in zip(first.corpora, second.corpora, strict=True):
+        assert one.document_lengths.ctypes.data != other.document_lengths.ctypes.data  # each has mapped it
+        assert not one.document_lengths.flags.writeable
+    for one, other in zip(first.train_parts, second.train_parts, strict=True):
+        for mine, theirs in zip(one.stream.epoch_order(1), other.stream.epoch_order(1), strict=True):
+            assert np.array_equal(mine, theirs) and not mine.flags.writeable

@@ -1,0 +1,350 @@
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from text_helpers import TEXTS, contents, write_jsonl
+
+from megaenc.data.indexed.metadata import read_sidecar
+from megaenc.data.preprocess.command import PreprocessFlags, preprocess
+from megaenc.data.preprocess.resumable import Parts, work_folder
+from megaenc.data.sources import resolve
+from megaenc.errors import InputError
+
+
+@pytest.fixture
+def settings(tmp_path, tokenizer_folder):
+    """Forty documents in four parts."""
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS])
+    return PreprocessFlags((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=4)
+
+
+@pytest.fixture
+def whole(tmp_path, settings):
+    """What one run without parts makes of the same input."""
+    (prefix,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "whole"), partitions=1))
+    return contents(prefix)
+
+
+def made(monkeypatch):
+    """The spans that are read from now on, one list a part."""
+    seen = []
+    real = resolve.read_blocks
+
+    def read_blocks(found, spans):
+        seen.append(spans)
+        return real(found, spans)
+
+    monkeypatch.setattr(resolve, "read_blocks", read_blocks)
+    return seen
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# A preprocessing command that sends itself or its last worker a signal at the third part's second block.
+KILLED = """
+import os, signal, sys, psutil
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+from megaenc.data import inputs, preprocess, readers
+readers.BLOCK_BYTES = readers.LINES_BYTES = 300
+victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []
+def read_blocks(found, spans, real=inputs.read_blocks):
+    parts.append(spans)
+    for at, block in enumerate(real(found, spans)):
+        if len(parts) == 3 and at == 1:
+            os.kill(os.getpid() if victim == "main" else psutil.Process().children()[-1].pid, number)
+        yield block
+inputs.read_blocks = read_blocks
+preprocess.main(sys.argv[1:])
+"""
+
+
+def command(settings, *more):
+    flags = ["--input", *settings.input, "--output-prefix", settings.output_prefix, "--tokenizer", settings.tokenizer]
+    return [
+        sys.executable,
+        "-c",
+        KILLED,
+        *flags,
+        "--append-eod",
+        "--workers",
+        "5" if "worker" in more else "2",
+        "--partitions",
+        "4",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "victim", "code"),
+    [
+        (signal.SIGKILL, "main", -9),
+        (signal.SIGTERM, "main", 143),
+        (signal.SIGINT, "main", 130),
+        (signal.SIGKILL, "worker", 2),
+    ],
+)
+def test_after_a_kill_the_same_command_makes_the_missing_parts(
+    tmp_path, settings, whole, monkeypatch, capsys, number, victim, code
+):
+    ended = subprocess.run(command(settings, str(int(number)), victim), capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code, ended.stderr
+    if victim == "worker":
+        assert ended.stderr.startswith("error: worker 5 of 5 (process ") and "was killed by SIGKILL" in ended.stderr
+        assert ended.stderr.count("\n") == 1
+    else:  # the workers go without a word
+        assert ended.stderr == ("stopped\n" if number == signal.SIGINT else "")
+    if number != signal.SIGKILL or victim == "worker":
+        assert "2 of 4 parts are done; the same command goes on from there" in ended.stdout
+    folder = tmp_path / "out_parts"
+    assert [name for name in names(folder) if name.endswith(".json")] == ["part-00001.json", "part-00002.json", "plan.json"]
+    assert not any(name.startswith("out_text_document") for name in names(tmp_path))
+    seen = made(monkeypatch)
+    (prefix,) = preprocess(settings)
+    assert len(seen) == 2
+    assert "2 of 4 parts are there; goes on with the others" in capsys.readouterr().out
+    assert contents(prefix) == whole
+    assert read_sidecar(prefix).documents == 40
+    assert not folder.exists()
+
+
+def interrupted(settings, monkeypatch, after):
+    """Run and stop as Ctrl-C does, when `after` parts are done."""
+    with monkeypatch.context() as patch:
+        real = resolve.read_blocks
+        count = []
+
+        def read_blocks(found, spans):
+            count.append(spans)
+            if len(count) > after:
+                raise KeyboardInterrupt
+            return real(found, spans)
+
+        patch.setattr(resolve, "read_blocks", read_blocks)
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(settings)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("append_eod", {"append_eod": False}),
+        ("partitions", {"partitions": 3}),
+        ("skip_bad_lines", {"skip_bad_lines": True}),
+        ("sentences", {"split_sentences": True}),
+        ("tokenizer", None),
+        ("files", None),
+    ],
+)
+def test_parts_of_another_command_are_refused_by_field(tmp_path, settings, monkeypatch, field, change):
+    interrupted(settings, monkeypatch, after=1)
+    if field == "tokenizer":
+        from megaenc.data.tokenizer.tokenizer import train_tokenizer
+
+        train_tokenizer(TEXTS, 300).save_pretrained(tmp_path / "other")
+        change = {"tokenizer": str(tmp_path / "other")}
+    if field == "files":
+        write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+        change = {}
+    before = names(tmp_path / "out_parts")
+    with pytest.raises(
+        InputError, match=rf"out_parts/plan\.json: field `{field}`: found .*, expected .*; give the first command"
+    ):
+        preprocess(dataclasses.replace(settings, **change))
+    assert names(tmp_path / "out_parts") == before
+
+
+def test_a_stop_before_the_first_part_leaves_nothing(tmp_path, settings, monkeypatch):
+    interrupted(settings, monkeypatch, after=0)
+    assert names(tmp_path) == ["corpus.jsonl"]
+
+
+def test_a_bad_line_leaves_the_parts_before_it_and_is_named_by_its_number(tmp_path, settings, capsys):
+    lines = (tmp_path / "corpus.jsonl").read_text().splitlines()
+    (tmp_path / "corpus.jsonl").write_text("\n".join([*lines[:38], "wrong", *lines[39:]]))
+    with pytest.raises(InputError, match=r"corpus\.jsonl:39: not JSON"):
+        preprocess(settings)
+    assert "3 of 4 parts are done" in capsys.readouterr().out
+
+
+def test_input_without_any_text_says_that_its_parts_are_kept(tmp_path, settings, capsys):
+    write_jsonl(tmp_path / "corpus.jsonl", [""] * 40)
+    with pytest.raises(InputError, match="no document holds any text under `text`"):
+        preprocess(settings)
+    assert (
+        "out_parts: 4 of 4 parts are done; the same command goes on from there, or remove the folder" in capsys.readouterr().out
+    )
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monkeypatch):
+    for number in (errno.EROFS, errno.EACCES):
+
+        def refused(path, *given, number=number, before=os.open):
+            if "_parts" not in str(path):
+                return before(path, *given)
+            raise OSError(number, os.strerror(number), path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "open", refused)
+            with pytest.raises(InputError, match=rf"out_parts: cannot be written to: {os.strerror(number)}"):
+                preprocess(settings)
+
+
+def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
+    plan = {"input": "a"}
+    with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "work", plan):
+        Parts(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
+        raise KeyboardInterrupt
+    assert "part-123456-text.bin" in names(tmp_path / "work")
+    with work_folder(tmp_path / "work", plan):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path, settings):
+    (tmp_path / "out_parts").mkdir()
+    with open(tmp_path / "out_parts" / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match="out_parts: another process is at work there"):
+            preprocess(settings)
+    preprocess(settings)
+    assert not (tmp_path / "out_parts").exists()
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path, settings):
+    (tmp_path / "out_parts").mkdir()
+    (tmp_path / "out_parts" / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"out_parts: holds `thesis\.tex`, expected nothing but parts of a corpus"):
+        preprocess(settings)
+    assert names(tmp_path / "out_parts") == ["thesis.tex"]
+
+
+def test_a_part_that_is_not_whole_is_made_again(tmp_path, settings, whole, monkeypatch):
+    interrupted(settings, monkeypatch, after=3)
+    with open(tmp_path / "out_parts" / "part-00002-text.bin", "rb+") as stream:
+        stream.truncate(10)
+    (tmp_path / "out_parts" / "part-00003.json").write_text("{")
+    seen = made(monkeypatch)
+    (prefix,) = preprocess(settings)
+    assert len(seen) == 3
+    assert contents(prefix) == whole
+
+
+NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcff", '{"sha256": 3}', None]
+"""What may stand in the place of a part's note; None: a FIFO."""
+
+
+@pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
+def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
+    parts = Parts(tmp_path, ["text"], "uint16", 1)
+    tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
+    parts.write(0, lambda writers: writers[0].add(tokens, 2 * ones, ones) or {"documents": 1})
+    assert parts.missing() == []
+    path = tmp_path / "part-00001.json"
+    whole = json.loads(path.read_text())
+    values = (3, [], ["x"], [{}], {"a": "b"}, [{"bin": 3, "idx": None}], None)
+    for damaged in (note, *(json.dumps(whole | {name: value}) for name in whole for value in values)):
+        path.unlink()
+        os.mkfifo(path) if damaged is None else path.write_text(damaged, errors="surrogateescape")
+        assert parts.missing() == [0], damaged
+
+
+@pytest.mark.parametrize("plan", NOTES, ids=lambda plan: repr(plan)[:40])
+def test_a_damaged_plan_is_one_line(tmp_path, plan):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    (folder / "part-00001.json").touch()
+    os.mkfifo(folder / "plan.json") if plan is None else (folder / "plan.json").write_text(plan, errors="surrogateescape")
+    with pytest.raises(InputError, match=r"plan\.json: .*expected .* remove /"), work_folder(folder, {"keys": ["text"]}):
+        pass
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_a_part_that_was_changed_is_not_taken(tmp_path, settings, whole, monkeypatch, suffix):
+    interrupted(settings, monkeypatch, after=3)
+    path = tmp_path / "out_parts" / f"part-00001-text.{suffix}"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(
+        InputError, match=rf"part-00001-text\.{suffix}: sha256 is .* remove .*part-00001\.json and start"
+    ) as error:
+        preprocess(settings)
+    assert "\n" not in str(error.value) and not (tmp_path / "out_text_document.json").exists()
+    (tmp_path / "out_parts" / "part-00001.json").unlink()
+    (prefix,) = preprocess(settings)
+    assert contents(prefix) == whole
+
+
+@pytest.mark.parametrize("last", ["json", "idx"])
+def test_a_kill_between_the_renames_is_made_good(tmp_path, settings, whole, last):
+    script = KILLED.replace("inputs.read_blocks = read_blocks", "").replace(
+        "preprocess.main",
+        """
+def rename(here, there, real=os.replace):
+    if str(there).endswith("out_text_document.SUFFIX"):
+        os.kill(os.getpid(), number)
+    real(here, there)
+os.replace = rename
+preprocess.main""",
+    )
+    arguments = command(settings, str(int(signal.SIGKILL)), "main")
+    arguments[2] = script.replace("SUFFIX", last)
+    assert subprocess.run(arguments, capture_output=True, timeout=60).returncode == -9
+    left = [name for name in names(tmp_path) if name.startswith("out_text_document")]
+    assert left == ["out_text_document.bin", "out_text_document.json"][: 1 if last == "json" else 2]
+    # Somebody else's file in the place of a half-renamed one is not theirs to overwrite.
+    ours = (tmp_path / "out_text_document.bin").read_bytes()
+    (tmp_path / "out_text_document.bin").write_bytes(ours[::-1])
+    with pytest.raises(InputError, match=r"out_text_document\.bin: exists already"):
+        preprocess(settings)
+    (tmp_path / "out_text_document.bin").write_bytes(ours)
+    (prefix,) = preprocess(settings)
+    assert contents(prefix) == whole and not (tmp_path / "out_parts").exists()
+
+
+def test_output_that_exists_is_refused(tmp_path, settings):
+    (tmp_path / "out_text_document.bin").touch()
+    with pytest.raises(InputError, match=r"out_text_document\.bin: exists already"):
+        preprocess(settings)
+    assert names(tmp_path) == ["corpus.jsonl", "out_text_document.bin"]
+
+
+def test_parts_hold_every_key(tmp_path, settings):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"title": text[:9], "text": text, "id": 1}) + "\n" for text in TEXTS))
+    both = dataclasses.replace(settings, json_keys=("title", "text"))
+    parted = preprocess(both)
+    plain = preprocess(dataclasses.replace(both, partitions=1, output_prefix=str(tmp_path / "plain")))
+    assert [contents(prefix) for prefix in parted] == [contents(prefix) for prefix in plain]
+
+
+def test_fewer_parts_where_the_input_has_no_more_places(tmp_path, settings, capsys):
+    write_jsonl(tmp_path / "corpus.jsonl", TEXTS[:2])
+    (prefix,) = preprocess(dataclasses.replace(settings, partitions=50))
+    assert "--partitions 50: the input can be cut into 2 parts at most" in capsys.readouterr().out
+    assert read_sidecar(prefix).documents == 2
+
+
+def test_a_folder_that_vanishes_while_its_lock_is_waited_for_is_made_again(tmp_path, monkeypatch):
+    real = fcntl.flock
+    calls = []
+
+    def flock(lock, how):
+        calls.append(how)
+        if len(calls) == 1:  # the process before has just finished and takes its folder away
+            os.unlink(tmp_path / "work" / "lock")
+        real(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with work_folder(tmp_path / "work", {"input": "a"}):
+        assert names(tmp_path / "work") == ["lock", "plan.json"]
+    assert len(calls) == 2 and names(tmp_path) == []

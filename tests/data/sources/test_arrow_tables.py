@@ -1,0 +1,173 @@
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megaenc.data.sources import arrow_tables, text_files
+from megaenc.errors import InputError
+
+TEXTS = [f"document {number} " * (1 + number % 7) for number in range(100)]
+
+
+def written(path, columns, **options):
+    pq.write_table(pa.table(columns), path, **options)
+    return str(path)
+
+
+def parquet_blocks(path, keys=("text",), start=0, stop=None):
+    file = arrow_tables.ParquetFile(path, keys)
+    return list(file.blocks(start, file.end if stop is None else stop, 0))
+
+
+def texts_of(blocks, keys=("text",)):
+    return [texts for block in blocks for texts in block.documents(keys, False).texts]
+
+
+@pytest.mark.parametrize("row_group_size", [1, 7, 1000])
+@pytest.mark.parametrize("block_bytes", [100, 1 << 24])
+def test_row_groups_are_cut_into_blocks_and_nothing_is_lost(tmp_path, monkeypatch, row_group_size, block_bytes):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", block_bytes)
+    path = written(tmp_path / "a.parquet", {"text": TEXTS, "n": range(100)}, row_group_size=row_group_size)
+    blocks = parquet_blocks(path)
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    ends = [block.first_row + len(texts_of([block])) for block in blocks]
+    assert [block.first_row for block in blocks] == [1, *ends[:-1]]
+    assert blocks[-1].position == (tmp_path / "a.parquet").stat().st_size
+    assert len(blocks) > 10 if block_bytes == 100 else len(blocks) == 1
+
+
+def test_a_large_row_group_is_never_decoded_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(arrow_tables, "_BATCH_BYTES", 1 << 16)
+    path = written(tmp_path / "a.parquet", {"text": [f"{number:01000}" for number in range(20_000)]})
+    file = arrow_tables.ParquetFile(path, ["text"])
+    before, sizes = pa.total_allocated_bytes(), []
+    for block in file.blocks(0, 1, 0):
+        texts_of([block])
+        sizes.append(pa.total_allocated_bytes() - before)
+    assert len(sizes) > 50
+    assert max(sizes) < 8 << 20
+
+
+@pytest.mark.parametrize("dictionary", [True, False])
+def test_text_that_repeats_and_takes_no_room_in_the_file_comes_in_blocks(tmp_path, dictionary):
+    texts = [str(number % 2) * 100_000 for number in range(400)]
+    column = pa.array(texts).dictionary_encode() if dictionary else pa.array(texts)
+    encoding = {} if dictionary else {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
+    path = written(tmp_path / "a.parquet", {"text": column if dictionary else pa.array([texts[0]] * 400)}, **encoding)
+    assert (tmp_path / "a.parquet").stat().st_size < 200_000
+    file = arrow_tables.ParquetFile(path, ["text"])
+    before, found, most = pa.total_allocated_bytes(), [], 0
+    for block in file.blocks(0, 1, 0):
+        piece = block.documents(["text"], False).texts
+        assert sum(len(text) for (text,) in piece) < text_files.BLOCK_BYTES + 100_000
+        found += piece
+        most = max(most, pa.total_allocated_bytes() - before)
+    assert found == [(text,) for text in (texts if dictionary else [texts[0]] * 400)]
+    assert most < 8 << 20
+
+
+def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
+    column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
+        out.write_batch(pa.record_batch([column], ["text"]))
+    blocks = list(arrow_tables.SavedFile(str(tmp_path / "a.arrow"), ["text"]).blocks(0, 103, 0))
+    assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
+    assert all(len(block.data) < 200_000 for block in blocks)
+    last = blocks[-1].documents(["text"], True)
+    assert (last.texts[-2:], last.skipped) == ([("b",), ("c",)], 1)
+
+
+def test_columns_of_several_types_of_text_and_several_keys(tmp_path):
+    columns = {
+        "text": pa.array(TEXTS, pa.large_string()),
+        "title": pa.array(["a", "b"] * 50).dictionary_encode(),
+        "a.b": pa.array(TEXTS, pa.string_view()),
+    }
+    path = written(tmp_path / "a.parquet", columns)
+    keys = ("title", "text", "a.b")
+    assert texts_of(parquet_blocks(path, keys), keys) == list(zip(["a", "b"] * 50, TEXTS, TEXTS, strict=True))
+
+
+def test_a_cell_without_text_is_named_by_its_row_or_counted(tmp_path):
+    path = written(tmp_path / "a.parquet", {"text": ["good", "good", None, "good"]}, row_group_size=2)
+    blocks = parquet_blocks(path)
+    with pytest.raises(InputError, match=r"a\.parquet: row 3: key `text`: found null, expected text"):
+        texts_of(blocks)
+    found = [block.documents(["text"], True) for block in blocks]
+    assert [text for documents in found for text in documents.texts] == [("good",)] * 3
+    assert sum(documents.skipped for documents in found) == 1
+
+
+def test_a_cell_that_is_not_utf8_is_named(tmp_path):
+    wrong = pa.array([b"good", b"caf\xe9"]).cast(pa.binary()).view(pa.string())
+    path = written(tmp_path / "a.parquet", {"text": wrong})
+    with pytest.raises(InputError, match=r"a\.parquet: row 2: key `text`: found b'caf\\xe9', expected text"):
+        texts_of(parquet_blocks(path))
+
+
+def test_a_file_damaged_in_the_middle_is_one_line(tmp_path):
+    path = written(tmp_path / "a.parquet", {"text": TEXTS}, compression="gzip")
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    data[40:200] = bytes(160)
+    (tmp_path / "a.parquet").write_bytes(data)
+    with pytest.raises(InputError, match=r"a\.parquet: row \d+: cannot be read as Parquet \("):
+        texts_of(parquet_blocks(path))
+
+
+def test_saved_rows_come_in_blocks_of_bounded_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
+    datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(100))}).save_to_disk(tmp_path / "saved", num_shards=2)
+    first, second = arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
+    blocks = [*first.blocks(0, 50, 0), *second.blocks(0, 50, 0)]
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    sizes = [sum(len(text) for (text,) in block.documents(["text"], False).texts) for block in blocks]
+    assert max(sizes) <= 300 and len(blocks) > 5
+    assert texts_of(second.blocks(20, 30, 0)) == [(text,) for text in TEXTS[70:80]]
+
+
+def test_a_saved_cell_without_text_is_named(tmp_path):
+    datasets.Dataset.from_dict({"text": ["good", None]}).save_to_disk(tmp_path / "saved")
+    (file,) = arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["text"])
+    with pytest.raises(InputError, match=r"data-00000-of-00001\.arrow: row 2: key `text`: found null, expected text"):
+        texts_of(file.blocks(0, 2, 0))
+    with pytest.raises(InputError, match="saved: no column `body`; found `text`"):
+        arrow_tables.saved_files(str(tmp_path / "saved"), "train", ["body"])
+
+
+def streamed(tmp_path, monkeypatch, *tables_of_a_file):
+    (tmp_path / "hub").mkdir()
+    for number, columns in enumerate(tables_of_a_file):
+        written(tmp_path / "hub" / f"train-{number}.parquet", columns)
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *rest, **options: real(str(tmp_path / "hub"), *rest, **options))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return arrow_tables.HubStream("owner/name", None, "train", ["text"])
+
+
+def test_a_stream_comes_in_blocks_and_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 300)
+    data = streamed(tmp_path, monkeypatch, {"text": TEXTS[:60], "n": range(60)}, {"text": TEXTS[60:], "n": range(40)})
+    blocks = list(data.blocks(0, 2, 0))
+    assert texts_of(blocks) == [(text,) for text in TEXTS]
+    assert len(blocks) > 5 and pa.ipc.open_stream(blocks[0].data).schema.names == ["text"]
+    parts = [texts_of(data.blocks(at, at + 1, 0)) for at in range(2)]
+    assert list(map(len, parts)) == [60, 40] and [*parts[0], *parts[1]] == [(text,) for text in TEXTS]
+
+
+def test_a_stream_names_its_bad_row_and_its_missing_column(tmp_path, monkeypatch):
+    data = streamed(tmp_path, monkeypatch, {"text": ["good", None]})
+    (block,) = data.blocks(0, 1, 0)
+    with pytest.raises(InputError, match="owner/name: row 2: key `text`: found null, expected text"):
+        block.documents(["text"], False)
+    assert block.documents(["text"], True).skipped == 1
+    with pytest.raises(InputError, match="owner/name: no column `body`; found `text`"):
+        arrow_tables.HubStream("owner/name", None, "train", ["body"])
+
+
+def test_a_stream_that_breaks_off_is_one_line(tmp_path, monkeypatch):
+    data = streamed(tmp_path, monkeypatch, {"text": TEXTS}, {"text": TEXTS})
+    (tmp_path / "hub" / "train-1.parquet").unlink()
+    with pytest.raises(InputError, match=r"owner/name: no more rows after 100: ") as error:
+        list(data.blocks(0, 2, 0))
+    assert "\n" not in str(error.value)

@@ -1,0 +1,298 @@
+import gzip
+import os
+import subprocess
+import sys
+import time
+from itertools import chain
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from text_helpers import TEXTS, write_jsonl
+
+from megaenc.data.sources import arrow_tables, resolve, text_files
+from megaenc.data.sources.resolve import InputFlags, Span, cut, find_inputs, read_blocks, read_texts
+from megaenc.data.tokenizer.tokenizer import load_tokenizer
+from megaenc.data.tokenizer.train_command import main as tokenizer_main
+from megaenc.errors import InputError
+
+
+def found(*given, keys=("text",), **changes):
+    return find_inputs(InputFlags(tuple(map(str, given)), **changes), keys)
+
+
+def texts_of(*given, **changes):
+    return list(read_texts(found(*given, **changes), "text"))
+
+
+def text_folder(folder, texts):
+    """A file for each (path, text)."""
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def parquet(path, texts, row_group_size=2):
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=row_group_size)
+    return path
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path):
+    names = ["b.txt", "a/z.txt", "a/b/c.txt", "a.md", "B.text", "a-1/x.txt", "10.txt", "9.txt"]
+    text_folder(tmp_path, {name: name for name in names} | {".hidden.txt": "no", ".git/x.txt": "no", "a/.b/c.txt": "no"})
+    assert texts_of(tmp_path) == sorted(names)
+
+
+def test_linked_folders_are_read_once_and_loops_end(tmp_path):
+    elsewhere = text_folder(tmp_path / "elsewhere", {"x.txt": "x", "deep/y.txt": "y"})
+    folder = text_folder(tmp_path / "folder", {"b/b.txt": "b"})
+    (folder / "c").symlink_to(elsewhere)
+    (folder / "b" / "up").symlink_to(folder)
+    (folder / "d").symlink_to(elsewhere / "deep")
+    (folder / "nowhere.txt").symlink_to(tmp_path / "missing")
+    assert texts_of(folder) == ["b", "x", "y"]
+    assert found(folder).remarks[:2] == [
+        f"{folder}: 1 left out, of no kind that can be read: nowhere.txt",
+        f"{folder}: 2 folders left out, as links have them read under another path: b/up, c/deep",
+    ]
+
+
+def test_many_folders_take_no_time_of_their_square(tmp_path, monkeypatch):
+    entries = [f"{number:05}" for number in range(20_000)]
+    monkeypatch.setattr(os, "walk", lambda folder, **options: iter([(str(folder), list(entries), ["a.txt"])]))
+    monkeypatch.setattr(resolve, "_identity", lambda folder: str(folder))
+    monkeypatch.setattr(resolve, "_is_saved", lambda path: False)
+    (tmp_path / "a.txt").write_text("x")
+    started = time.process_time()
+    assert len(resolve._walk(tmp_path, [])) == 1
+    assert time.process_time() - started < 1
+
+
+def test_what_is_of_no_known_kind_is_left_out_and_said_in_one_line(tmp_path):
+    text_folder(tmp_path, {name: "x" for name in ("a.csv", "b/c.png", "d", "e.tar.gz", "good.txt")})
+    remarks = found(tmp_path).remarks
+    assert remarks == [
+        f"{tmp_path}: 4 left out, of no kind that can be read: a.csv, b/c.png, d and 1 more",
+        f"{tmp_path}: 1 text",
+    ]
+    assert texts_of(tmp_path) == ["x"]
+
+
+def test_names_that_are_not_utf8_do_not_break_the_line(tmp_path):
+    for name in (b"caf\xe9.csv", b"caf\xe9.txt"):
+        (tmp_path / os.fsdecode(name)).write_text("x")
+    (remark, _) = found(tmp_path).remarks
+    assert "caf\ufffd.csv" in remark.encode().decode()
+    assert texts_of(tmp_path) == ["x"]
+
+
+def test_kinds_are_told_by_name_and_parquet_by_its_first_bytes(tmp_path):
+    write_jsonl(tmp_path / "lines", TEXTS)
+    parquet(tmp_path / "table", TEXTS)
+    (tmp_path / "b.md").write_bytes(TEXTS[0].encode())
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(TEXTS[1].encode()))
+    assert texts_of(tmp_path / "lines", tmp_path / "table") == TEXTS * 2
+    assert texts_of(tmp_path / "b.md", tmp_path / "c.txt.gz") == TEXTS[:2]
+
+
+def test_what_a_document_is_in_text_files_can_be_chosen(tmp_path):
+    text_folder(tmp_path, {"a.txt": "one\ntwo\n\nthree\n", "b.md": "four"})
+    write_jsonl(tmp_path / "c.jsonl", ["kept\n\nwhole"])
+    assert texts_of(tmp_path) == ["one\ntwo\n\nthree\n", "four", "kept\n\nwhole"]
+    assert texts_of(tmp_path, sample_by="paragraph") == ["one\ntwo", "three", "four", "kept\n\nwhole"]
+    assert texts_of(tmp_path, sample_by="line") == ["one", "two", "three", "four", "kept\n\nwhole"]
+
+
+def test_saved_data_sets_are_found_in_folders_and_have_splits(tmp_path):
+    parts = {"train": TEXTS[:3], "test": TEXTS[3:]}
+    both = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in parts.items()})
+    both.save_to_disk(tmp_path / "all" / "both")
+    write_jsonl(tmp_path / "all" / "a.jsonl", TEXTS[:1])
+    assert texts_of(tmp_path / "all" / "both") == TEXTS[:3]
+    assert texts_of(tmp_path / "all" / "both", dataset_split="test") == TEXTS[3:]
+    assert texts_of(tmp_path / "all") == [TEXTS[0], *TEXTS[:3]]
+    with pytest.raises(InputError, match=r"no split `dev` \(--dataset-split\); found `train`, `test`"):
+        found(tmp_path / "all" / "both", dataset_split="dev")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "missing.jsonl: no such file or folder; expected JSONL, Parquet or text files, a folder"),
+        ("empty.txt", "empty.txt: is empty; expected"),
+        ("nothing", "nothing: holds nothing to read; expected"),
+        ("pictures", "pictures: holds nothing to read but a.png; expected"),
+        ("pipe", "pipe: not a file; expected"),
+        ("bad.parquet", "bad.parquet: cannot be read as Parquet"),
+        ("other.parquet", "other.parquet: no column `text`; found `body`, `n`"),
+        ("numbers.parquet", "numbers.parquet: column `text`: found int64, expected text"),
+        ("twice.parquet", "twice.parquet: found 2 columns `text`, expected one"),
+        ("n" * 300, "n: no such file or folder"),
+        ("broken", "broken: cannot be read as a saved data set"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "nothing" / ".git").mkdir(parents=True)
+    text_folder(
+        tmp_path, {"pictures/a.png": "x", "bad.parquet": "x", "broken/state.json": "{}", "broken/dataset_info.json": "{}"}
+    )
+    os.mkfifo(tmp_path / "pipe")
+    pq.write_table(pa.table({"body": ["x"], "n": [1]}), tmp_path / "other.parquet")
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "numbers.parquet")
+    twice = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(InputError) as error:
+        found(tmp_path / name)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_empty_file_in_a_folder_is_no_mistake(tmp_path):
+    text_folder(tmp_path, {"a.txt": "", "b.jsonl": "", "c.txt": "text"})
+    assert texts_of(tmp_path) == ["", "text"]
+    (tmp_path / "c.txt").unlink()
+    assert [len(part) for part in cut(found(tmp_path), 3)] == [2]
+
+
+def test_a_name_is_the_hubs_only_where_it_cannot_be_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    asked = []
+
+    def load_stream(name, *rest):
+        asked.append((name, *rest))
+        raise InputError("asked")
+
+    monkeypatch.setattr(arrow_tables, "HubStream", load_stream)
+    for name in ("HuggingFaceFW/fineweb-edu", "imdb", "no-such-folder/corpus"):
+        with pytest.raises(InputError, match="asked"):
+            found(name, dataset_config="sample-10BT")
+    assert asked[0] == ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", ("text",))
+    for name in ("./imdb", "/imdb", "a/b/c", "corpus/missing", "missing.jsonl", "owner/missing.txt.gz", "a b"):
+        with pytest.raises(InputError, match="no such file or folder"):
+            found(name)
+    assert len(asked) == 3
+
+
+def test_a_hub_that_does_not_answer_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "megaenc", "tokenizer", "--input", "HuggingFaceFW/fineweb-edu"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    ended = subprocess.run(
+        [*command, "--dataset-config", "sample-10BT", "--output", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(
+        "error: HuggingFaceFW/fineweb-edu: neither a file or folder here nor a data set that the Hugging Face Hub answers to "
+        "(config sample-10BT, split train): "
+    )
+    assert ended.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
+def everything(tmp_path):
+    """One input of each kind, small."""
+    folder = text_folder(tmp_path / "folder", {"a.txt": "first", "b.txt": "second " * 9, "c.txt": "third"})
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    write_jsonl(tmp_path / "packed", TEXTS)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "packed").read_bytes()))
+    parquet(tmp_path / "c.parquet", TEXTS)
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved", num_shards=2)
+    return [tmp_path / "a.jsonl", folder, tmp_path / "b.jsonl.gz", tmp_path / "c.parquet", tmp_path / "saved"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 100])
+def test_parts_are_the_whole_in_order(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(text_files, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(text_files, "LINES_BYTES", 100)
+    given = found(*everything(tmp_path))
+    want = list(read_texts(given, "text"))
+    assert len(want) == 23
+    parts = cut(given, count)
+    assert 1 <= len(parts) <= count and all(parts)
+    pieces = []
+    for part in parts:
+        blocks = list(read_blocks(given, part))
+        pieces.append([text for block in blocks for (text,) in block.documents(["text"], False).texts])
+    assert all(pieces)
+    assert list(chain(*pieces)) == want
+    positions = [block.position for part in parts for block in read_blocks(given, part)]
+    assert positions == sorted(positions) and positions[-1] == given.size == given.known_size
+
+
+def test_parts_are_alike_in_bytes(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", [f"{number:05}" for number in range(3000)])
+    parquet(tmp_path / "b.parquet", [f"{number:050}" for number in range(3000)], row_group_size=100)
+    given = found(tmp_path / "a.jsonl", tmp_path / "b.parquet")
+    ends = [list(read_blocks(given, part))[-1].position for part in cut(given, 4)]
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert max(sizes) < 1.1 * given.size / 4
+
+
+def test_a_long_line_is_in_one_part(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["short", "long " * 1000, "short", "short"])
+    parts = cut(found(tmp_path / "a.jsonl"), 10)
+    assert len(parts) < 4
+    assert parts[0][0].start == 0
+
+
+def test_the_tokenizer_learns_the_same_from_every_source(tmp_path, capsys):
+    folder = text_folder(tmp_path / "folder", {})
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_bytes(text.encode())
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    given = [write_jsonl(tmp_path / "a.jsonl", TEXTS), parquet(tmp_path / "b.parquet", TEXTS), folder, tmp_path / "saved"]
+    learnt = []
+    for number, path in enumerate(given):
+        output = tmp_path / f"tokenizer-{number}"
+        tokenizer_main(["--input", str(path), "--vocab-size", "300", "--output", str(output)])
+        learnt.append(load_tokenizer(output).backend_tokenizer.to_str())
+    assert len(set(learnt)) == 1
+    assert f"{folder}: 5 text" in capsys.readouterr().out
+
+
+def test_a_file_that_changes_is_noticed(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.txt", tmp_path / "c.txt"]
+    write_jsonl(paths[0], TEXTS)
+    for path in paths[1:]:
+        path.write_text("text")
+    given = found(*paths)
+    before = list(given.files())
+    assert [name for name, _, _ in before] == [str(path) for path in paths]
+    assert list(found(*paths).files()) == before
+    given.check_unchanged()
+    os.utime(paths[1], ns=(1, 1))
+    after = list(found(*paths).files())
+    assert after[0] == before[0] and after[1] != before[1]
+    assert list(given.files()) == before, "what was found is what is compared with"
+    with pytest.raises(InputError, match=r"b\.txt: changed while it was read: found another time of its last change"):
+        given.check_unchanged()
+    # A part answers for what it is read from alone.
+    given.check_unchanged([Span(0, 0, 10)])
+    assert found(paths[0]).origins == [{"path": "a.jsonl", "bytes": paths[0].stat().st_size}]
+    paths[0].write_text("shorter")
+    with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read: found 7 bytes, expected [1-9]"):
+        given.check_unchanged([Span(0, 0, 10)])
+    paths[2].unlink()
+    with pytest.raises(InputError, match=r"c\.txt: changed while it was read: No such file or directory; start again"):
+        given.check_unchanged([Span(2, 0, 1)])
+
+
+def test_a_part_of_a_folder_answers_for_its_own_files(tmp_path):
+    text_folder(tmp_path, {"a.txt": "a", "b.txt": "b"})
+    given = found(tmp_path)
+    (tmp_path / "b.txt").write_text("longer")
+    given.check_unchanged([Span(0, 0, 1)])
+    with pytest.raises(InputError, match=r"b\.txt: changed"):
+        given.check_unchanged([Span(0, 1, 2)])
+
+
+def test_a_saved_data_set_without_splits_has_none_to_choose(tmp_path):
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(InputError, match=r"saved: has no splits, expected one named `test` \(--dataset-split\)"):
+        found(tmp_path / "saved", dataset_split="test")

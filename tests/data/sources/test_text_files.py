@@ -1,0 +1,243 @@
+import bz2
+import gzip
+import json
+import lzma
+import random
+
+import pytest
+from backports import zstd
+from text_helpers import TEXTS, write_jsonl
+
+from megaenc.data.sources import text_files
+from megaenc.data.sources.text_files import Lines, TextFiles, line_start, read_lines
+from megaenc.errors import InputError
+
+
+def texts_of(path, *between):
+    return [text for block in read_lines(str(path), *between) for (text,) in block.documents(["text"], False).texts]
+
+
+def test_plain_gzip_and_zstd_hold_the_same(tmp_path):
+    plain = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    data = plain.read_bytes()
+    half = len(data) // 2
+    files = {
+        "a.jsonl.gz": gzip.compress(data),
+        "two-members.gz": gzip.compress(data[:half]) + gzip.compress(data[half:]),
+        "a.jsonl.zst": zstd.compress(data),
+        "two-frames.zst": zstd.compress(data[:half]) + zstd.compress(data[half:]),
+        "known-by-content-not-by-name": zstd.compress(data),
+    }
+    assert texts_of(plain) == TEXTS
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        assert texts_of(tmp_path / name) == TEXTS, name
+        assert [block.position for block in read_lines(str(tmp_path / name))][-1] == len(content)
+
+
+@pytest.mark.parametrize("size", [1, 40, 1000])
+def test_blocks_are_whole_lines_with_their_numbers(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(text_files, "LINES_BYTES", size)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    blocks = list(read_lines(str(path), before=7))
+    assert b"".join(block.data for block in blocks) == path.read_bytes()
+    for block in blocks:
+        first = json.loads(block.data.split(b"\n")[0])
+        assert first["id"] == block.first_line - 1
+    assert blocks[-1].position == path.stat().st_size + 7
+
+
+@pytest.mark.parametrize("size", [1, 40, 1000])
+def test_a_file_can_be_read_in_parts_at_line_starts(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(text_files, "LINES_BYTES", size)
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    end = path.stat().st_size
+    starts = [line_start(str(path), offset) for offset in range(end + 1)]
+    assert sorted(set(starts)) == [0, *[at + 1 for at, byte in enumerate(path.read_bytes()) if byte == ord("\n")]]
+    assert all(start >= offset for offset, start in enumerate(starts))
+    for cut in sorted(set(starts)):
+        blocks = [*read_lines(str(path), 0, cut), *read_lines(str(path), cut, end)]
+        assert b"".join(block.data for block in blocks) == path.read_bytes()
+        assert texts_of(path, 0, cut) + texts_of(path, cut, end) == TEXTS
+
+
+def test_lines_keep_their_numbers_in_a_part(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    with path.open("a") as stream:
+        stream.write("wrong\n")
+    start = line_start(str(path), path.stat().st_size // 2)
+    assert start > 0
+    with pytest.raises(InputError, match=rf"a\.jsonl:{len(TEXTS) + 1}: not JSON"):
+        texts_of(path, start, path.stat().st_size)
+
+
+def test_blank_lines_byte_order_mark_and_missing_last_newline(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\r\n   \n{"text": "two"}')
+    assert texts_of(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("size", [1, 10, 1000])
+def test_a_text_file_in_paragraphs_and_in_lines(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(text_files, "LINES_BYTES", size)
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffOne.\n Two\u2028still.\r\n\r\n\t\nThree.\n\n\n\n\ufeffFour.\x0c".encode())
+
+    def pieces(paragraphs):
+        blocks = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
+        return [text for block in blocks for (text,) in block.documents(["text"], False).texts]
+
+    assert pieces(paragraphs=True) == ["One.\n Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
+    assert pieces(paragraphs=False) == ["One.", " Two\u2028still.", "Three.", "\ufeffFour.\x0c"]
+
+
+@pytest.mark.parametrize("paragraphs", [True, False])
+def test_text_that_is_not_utf8_is_named_or_counted(tmp_path, paragraphs):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"good\n\ncaf\xe9\n\ngood")
+    (block,) = read_lines(str(path), sample_by="paragraph" if paragraphs else "line")
+    with pytest.raises(InputError, match=r"latin\.txt:3: not UTF-8 \(byte 0xe9 at position 4\)"):
+        block.documents(["text"], False)
+    assert block.documents(["text"], True).texts == [("good",), ("good",)]
+    whole = TextFiles((str(path),), 0)
+    with pytest.raises(InputError, match=r"latin\.txt: not UTF-8 \(byte 0xe9 at position 10\)"):
+        whole.documents(["text"], False)
+    assert whole.documents(["text"], True).skipped == 1
+
+
+def test_a_text_file_is_a_document_with_all_its_characters(tmp_path):
+    texts = ["", "\r\n One\r\n\x00\x0c\n\n", "\n"]
+    paths = [tmp_path / name for name in ("a.txt", "b.txt.gz", "c.txt.zst")]
+    for path, text, pack in zip(paths, texts, (bytes, gzip.compress, zstd.compress), strict=True):
+        path.write_bytes(pack(text.encode()))
+    found = TextFiles(tuple(map(str, paths)), 0).documents(["text", "other"], False)
+    assert found.texts == [(text, text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "not JSON"),
+        (b"text", "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b'["text"]', "found a JSON list, expected an object with the key `text`"),
+        (b'{"body": "x"}', "no key `text`; found `body`"),
+        (b'{"text": 3}', "key `text`: found 3, expected text"),
+        (b'{"text": null}', "key `text`: found null, expected text"),
+    ],
+)
+def test_a_bad_line_is_named_or_counted(line, message):
+    block = Lines("corpus.jsonl", 0, 11, b'{"text": "good"}\n\n' + line + b'\n{"text": "good too"}\n', 0)
+    with pytest.raises(InputError) as error:
+        block.documents(["text"], False)
+    assert str(error.value).startswith("corpus.jsonl:13: ") and message in str(error.value)
+    documents = block.documents(["text"], True)
+    assert documents.texts == [("good",), ("good too",)]
+    assert documents.skipped == 1
+
+
+def test_damaged_compression_is_one_line(tmp_path, monkeypatch):
+    data = write_jsonl(tmp_path / "a.jsonl", TEXTS * 50).read_bytes()
+    for name, content in [("a.gz", gzip.compress(data)), ("a.zst", zstd.compress(data))]:
+        (tmp_path / name).write_bytes(content[:-20])
+        with pytest.raises(InputError, match=r"broken compressed data: .*; expected a whole file"):
+            texts_of(tmp_path / name)
+        with pytest.raises(InputError, match="broken compressed data"):
+            TextFiles((str(tmp_path / name),), 0).documents(["text"], False)
+    monkeypatch.setattr(text_files, "LINES_BYTES", 1000)
+    with pytest.raises(InputError, match=r"broken compressed data after line [1-9]\d*: "):
+        texts_of(tmp_path / "a.gz")
+
+
+@pytest.mark.parametrize(
+    ("pack", "kind"),
+    [
+        (lzma.compress, "xz-compressed data"),
+        (bz2.compress, "bzip2-compressed data"),
+        (lambda data: data.decode().encode("utf-16"), "UTF-16 text"),
+    ],
+)
+def test_what_is_no_utf8_is_called_by_its_name(tmp_path, pack, kind):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    path.write_bytes(pack(path.read_bytes()))
+    for read in (lambda: texts_of(path), lambda: TextFiles((str(path),), 0).documents(["text"], False)):
+        with pytest.raises(InputError, match=rf"looks like {kind}; expected UTF-8, as it is or compressed with gzip or Zst"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            b'{"text": "a"}\n{"text": "b',
+            b'{"text": "a"}\n{"text": "b and c"}\n{"text": "d"}\n',
+            "a line that goes on after byte 25",
+        ),
+        (b'{"text": "a"}', b'{"text": "a"}\n' * 200_000, "a line that goes on after byte 13"),
+        (b'{"text": "a"}\n' * 9, b'{"text": "a"}\n' * 8, "the end of the file before byte 126"),
+    ],
+)
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path, before, after, message):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(after)
+    with pytest.raises(InputError, match=rf"a\.jsonl: changed while it was read: found {message}; start again"):
+        texts_of(path, 0, len(before))
+
+
+def test_whole_lines_added_to_a_file_are_not_read(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    known = path.stat().st_size
+    with path.open("a") as stream:
+        stream.write('{"text": "later"}\n')
+    assert texts_of(path, 0, known) == TEXTS
+
+
+WELL_FORMED = [
+    b'{"id":"a/b","n":-1.5e3,"k":[1,2,{"x":null}],"text":"hello \\u00e9 \\ud83d\\ude00 \\n w\xc3\xb6rld","t":true}',
+    b'{"text":"x","text":"y","f":NaN,"g":-Infinity,"h":0.0,"i":12345678901234567890123}',
+    b' {"a" : {"text":1} , "text" : "q" }\r',
+]
+MISHAPS = [
+    b'"',
+    b"\\",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\\ud800",
+    b"\xff",
+    b"\xed\xa0\x80",
+    b"NaN",
+    b"-",
+    b"01",
+    b"null",
+    b"\x00",
+]
+MISHAPS += [b"\x00", b"\xef\xbb\xbf", b'"text":"z",', b"1e400", b"1.", b".5", b"/**/", b"\x1f", b"\x0b", b"9" * 5000, b"[" * 1100]
+
+
+def test_the_quick_parser_takes_nothing_that_the_other_does_not():
+    draw, both = random.Random(0), 0
+    for _ in range(20_000):
+        line = bytearray(draw.choice(WELL_FORMED))
+        for _ in range(draw.randint(0, 2)):
+            at = draw.randrange(len(line) + 1)
+            line[at : at + draw.choice([0, 0, 1, 3])] = draw.choice([*MISHAPS, b""])
+        quick = text_files._quick_texts(bytes(line), ["text"])
+        if quick is not None:
+            assert text_files._json_texts(bytes(line), ["text"]) == quick, line
+            both += 1
+    assert both > 3000
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"a": "\\ud800", "text": "x"}', '\ufeff{"text": "x"}', '{"text": "x", "n": NaN}', ' {"text": "x"} \r', '{"text":"x"}'],
+)
+def test_what_only_the_slow_parser_takes_is_read_too(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{line}\n\n   \n{line}", encoding="utf-8")
+    assert texts_of(path) == ["x", "x"]

@@ -1,0 +1,271 @@
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from text_helpers import TEXTS, reference_ids, small_tokenizer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from megaenc.data.tokenizer.fast_encode import Encoder, well_formed
+from megaenc.data.tokenizer.tokenizer import (
+    decode_in_runs,
+    encode_documents,
+    encoder_of,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_of,
+)
+from megaenc.data.tokenizer.train_command import main
+from megaenc.errors import InputError
+
+HOSTILE = [
+    "",
+    " ",
+    "\n",
+    "\x00 NUL \x00\x01\x7f",
+    "line\r\nline\rline\u2028line\x85",
+    "zero\u200bwidth \u200d\ufeff\u00ad",
+    "👩‍👩‍👧‍👦 🇩🇪 👍🏽 ❤️ 𐍈",
+    "e\u0301 \u00e9 \u0130 \u017f \ufb01 \u1e9e",
+    "<|mask|> The<|eos|> <|eos|><|mask|>",
+    "<|mas<|mask|>k|> newword newwords <|reserved|>x",
+    "it's IT'S we'll 'Tis 1234567 x=1;;; ____",
+    " " * 5000 + "x" * 20000 + "\n" * 3000,
+    "the lazy dog " * 20000,
+]
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def llama3_like():
+    backend = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(LLAMA3), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|eos|>", "<|mask|>"]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_special_tokens(["<|reserved|>"])  # outside the model's own vocabulary
+    backend.post_processor = processors.TemplateProcessing(single="<|eos|> $A", special_tokens=[("<|eos|>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
+
+
+def wordpiece():
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[UNK]", "[MASK]", "[SEP]", "<|eos|>", "<|mask|>"]
+    backend.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", mask_token="[MASK]", eos_token="[SEP]")
+
+
+def with_added_word():
+    tokenizer = train_tokenizer(TEXTS, 400)
+    tokenizer.add_tokens(["newword", AddedToken("dog", single_word=True)])
+    return tokenizer
+
+
+def byte_fallback():
+    backend = Tokenizer(models.BPE(byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁", " ")])
+    special = ["<|eos|>", "<|mask|>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, limit_alphabet=60, show_progress=False)
+    backend.train_from_iterator([text for text in TEXTS if text.isascii()], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|eos|>", mask_token="<|mask|>")
+
+
+@pytest.mark.parametrize(
+    ("make", "fast"), [(small_tokenizer, True), (llama3_like, True), (with_added_word, True), (wordpiece, False)]
+)
+def test_ids_are_those_of_the_hugging_face_tokenizer(make, fast):
+    tokenizer = make()
+    assert encoder_of(tokenizer).fast == fast
+    generator = random.Random(0)
+    pieces = [
+        "a",
+        "the",
+        " ",
+        "\n",
+        "\r",
+        "'s",
+        "'S",
+        "12",
+        "!",
+        "\u00a0",
+        "\u200b",
+        "é",
+        "\u0301",
+        "中",
+        "👍",
+        "\u2009",
+        "\x00",
+        "<|",
+    ]
+    pieces += [chr(generator.randrange(0x20, 0xD800)) for _ in range(100)]
+    noise = ["".join(generator.choices(pieces, k=generator.randrange(60))) for _ in range(500)]
+    texts = HOSTILE + TEXTS + noise
+    for text, ids in zip(texts, encode_documents(tokenizer, texts), strict=True):
+        assert ids.dtype == np.uint32
+        assert ids.tolist() == reference_ids(tokenizer, text), ascii(text[:80])
+
+
+def test_spelled_special_tokens_stay_text():
+    tokenizer = small_tokenizer()
+    (ids,) = encode_documents(tokenizer, ["<|mask|> and <|eos|>"])
+    assert not set(ids.tolist()) & set(vocabulary_of(tokenizer).special_ids)
+    assert tokenizer.decode(ids) == "<|mask|> and <|eos|>"
+
+
+def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
+    encoder = Encoder(small_tokenizer().backend_tokenizer.to_str())
+    monkeypatch.setattr(encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way"))
+    (ids,) = encoder(["<|mask|> and <|eos|>"])
+    assert ids.tolist() == reference_ids(small_tokenizer(), "<|mask|> and <|eos|>")
+
+
+def test_a_lone_surrogate_becomes_the_replacement_character():
+    assert well_formed(json.loads(r'"a\ud800b"')) == "a\ufffdb"
+    assert well_formed("\ud83d" + "\udc4d") == "👍"
+    first, second = encode_documents(small_tokenizer(), ["a\udfffb", "a\ufffdb"])
+    assert first.tolist() == second.tolist()
+
+
+def fast_way(encode):
+    """Stands for a tokenizer of gigatoken that makes ids uint32[tokens] of UTF-8 by `encode`."""
+
+    def encode_batch(texts, parallel):
+        rows = [encode(text.encode()) for text in texts]
+        content, offsets = np.concatenate(rows), np.cumsum([0, *map(len, rows)])
+        return SimpleNamespace(
+            layout=SimpleNamespace(content=SimpleNamespace(data=content), offsets=SimpleNamespace(data=offsets))
+        )
+
+    return SimpleNamespace(encode=encode, encode_batch=encode_batch)
+
+
+def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
+    import megaenc.data.tokenizer.fast_encode as encoding
+
+    serialised = small_tokenizer().backend_tokenizer.to_str()
+    honest = encoding._gigatoken(serialised)
+    alone, in_batches = (fast_way(lambda data: honest.encode(data.replace(b"\r", b""))) for _ in range(2))
+    alone.encode_batch, in_batches.encode = honest.encode_batch, honest.encode
+    short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
+    for taken, quick in ((True, fast_way(honest.encode)), *((False, wrong) for wrong in (alone, in_batches, short, broken))):
+        monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, quick=quick: quick)
+        encoder = Encoder(serialised)
+        assert encoder.fast == taken
+        assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
+
+
+def test_trained_tokenizer_is_deterministic_lossless_and_whole(tmp_path):
+    tokenizer = small_tokenizer()
+    assert train_tokenizer(TEXTS, 400).backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    for text, ids in zip(HOSTILE, encode_documents(tokenizer, HOSTILE), strict=True):
+        assert tokenizer.decode(ids) == text
+    vocabulary = vocabulary_of(tokenizer)
+    assert (vocabulary.eos_id, vocabulary.mask_id, vocabulary.special_ids) == (0, 1, (0, 1))
+    assert vocabulary.size == len(tokenizer) <= 400
+    assert tokenizer.pad_token == "<|eos|>"
+
+
+def test_the_mask_token_swallows_the_space_before_it():
+    tokenizer = small_tokenizer()
+    masked = tokenizer("The <|mask|> sleeps")["input_ids"]
+    whole = tokenizer("The dog sleeps")["input_ids"]
+    hidden = tokenizer(" dog")["input_ids"]
+    at = masked.index(tokenizer.mask_token_id)
+    assert masked[:at] + hidden + masked[at + 1 :] == whole
+
+
+def test_fingerprint_survives_saving_and_notices_changes(tmp_path):
+    tokenizer = small_tokenizer()
+    before = vocabulary_of(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "one")
+    again = load_tokenizer(tmp_path / "one")
+    assert vocabulary_of(again) == before
+    again("padded and cut", padding="max_length", truncation=True, max_length=4)  # leaves its settings in the backend
+    assert vocabulary_of(again).fingerprint == before.fingerprint
+    again.save_pretrained(tmp_path / "two")
+    assert vocabulary_of(load_tokenizer(tmp_path / "two")) == before
+    assert vocabulary_of(train_tokenizer(TEXTS, 290)).fingerprint != before.fingerprint
+    again.mask_token = "dog"
+    assert vocabulary_of(again).fingerprint != before.fingerprint
+
+
+def test_what_cannot_be_loaded_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="no such folder"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(InputError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_command_writes_a_folder_once(tmp_path, capsys):
+    from text_helpers import write_jsonl
+
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    arguments = ["--input", str(corpus), "--vocab-size", "400", "--output", str(tmp_path / "out")]
+    main(arguments)
+    assert vocabulary_of(load_tokenizer(tmp_path / "out")) == vocabulary_of(small_tokenizer())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "out"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(["--vocab-size", "100"], "at least 258"), (["--json-key", "body"], "no key `body`")]
+)
+def test_command_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys, change, message):
+    from text_helpers import write_jsonl
+
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", TEXTS)
+    with pytest.raises(SystemExit) as stop:
+        main(["--input", str(corpus), "--output", str(tmp_path / "out"), *change])
+    errors = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in errors and errors.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.jsonl"]
+
+
+@pytest.mark.parametrize("make", [small_tokenizer, llama3_like, wordpiece, byte_fallback])
+def test_runs_hold_every_token_once_and_no_half_character(make):
+    tokenizer = make()
+    for text in [*TEXTS, *HOSTILE[:-2], "日本語 a\ufffdb\ufffd\ufffd", "it 's 3 . 14 , n't"]:
+        ids = reference_ids(tokenizer, text)
+        whole = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        runs = decode_in_runs(tokenizer, ids)
+        assert sum(count for count, _ in runs) == len(ids)
+        assert "".join(piece for _, piece in runs) == whole
+        assert "".join(piece for _, piece in runs).count("\ufffd") == text.count("\ufffd") or make is wordpiece
+
+
+def test_runs_are_as_short_as_characters_allow():
+    tokenizer = small_tokenizer()  # é and ö are two tokens, one a byte
+    ids = reference_ids(tokenizer, "Zöé x")
+    assert decode_in_runs(tokenizer, ids) == [(1, "Z"), (2, "ö"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_runs(tokenizer, ids[:-3]) == [(1, "Z"), (2, "ö"), (1, "\ufffd")]
+    assert decode_in_runs(tokenizer, ids[2:]) == [(1, "\ufffd"), (2, "é"), (1, " "), (1, "x")]
+    assert decode_in_runs(tokenizer, []) == []
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_joined_is_the_documents_end_to_end(fast):
+    encoder = Encoder(train_tokenizer(TEXTS, 400).backend_tokenizer.to_str(), fast)
+    assert encoder.fast == fast
+    texts = ["", *TEXTS, "half a pair \ud800 here", "", "<|eos|> spelled out", "x" * 5000]
+    rows = encoder(texts)
+    tokens, lengths = encoder.joined(texts)
+    assert tokens.dtype == np.uint32 and tokens.tolist() == np.concatenate(rows).tolist()
+    assert lengths.tolist() == [len(row) for row in rows]
+    for nothing in ([], [""]):
+        tokens, lengths = encoder.joined(nothing)
+        assert len(tokens) == 0 and lengths.tolist() == [0] * len(nothing)

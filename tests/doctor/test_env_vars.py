@@ -1,0 +1,137 @@
+"""Variables that bite, those that do not, and that nothing else is shown."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megaenc.doctor.env_vars import BITES, variables
+from megaenc.doctor.result import Asked
+
+ROCM_ENV = Path(__file__).parents[2] / "docker" / "rocm_env.sh"
+
+
+def found(**environment):
+    return {each.what: each for each in variables(Asked(environment=environment))}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "level"),
+    [
+        ("NVTE_FLASH_ATTN", "0", "note"),
+        ("NVTE_FLASH_ATTN", "1", "ok"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "ok"),
+        ("CUDA_LAUNCH_BLOCKING", "1", "note"),
+        ("CUDA_LAUNCH_BLOCKING", "0", "ok"),
+        ("NCCL_P2P_DISABLE", "1", "note"),
+        ("NCCL_P2P_DISABLE", "0", "ok"),
+        ("NCCL_NET", "Socket", "note"),
+        ("NCCL_NET", "IB", "ok"),
+        ("NCCL_ALGO", "Ring", "note"),
+        ("NCCL_DEBUG", "info", "note"),
+        ("NCCL_DEBUG", "WARN", "ok"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "1", "note"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "ok"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "note"),
+        ("TRITON_INTERPRET", "1", "problem"),
+        ("RCCL_MSCCL_ENABLE", "0", "ok"),
+    ],
+)
+def test_values_that_bite(name, value, level):
+    one = found(**{name: value})[name]
+    assert (one.level, one.found) == (level, value)
+    assert bool(one.advice) == (level != "ok")
+
+
+def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(one_process, monkeypatch):
+    """NVTE_FLASH_ATTN=0, as AMD's launchers have it, is no problem: megatron-core's own models refuse it, megaenc's does not."""
+    import torch
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    from megaenc.backend import Layout
+    from megaenc.model import ModelConfig
+    from megaenc.model.encoder import build_encoder
+
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        monkeypatch.setenv(name, "0")
+    tiny = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
+    encoder = build_encoder(tiny, 100, 32, Layout(), torch.float32, seed=3)
+    with pytest.raises(AssertionError, match="NVTE_FLASH_ATTN"):
+        LanguageModule._set_attention_backend(encoder)
+
+
+def test_what_rocm_env_sets_does_not_bite():
+    set_there = dict(re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE))
+    assert len(set_there) > 8
+    assert {each.what: each.level for each in variables(Asked(environment=set_there))} == dict.fromkeys(set_there, "ok")
+
+
+def test_nothing_else_is_shown():
+    keys = dict.fromkeys(("NVIDIA_API_KEY", "NVIDIA_APIKEY", "AMD_ACCESS_KEY_ID", "TORCH_HUB_KEY", "NCCL_TOKEN"), "secret")
+    shown = found(HF_TOKEN="secret", HOME="/root", AWS_SECRET_ACCESS_KEY="secret", PATH="/bin", **keys)
+    assert [each.level for each in shown.values()] == ["ok"]
+    assert "secret" not in str(shown)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        *(
+            "AUTH",
+            "AUTH_HEADER",
+            "BASICAUTH",
+            "CRED",
+            "CREDENTIALS",
+            "PASS",
+            "PASSWORD",
+            "PASSPHRASE",
+            "PWD",
+            "SESSION_ID",
+            "COOKIE",
+        ),
+        *("BEARER", "SAS", "DSN", "API_KEY", "APIKEY", "SECRET", "TOKEN", "PIN", "SIGNATURE", "auth_token", "password"),
+    ],
+)
+def test_a_variable_named_after_a_secret_is_not_shown(end):
+    assert "hunter2" not in str(found(**{f"NVIDIA_{end}": "hunter2"}))
+
+
+@pytest.mark.parametrize("name", ["CUDA_DSNAP", "NCCL_BYPASS_CHECK", "NCCL_DEBUG", "UCX_PINNED", "TORCH_DISASSEMBLY"])
+def test_a_variable_that_only_resembles_one_is_shown(name):
+    assert found(**{name: "7"})[name].found == "7"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("http://user:hunter2@proxy:80", "http://***@proxy:80"),
+        ("https://hunter2@host/path", "https://***@host/path"),
+        ("tcp://user:hunt/er2@h@host", "tcp://***@host"),
+        ("https://host/a?sig=hunter2&x=1", "https://host/a?sig=***&x=1"),
+        ("api_key=hunter2;a=b", "api_key=***;a=b"),
+        ("Password=hunter2", "Password=***"),
+        ("Authorization: Bearer hunter2", "Authorization: Bearer ***"),
+        ("expandable_segments:True,max_split_size_mb:128", "expandable_segments:True,max_split_size_mb:128"),
+        ("^docker0,lo", "^docker0,lo"),
+        ("mlx5_0:1,mlx5_1:1", "mlx5_0:1,mlx5_1:1"),
+        ("/a/b@c:/d", "/a/b@c:/d"),
+    ],
+)
+def test_secrets_within_a_value_are_masked(value, shown):
+    assert found(NCCL_NET_PLUGIN=value)["NCCL_NET_PLUGIN"].found == shown
+
+
+@pytest.mark.parametrize("name", ["NCCL_IB_PKEY", "UCX_IB_PKEY"])
+def test_a_key_of_a_network_is_no_secret(name):
+    assert found(**{name: "0x8001"})[name].found == "0x8001"
+
+
+def test_two_ways_to_hide_devices_are_a_note():
+    shown = found(HIP_VISIBLE_DEVICES="0", ROCR_VISIBLE_DEVICES="3")
+    assert shown["HIP_ and ROCR_VISIBLE_DEVICES"].level == "note"
+    assert shown["HIP_VISIBLE_DEVICES"].alike == "ok", "srun gives each rank its own"
+
+
+def test_every_bite_says_what_to_do():
+    assert all(advice for _, _, advice in BITES)

@@ -1,0 +1,85 @@
+"""What a model's folder is known by: the bytes of its weights, read once for as long as nobody touches them."""
+
+import hashlib
+import os
+
+import pytest
+from fake_runs import make_model
+
+from megaenc.errors import InputError
+from megaenc.finetune.model import fingerprint
+from megaenc.finetune.model.fingerprint import KNOWN, check_model_folder, model_fingerprints
+
+
+@pytest.fixture
+def reads(monkeypatch) -> list[str]:
+    """The folders whose weights were read, in order."""
+    found, digest = [], fingerprint._digest
+    monkeypatch.setattr(fingerprint, "_digest", lambda folder, *more: found.append(folder.name) or digest(folder, *more))
+    return found
+
+
+def test_weights_are_read_once(tmp_path, reads):
+    folders = [str(make_model(tmp_path / name)) for name in ("one", "two")]
+    first = model_fingerprints(folders[:1], str(tmp_path))
+    both = model_fingerprints(folders, str(tmp_path))
+    assert reads == ["one", "two"] and both[0] == first[0] != both[1]
+    assert model_fingerprints(folders[::-1], str(tmp_path)) == both[::-1] and reads == ["one", "two"]
+
+
+def test_the_fingerprint_is_of_names_and_bytes(tmp_path):
+    model, whole = make_model(tmp_path / "one"), hashlib.sha256()
+    for name in ("config.json", "model.safetensors"):
+        whole.update(name.encode() + b"\0" + hashlib.sha256((model / name).read_bytes()).digest())
+    assert model_fingerprints([str(model)], str(tmp_path)) == [whole.hexdigest()]
+
+
+def test_weights_that_change_behind_their_time_are_read_again(tmp_path, reads):
+    """Other bytes of the same length under the same name and with the same time of change, as a copy may leave them."""
+    model = make_model(tmp_path / "one")
+    weights = model / "model.safetensors"
+    before, at = model_fingerprints([str(model)], str(tmp_path)), weights.stat()
+    weights.write_bytes(weights.read_bytes()[::-1])
+    os.utime(weights, ns=(at.st_atime_ns, at.st_mtime_ns))
+    assert weights.stat().st_mtime_ns == at.st_mtime_ns
+    assert model_fingerprints([str(model)], str(tmp_path)) != before and reads == ["one", "one"]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "\0"])
+def test_a_file_of_fingerprints_that_says_nothing_is_made_again(tmp_path, content):
+    model = str(make_model(tmp_path / "one"))
+    whole = model_fingerprints([model], str(tmp_path))
+    (tmp_path / KNOWN).write_text(content)
+    assert model_fingerprints([model], str(tmp_path)) == whole
+    assert list(tmp_path.glob(".*")) == [tmp_path / KNOWN]
+
+
+def test_no_folder_is_made_for_it(tmp_path):
+    model = str(make_model(tmp_path / "one"))
+    assert model_fingerprints([model], str(tmp_path / "new")) == model_fingerprints([model], str(tmp_path))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", "{", "config.json: not JSON"),
+        ("config.json", "[]", "config.json: found list; expected the configuration of a model"),
+        ("config.json", None, r"no config\.json there, expected config\.json, \*\.safetensors and tokenizer\.json"),
+        ("model.safetensors", None, r"no \*\.safetensors there"),
+        ("tokenizer.json", None, r"no tokenizer\.json there"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, name, content, message):
+    model = make_model(tmp_path / "one")
+    (model / "pytorch_model.bin").touch()  # neither of these is loaded
+    (model / "vocab.txt").touch()
+    check_model_folder(str(model))
+    (model / name).unlink() if content is None else (model / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        check_model_folder(str(model))
+
+
+def test_a_name_of_the_hub_is_told_how_to_become_a_folder():
+    with pytest.raises(InputError, match=r"--model bert-base-uncased: no such folder; .* `hf download NAME --local-dir FOLDER`"):
+        check_model_folder("bert-base-uncased")

@@ -1,0 +1,182 @@
+"""The tables of a grid, from trees whose numbers are known."""
+
+import csv
+import json
+import os
+import re
+
+import pytest
+import trees
+from fake_runs import find, make_model
+
+from megaenc import flags
+from megaenc.finetune.grid.command import GridSettings, run_grid
+from megaenc.finetune.results.summary import summary_main
+
+PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Two models; retrieval as printed, one rate collapsed on SQuAD v2, one run missing."""
+    root = tmp_path / "results"
+    worse = [score - 0.1 for score in PRINTED]
+    retrieval = {1e-5: worse, 5e-5: PRINTED, 5e-4: [*worse[:4], None]}
+    trees.cell(root, "610m-mlm40-42k", "IR/msmarco", retrieval, "msmarco_pairs_")
+    trees.cell(root, "610m-mlm40-42k", "IR/nq", {1e-5: PRINTED[::-1], 5e-5: worse}, "msmarco_pairs_")
+    trees.cell(root, "610m-clm-42k", "QA/squad_v2", {1e-5: [0.60, 0.62], 5e-4: [5945 / 11873, 0.55]})
+    return root
+
+
+def printed(capsys, *argv) -> str:
+    summary_main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    assert not captured.err and all(len(line) <= 80 for line in captured.out.splitlines() if "─" in line)
+    return captured.out
+
+
+def test_mean_and_interval_with_the_chosen_rate(study, capsys):
+    said = printed(capsys, study)
+    assert ["msmarco", "paper's", "91.65", "(0.45)", "5e-05", "14/15"] in [line.split()[-6:] for line in said.splitlines()]
+    assert "91.65 (0.64)" in printed(capsys, study, "--interval", "t")
+
+
+def test_the_average_is_of_the_seeds_averages(study, capsys):
+    """Each seed's average over the two, whose seeds run against each other: (91.02 + 92.33) / 2 = 91.675 for the first."""
+    seeds = [(one + other) / 2 for one, other in zip(PRINTED, PRINTED[::-1], strict=True)]
+    mean = sum(seeds) / 5
+    sd = (sum((seed - mean) ** 2 for seed in seeds) / 4) ** 0.5
+    assert f"average of 2  paper's  {100 * mean:.2f} ({100 * 1.96 * sd / 5**0.5:.2f})" in printed(capsys, study)
+
+
+def test_trainings_are_kept_apart(tmp_path, capsys):
+    """Two trainings, each evaluated on two sets: each set has a row, and each training an average, of its own."""
+    for train_on, scores in (("pairs", [0.2, 0.4]), ("mined", [0.8, 0.6])):
+        for name, more in (("msmarco", 0.0), ("nq", 0.1)):
+            trees.cell(tmp_path / "tree", "toy", f"IR/{name}", {1e-5: [score + more for score in scores]}, f"{train_on}_")
+    said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")
+    folded = " ".join(said.split())
+    for words in ("msmarco after mined paper's 70.00", "msmarco after pairs paper's 30.00", "nq after pairs paper's 40.00"):
+        assert words in folded
+    assert "average of 2 after mined paper's 75.00" in folded and "average of 2 after pairs paper's 35.00" in folded
+    rows = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert [row["train_on"] for row in rows if row["dataset"] == "average of 2"] == ["mined", "pairs"]
+    trees.cell(tmp_path / "tree", "toy", "IR/mldr_en", {1e-5: [0.5, 0.5]}, "pairs_")
+    said = " ".join(printed(capsys, tmp_path / "tree").split())
+    assert "average of 3 after pairs paper's 40.00" in said and "average of 2 after mined paper's 75.00" in said
+
+
+def test_names_are_printed_as_they_are(tmp_path, capsys):
+    trees.cell(tmp_path, "[red]toy:smile:", "SC/[b]", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
+    said = printed(capsys, tmp_path)
+    assert said.count("[b]") == 2 and "[red]toy:smile:" in said
+
+
+def test_the_learning_rates_are_compared(study, capsys):
+    rows = [line.split() for line in printed(capsys, study).splitlines()]
+    # Spread 10 points; a rate without every seed is marked and counts for nothing.
+    assert ["610m-mlm40-42k", "msmarco", "81.7", "91.7*", "x", "10.0", "1"] in rows
+    assert ["610m-clm-42k", "squad_v2", "61.0*", "52.5", "8.5", "1"] in rows
+
+
+def test_collapsed_runs_are_listed(study, capsys):
+    said = printed(capsys, study)
+    assert "collapsed: 610m-clm-42k squad_v2: never answers: 5e-04 sd0" in said
+    assert "!" not in said  # it is not of the chosen rate
+
+
+def test_a_chosen_rate_with_a_collapsed_run_is_marked(tmp_path, capsys):
+    trees.cell(tmp_path / "results", "toy", "QA/squad_v2", {1e-5: [5945 / 11873, 0.9]})
+    said = printed(capsys, tmp_path / "results", "--output", tmp_path / "out.json")
+    assert "70.04 (39.13) !" in said and "! marks" in said
+    assert json.loads((tmp_path / "out.json").read_text())["rows"][0]["collapsed"] == "1 of 2: never answers"
+
+
+def test_a_grid_that_is_not_done_is_shown_as_far_as_it_is(tmp_path, capsys):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, None], 2e-5: [None, 0.5]})
+    rows = [line.split() for line in printed(capsys, tmp_path).splitlines()]
+    assert ["toy", "sst2", "paper's", "-", "2/4"] in rows and ["toy", "sst2", "x", "x"] in rows
+
+
+@pytest.fixture
+def grid(tmp_path):
+    """What a grid has written: two sets of retrieval, a rate with a NaN."""
+    model = make_model(tmp_path / "toy", **{"lr5e-04_sd0": {"do": "nan"}})
+    argv = ["--model", str(model), "--output", str(tmp_path / "results"), "--datasets", "ir1", "ir2"]
+    settings = [*argv, "--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
+    with pytest.raises(SystemExit):
+        run_grid(flags.parse(GridSettings, settings, prog="grid", description="a grid"), find, "fake_runs:run")
+    return tmp_path / "results"
+
+
+def test_standard_metrics_stand_beside_the_papers(grid, capsys):
+    for which, shown in (("both", ["paper's", "accuracy"]), ("paper", ["paper's"]), ("standard", ["accuracy"])):
+        said = printed(capsys, grid, "--metrics", which)
+        assert [name for name in ("paper's", "accuracy") if name in said.partition("mean score")[0]] == shown
+
+
+def test_baselines_stand_beside_the_means(grid, tmp_path, capsys):
+    scores = printed(capsys, grid, "--output", tmp_path / "out.csv").partition("mean score")[0]
+    rows = [line.split() for line in scores.splitlines()]
+    assert [row[-3] for row in rows if row[-1:] == ["3/4"]] == ["50.00", "50.00"]
+    assert [row[-1] for row in rows if row[:1] == ["accuracy"]] == ["25.00"] * 3  # two sets and their average
+    written = list(csv.DictReader((tmp_path / "out.csv").read_text().splitlines()))
+    assert {(row["metric"], row["baseline"]) for row in written} == {("paper's", "50.0"), ("accuracy", "25.0")}
+
+
+def test_published_results_hold_no_baseline(study, capsys):
+    assert "baseline" not in printed(capsys, study)
+
+
+def test_failed_runs_are_listed_and_their_rate_is_not_chosen(grid, capsys):
+    said = printed(capsys, grid)
+    assert "failed: toy ir1: the loss is nan in step 3: 5e-04 sd0" in said and "6 results, 2 failed runs" in said
+    assert "!" not in said
+    assert {row[-2] for row in (line.split() for line in said.splitlines()) if "3/4" in row} == {"1e-05"}
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "md"])
+def test_all_numbers_go_to_a_file(study, tmp_path, capsys, ending):
+    output = tmp_path / "new" / f"summary.{ending}"
+    assert f"written: {output}" in printed(capsys, study, "--output", output)
+    text = output.read_text()
+    if ending == "md":
+        assert "| 610m-mlm40-42k | IR | msmarco | msmarco_pairs | paper's | 91.65 (0.45) | - | 5e-05 | 14/15 |" in text
+        return
+    rows = json.loads(text)["rows"] if ending == "json" else list(csv.DictReader(text.splitlines()))
+    [row] = [row for row in rows if row["dataset"] == "msmarco"]
+    assert float(row["mean"]) == pytest.approx(100 * sum(PRINTED) / 5) and float(row["learning_rate"]) == 5e-5
+    assert round(float(row["half"]), 2) == 0.45 and int(row["seeds"]) == 5
+
+
+def test_wrong_input_is_one_line(study, tmp_path, refusal):
+    assert "expected .json, .csv or .md" in refusal(summary_main, [study, "--output", "summary.xls"])
+    assert "No such file" in refusal(summary_main, [tmp_path / "nowhere"])
+
+
+def test_names_are_one_cell_of_the_markdown_and_no_html(tmp_path, capsys):
+    evil = "m|x\n| a | <script>alert(1)</script> `c` ![i](http://x)\x1b[2J\u202e"
+    trees.cell(tmp_path / "tree", evil.replace("/", ""), "SC/[b](u)", {1e-5: [0.5, 0.6], 2e-5: [0.1, 0.2]})
+    file = tmp_path / "tree" / evil.replace("/", "") / "SC" / "[b](u)" / "lr1e-05_sd0" / "results.json"
+    values = json.loads(file.read_text())
+    values["test"] |= {"collapsed": evil, "metrics": {"f1 | <b>": 0.5}}
+    file.write_text(json.dumps(values))
+    said = printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.md")
+    assert "\x1b" not in said and "\u202e" not in said
+    printed(capsys, tmp_path / "tree", "--output", tmp_path / "out.csv")
+    lines = (tmp_path / "out.md").read_text().splitlines()
+    for line in lines:
+        assert "<" not in line and "\x1b" not in line and "\u202e" not in line and not re.search(r"(?<!\\)[`\[]", line)
+    tables = [line for line in lines if line.startswith("| ")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in tables} == {11, 6}
+    read = list(csv.DictReader((tmp_path / "out.csv").open(newline="")))
+    assert {row["model"] for row in read} == {evil.replace("/", "")}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.write_bytes(b"[" * 100_000)])
+def test_results_that_cannot_be_read_are_one_line(tmp_path, refusal, make):
+    trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5]})
+    file = tmp_path / "toy" / "SC" / "sst2" / "lr1e-05_sd0" / "results.json"
+    file.unlink()
+    make(file)
+    assert f"{file}: " in refusal(summary_main, [tmp_path])

@@ -1,0 +1,174 @@
+"""Token classification: which word a sub-token is of, gradients of the plain way, and scores worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from megaenc.finetune.config import Protocol
+from megaenc.finetune.examples import TaggedWords
+from megaenc.finetune.tasks.token_classification import Tagging
+from megaenc.finetune.tokenized import TextEncoder
+
+TAGS = ("O", "B-PER", "I-PER", "B-LOC")
+EXAMPLES = [
+    TaggedWords("0", ("Marie", "Curie", "walked", "to", "Paris", "."), (1, 2, 0, 0, 3, 0)),
+    TaggedWords("1", ("Nobody", "came"), (0, 0)),
+    TaggedWords("2", ("Lyon", ",", "\u65e5\u672c", "e\u0301t\u00e9", "Paris"), (3, 0, 3, 0, 3)),
+]
+
+
+@pytest.fixture
+def task(dataset):
+    return Tagging(dataset(TAGS, train=EXAMPLES), Protocol(tokens_per_forward=40))
+
+
+def test_sub_tokens_belong_to_their_words(task, encoder, tokenizer):
+    data = task.encode(EXAMPLES, encoder)
+    for row, example in enumerate(EXAMPLES):
+        tokens, words, tags = (
+            values[data.starts[row] : data.starts[row + 1]] for values in (data.tokens, *data.columns.values())
+        )
+        assert tokens.tolist() == [*tokenizer.encode(" ".join(example.words), add_special_tokens=False), tokenizer.eos_token_id]
+        assert words[-1] == -1 and tags[-1] == -100
+        assert tags[:-1].tolist() == [example.tags[word] for word in words[:-1]]
+        # Byte-level tokens spell their words, the space before them included.
+        spelled = [tokenizer.decode(tokens[words == word]).removeprefix(" ") for word in range(len(example.words))]
+        assert spelled == list(example.words)
+
+
+def test_a_beginning_has_no_tag(task, tokenizer):
+    tokenizer.bos_token = "<|mask|>"
+    data = task.encode(EXAMPLES[:1], TextEncoder(tokenizer, 64, add_bos=True))
+    tokenizer.bos_token = None
+    assert data.columns["tags"][0] == -100 and data.columns["tags"][1] == 1
+
+
+@pytest.mark.parametrize("tokens_per_forward", [16384, 40, 1])
+def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
+    task = Tagging(dataset(TAGS), Protocol(tokens_per_forward=tokens_per_forward))
+    data, model = task.encode(EXAMPLES, encoder), make_model(task)
+    head = task.head(16)
+    head.load_state_dict(model.head.state_dict())
+    rows = np.array([2, 0, 1])
+    states, mask = plain_states.forward(data.texts(rows))
+    tags = torch.full(mask.shape, -100)
+    for at, row in enumerate(rows):
+        tags[at, : data.lengths[row]] = torch.from_numpy(data.columns["tags"][data.starts[row] : data.starts[row + 1]])
+    expected = cross_entropy(head(states).flatten(0, 1), tags.flatten())
+    expected.backward()
+    assert task.backward(model, data, rows) == pytest.approx(expected.item(), rel=1e-6)
+    same_gradients(model, plain_states.model, head)
+
+
+def told(data, tags_of):
+    """States that say, for each row and word, the tag of `tags_of`; whatever at the end."""
+    for row, text in enumerate(data.texts(range(len(data)))):
+        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+        yield text, np.eye(len(TAGS))[[tags_of[row][word] if word >= 0 else 1 for word in words]]
+
+
+def test_scores(task, encoder, oracle):
+    data = task.encode(EXAMPLES, encoder)
+    scores = task.evaluate(oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES)
+    assert scores.score == 1 and scores.scores_i == [1.0] * 3 and scores.collapsed is None
+    assert scores.metrics == {"span_f1": 1.0, "span_precision": 1.0, "span_recall": 1.0}
+    assert scores.metrics_i == {"spans_right": [2, 0, 3], "spans_predicted": [2, 0, 3], "spans_there": [2, 0, 3]}
+    assert scores.baseline == {"score": 1.0, "span_f1": 1.0, "span_precision": 1.0, "span_recall": 1.0}  # it has seen them
+
+    # Curie is lost, and a comma is a place.
+    scores = task.evaluate(oracle(task, told(data, [(1, 0, 0, 0, 3, 0), (0, 0), (3, 3, 3, 0, 3)])), data, EXAMPLES)
+    first = (6 / 7 + 1 + 0 + 1) / 4  # O: 3 found of 3, 1 too many; B-PER; I-PER; B-LOC
+    assert scores.scores_i == pytest.approx([first, 1, (2 / 3 + 6 / 7) / 2])
+    assert scores.score == pytest.approx(np.mean(scores.scores_i))
+    assert scores.metrics_i == {"spans_right": [1, 0, 3], "spans_predicted": [2, 0, 4], "spans_there": [2, 0, 3]}
+    assert scores.metrics["span_precision"] == 4 / 6 and scores.metrics["span_recall"] == 4 / 5
+
+
+def test_the_baseline_knows_words_of_the_training_set_alone(dataset, encoder, oracle):
+    train = [
+        TaggedWords("0", ("Paris", "Paris", "is", "in", "Lyon"), (3, 1, 0, 0, 3)),
+        TaggedWords("1", ("Paris", ".", "."), (3, 0, 0)),
+    ]
+    task = Tagging(dataset(TAGS, train=train), Protocol())
+    split = [TaggedWords("0", ("Paris", ",", "Marie"), (3, 0, 1))]
+    data = task.encode(split, encoder)
+    scores = task.evaluate(oracle(task, told(data, [(3, 0, 1)])), data, split)
+    assert scores.baseline["span_recall"] == 0.5 and scores.baseline["span_precision"] == 1
+    assert scores.baseline["score"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+
+
+def test_words_that_were_cut_off_are_outside(task, encoder, tokenizer, oracle):
+    whole = task.encode(EXAMPLES, encoder)
+    words = whole.columns["words"][: whole.lengths[0]]
+    room = int(np.flatnonzero(words == 2)[0])  # Marie Curie, and nothing of what follows
+    data = task.encode(EXAMPLES, TextEncoder(tokenizer, room + 1))
+    assert data.lengths.max() == room + 1 and data.truncated == int((whole.lengths > room + 1).sum()) > 0
+    scores = task.evaluate(oracle(task, told(data, [example.tags for example in EXAMPLES])), data, EXAMPLES)
+    # Paris is lost.
+    assert scores.metrics_i["spans_right"][0] == scores.metrics_i["spans_predicted"][0] == 1
+    assert scores.metrics_i["spans_there"] == [2, 0, 3]
+    assert scores.scores_i[0] == pytest.approx((6 / 7 + 1 + 1 + 0) / 4)
+
+
+def test_a_constant_prediction_is_a_collapse(task, encoder, oracle):
+    data = task.encode(EXAMPLES, encoder)
+    nothing = [(0,) * len(example.words) for example in EXAMPLES]
+    scores = task.evaluate(oracle(task, told(data, nothing)), data, EXAMPLES)
+    assert scores.collapsed == "constant prediction O" and scores.metrics["span_f1"] == 0
+    assert scores.scores_i[1] == 1  # a sentence of O alone
+
+
+def other_tokenizer(kind):
+    """Kinds that say otherwise than byte-level BPE which characters a token is made of."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[UNK]", "[SEP]"]
+    texts = [" ".join(example.words) for example in EXAMPLES] * 5
+    if kind == "WordPiece in lower case":
+        backend, trainer = (
+            Tokenizer(models.WordPiece(unk_token="[UNK]")),
+            trainers.WordPieceTrainer(vocab_size=90, special_tokens=special),
+        )
+        backend.normalizer, backend.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    elif kind == "Unigram":
+        backend = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=60, special_tokens=special, unk_token="[UNK]")
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    else:
+        backend = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(
+            vocab_size=300, special_tokens=special, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        )
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "byte-level with a first space")
+        backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", sep_token="[SEP]")
+
+
+@pytest.mark.parametrize(
+    "kind", ["WordPiece in lower case", "Unigram", "byte-level without spaces in its offsets", "byte-level with a first space"]
+)
+def test_other_tokenizers(task, kind):
+    tokenizer = other_tokenizer(kind)
+    data = task.encode(EXAMPLES, TextEncoder(tokenizer, 200))
+    for row, example in enumerate(EXAMPLES):
+        tokens = data.texts([row])[0]
+        words = data.columns["words"][data.starts[row] : data.starts[row + 1]]
+        assert words[-1] == -1 and tokens[-1] == tokenizer.sep_token_id
+        assert np.array_equal(np.unique(words[:-1]), np.arange(len(example.words)))
+        assert (np.diff(words[:-1]) >= 0).all()
+        for word in range(len(example.words)):
+            pieces = "".join(tokenizer.convert_ids_to_tokens(tokens[words == word].tolist()))
+            if kind == "Unigram" and "[UNK]" not in pieces:
+                assert pieces.replace("\u2581", "") == example.words[word]
+            if kind.startswith("WordPiece") and "[UNK]" not in pieces and example.words[word].isascii():
+                assert pieces.replace("##", "") == example.words[word].lower()
+            if kind.startswith("byte-level") and example.words[word].isascii():
+                assert pieces.replace("\u0120", "") == example.words[word]
+
+
+def test_predictions_that_are_no_number_are_no_score(dataset, encoder, make_model, refuses_nan):
+    task = Tagging(dataset(TAGS, train=EXAMPLES), Protocol())
+    refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

@@ -1,0 +1,162 @@
+"""Rows of texts against the tokenizer itself, and a cache that is whole or not there."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from megaenc.data.tokenizer.tokenizer import train_tokenizer
+from megaenc.errors import InputError
+from megaenc.finetune.tokenized import Encoded, TextEncoder, cached
+
+TEXTS = [
+    "The small garden behind the house was full of yellow flowers.",
+    "",
+    "A text that spells <|eos|> and <|mask|> means the characters.",
+    "  spaces  inside, \u65e5\u672c\u8a9e \U0001f44d\U0001f3fd e\u0301",
+    "word " * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(TEXTS * 20, 330)
+
+
+@pytest.fixture(scope="module")
+def plain(tokenizer):
+    return [tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"] for text in TEXTS]
+
+
+def test_rows_are_plain_text_with_an_end(tokenizer, plain):
+    encoded = TextEncoder(tokenizer, 1000).encode(TEXTS)
+    assert [row.tolist() for row in encoded.texts(np.arange(5))] == [[*ids, tokenizer.eos_token_id] for ids in plain]
+    assert tokenizer.eos_token_id not in plain[2] and tokenizer.mask_token_id not in plain[2]
+    assert encoded.truncated == 0 and len(encoded) == 5 and encoded.tokens.dtype == np.int32
+    assert encoded.lengths.tolist() == [len(ids) + 1 for ids in plain]
+
+
+def test_long_texts_are_cut_and_counted_and_keep_their_end(tokenizer, plain):
+    encoded = TextEncoder(tokenizer, 12).encode(TEXTS)
+    assert [row.tolist() for row in encoded.texts(np.arange(5))] == [[*ids[:11], tokenizer.eos_token_id] for ids in plain]
+    assert encoded.truncated == sum(len(ids) > 11 for ids in plain) > 2
+    exact = TextEncoder(tokenizer, len(plain[0]) + 1).encode(TEXTS[:1])
+    assert exact.truncated == 0 and exact.lengths.tolist() == [len(plain[0]) + 1]
+
+
+def test_beginnings_and_ends_are_a_choice(tokenizer, plain):
+    tokenizer.bos_token = "<|mask|>"
+    both = TextEncoder(tokenizer, 8, add_bos=True)
+    assert both.encode(TEXTS[:1]).tokens.tolist() == [tokenizer.mask_token_id, *plain[0][:6], tokenizer.eos_token_id]
+    assert TextEncoder(tokenizer, 8, add_eos=False).encode(TEXTS[:1]).tokens.tolist() == plain[0][:8]
+    tokenizer.bos_token = None
+    with pytest.raises(InputError, match=r"--add-bos: .* has no BOS token"):
+        TextEncoder(tokenizer, 8, add_bos=True)
+    tokenizer.cls_token = "<|mask|>"  # what BERT begins texts with
+    assert TextEncoder(tokenizer, 8, add_bos=True).encode(TEXTS[:1]).tokens[0] == tokenizer.mask_token_id
+    tokenizer.cls_token = None
+
+
+def test_refusals(tokenizer):
+    with pytest.raises(InputError, match="--max-length: found 1, expected room for text"):
+        TextEncoder(tokenizer, 1)
+    with pytest.raises(InputError, match="text 2: found no token"):
+        TextEncoder(tokenizer, 8, add_eos=False).encode(TEXTS)
+
+
+def test_offsets_say_the_characters_of_each_token(tokenizer, plain):
+    encoded = list(TextEncoder(tokenizer, 4).with_offsets(TEXTS))
+    for text, ids, (tokens, offsets) in zip(TEXTS, plain, encoded, strict=True):
+        assert tokens.tolist() == ids  # whole, whatever the model reads
+        assert offsets.shape == (len(ids), 2)
+        covered = {at for start, end in offsets for at in range(start, end)}
+        assert covered == set(range(len(text)))
+    # "\ud83d" alone is no character; a pair of halves is one.
+    [(_, offsets)] = TextEncoder(tokenizer, 4).with_offsets(["a\ud83d\udc4db\ud83d"])
+    assert offsets.max() == 4
+
+
+def test_tokens_by_row_and_columns_by_token(tokenizer):
+    encoded = TextEncoder(tokenizer, 50).encode(TEXTS)
+    encoded.columns["twice"] = encoded.tokens * 2
+    rows = np.array([4, 0])
+    assert np.array_equal(encoded.by_token("twice", rows), 2 * np.concatenate(encoded.texts(rows)))
+
+
+def test_the_cache_makes_once(tokenizer, tmp_path):
+    encoder, calls = TextEncoder(tokenizer, 20), []
+
+    def make() -> dict[str, Encoded]:
+        calls.append(1)
+        both = {"queries": encoder.encode(TEXTS), "documents": encoder.encode(TEXTS[:2])}
+        both["queries"].columns["labels"] = np.arange(5)
+        return both
+
+    key = {**encoder.key, "data": "abc", "split": "train"}
+    made = cached(tmp_path / "cache", key, make)
+    read = cached(tmp_path / "cache", key, make)
+    assert len(calls) == 1 and list(read) == list(made)
+    for name in made:
+        assert np.array_equal(read[name].tokens, made[name].tokens) and read[name].tokens.dtype == np.int32
+        assert np.array_equal(read[name].starts, made[name].starts)
+        assert read[name].truncated == made[name].truncated
+    assert read["queries"].columns["labels"].tolist() == [0, 1, 2, 3, 4] and not read["documents"].columns
+    cached(tmp_path / "cache", {**key, "split": "test"}, make)
+    cached(tmp_path / "cache", {**key, **TextEncoder(tokenizer, 21).key}, make)
+    assert len(calls) == 3
+    one = cached(tmp_path / "cache", {"one": 1}, lambda: encoder.encode(TEXTS))
+    assert np.array_equal(cached(tmp_path / "cache", {"one": 1}, make).tokens, one.tokens) and len(calls) == 3
+
+
+def test_a_broken_file_is_made_again(tokenizer, tmp_path):
+    encoder = TextEncoder(tokenizer, 20)
+    made = cached(tmp_path, {}, lambda: encoder.encode(TEXTS))
+    [file] = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for broken in (b"", whole[:-30], whole.replace(made.tokens.tobytes(), made.tokens.tobytes()[::-1])):
+        file.write_bytes(broken)
+        assert np.array_equal(cached(tmp_path, {}, lambda: encoder.encode(TEXTS)).tokens, made.tokens)
+        assert file.read_bytes() == whole
+
+
+def test_several_processes_make_it_once_together(tmp_path):
+    """Forks, of which the first is given the time to begin; all but one of them have to wait."""
+    context, folder, made = multiprocessing.get_context("fork"), tmp_path / "cache", tmp_path / "made"
+    begun, all_wait = context.Event(), context.Semaphore(0)
+
+    def make() -> Encoded:
+        with open(made, "a") as file:
+            file.write("once\n")
+        begun.set()
+        for _ in range(2):  # until both others have said that they wait
+            assert all_wait.acquire(timeout=60)
+        return Encoded.of([np.arange(3)], 0)
+
+    def want(first: bool) -> None:
+        assert first or begun.wait(60)
+        said = []
+        found = cached(folder, {"one": 1}, make, lambda: said or (said.append(1), all_wait.release()))
+        assert found.tokens.tolist() == [0, 1, 2] and len(said) == (not first)
+
+    processes = [context.Process(target=want, args=(at == 0,)) for at in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert made.read_text() == "once\n" and [path.suffix for path in folder.iterdir()] == [".npz"]
+
+
+def test_what_a_killed_process_left_is_removed_when_it_is_made_again(tmp_path):
+    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    [path] = tmp_path.iterdir()
+    path.rename(tmp_path / f".{path.name}.123-0123abcd.tmp")
+    (tmp_path / f".{path.stem}.lock").touch()
+    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_fails_leaves_nothing(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        cached(tmp_path, {}, lambda: 1 / 0)
+    assert not list(tmp_path.iterdir())

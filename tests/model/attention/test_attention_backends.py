@@ -1,0 +1,221 @@
+"""Every way to compute attention inside documents, against its formula: masks, widths of heads, groups, what kernels are told."""
+
+import contextlib
+
+import attention_helpers as kernels
+import numpy as np
+import pytest
+import torch
+
+from megaenc.objectives import Attention
+
+HOST = torch.device("cpu")
+LENGTHS = [5, 1, 14, 150, 12]
+PREFIXES = [2, 0, 13, 40, 0]  # in the middle, none, all but one, in the middle, none
+WAYS = ("sdpa", "varlen, torch 2.11", "varlen, torch 2.13", "flash-attn 2", "flash-attn 3", "cudnn")
+SHAPES = [(4, 4, 64), (6, 2, 96), (4, 1, 80), (4, 2, 10)]  # heads, groups, width
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """No process group: attention asks for none."""
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
+
+
+def packing(attention, lengths=LENGTHS, prefixes=PREFIXES):
+    from megaenc.model.packed_sequences import Packing
+
+    prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
+    return Packing.of([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
+
+
+def numbers(heads, groups, width, lengths=LENGTHS):
+    """q, k, v and the gradient from above."""
+    tokens = sum(lengths)
+    torch.manual_seed(0)
+    return [torch.randn(tokens, count, width) for count in (heads, groups, groups, heads)]
+
+
+@pytest.fixture
+def plug(monkeypatch):
+    """Put a stand-in where the kernel of one of WAYS would be called; returns the name of the backend."""
+    from megaenc.model.attention import backends, padded
+
+    backends.flash_kernel.cache_clear()
+
+    def plug(way):
+        name, _, version = way.partition(", torch ")
+        if name == "varlen":
+            told = {"enable_gqa": True} if version == "2.13" else {}
+            monkeypatch.setattr(backends, "_GROUPED", told)
+            monkeypatch.setattr(backends, "varlen_attn", kernels.varlen_2_13 if told else kernels.varlen_2_11)
+        elif name.startswith("flash"):
+            kernels.install(monkeypatch, "flash_attn", kernels.flash_attn_2)
+            if name.endswith("3"):
+                kernels.install(monkeypatch, "flash_attn_interface", kernels.flash_attn_3)
+                monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+            return "flash"
+        elif name == "cudnn":
+            monkeypatch.setattr(padded, "by_cudnn", contextlib.nullcontext)
+        return name
+
+    yield plug
+    backends.flash_kernel.cache_clear()
+
+
+def computed(name, q, k, v, upstream, packed):
+    """Values and the gradients of q, k and v."""
+    from megaenc.model.attention.backends import attend_by
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend_by(name, *leaves, packed)
+    return out.detach(), *torch.autograd.grad(out, leaves, upstream)
+
+
+@pytest.mark.parametrize("attention", Attention)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "{}-{}-{}".format(*shape))
+@pytest.mark.parametrize("way", WAYS)
+def test_values_and_gradients_are_those_of_the_formula(way, shape, attention, plug):
+    from megaenc.model.attention.selftest import reference
+
+    inputs, packed = numbers(*shape), packing(attention)
+    found = computed(plug(way), *inputs, packed)
+    for here, there in zip(found, reference(*inputs, packed.spans()), strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_document_has_a_prefix(way, plug):
+    inputs = numbers(4, 2, 16)
+    found = computed(plug(way), *inputs, packing(Attention.PREFIX, prefixes=[0] * len(LENGTHS)))
+    expected = computed("sdpa", *inputs, packing(Attention.CAUSAL))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scale_of_its_own(way, plug):
+    from megaenc.model.attention.backends import attend_by
+
+    q, k, v, _ = numbers(4, 2, 10)
+    name, packed = plug(way), packing(Attention.CAUSAL)
+    torch.testing.assert_close(
+        attend_by(name, q, k, v, packed, 0.5), attend_by(name, q * 0.5 * 10**0.5, k, v, packed), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_flash_attn_3_is_for_a_hopper_alone(plug, monkeypatch):
+    from megaenc.model.attention.backends import flash_kernel
+
+    plug("flash-attn 3")
+    called = []
+    kernels.install(monkeypatch, "flash_attn", lambda *_, **__: called.append("2"))
+    kernels.install(monkeypatch, "flash_attn_interface", lambda *_, **__: called.append("3"))
+    for capability in ((9, 0), (8, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        flash_kernel.cache_clear()
+        flash_kernel(HOST)(*"qkv", None, None, 1, 1, scale=1.0, causal=True)
+    assert called == ["3", "2", "2"]
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Of the keys in each call of torch's scaled dot product."""
+    from megaenc.model.attention import padded
+
+    seen, dot_product = [], torch.nn.functional.scaled_dot_product_attention
+
+    def watched(q, k, v, **how):
+        seen.append(tuple(k.shape))
+        return dot_product(q, k, v, **how)
+
+    monkeypatch.setattr(padded, "by_cudnn", contextlib.nullcontext)
+    monkeypatch.setattr(padded.F, "scaled_dot_product_attention", watched)
+    return seen
+
+
+def test_padded_documents_come_in_few_shapes(shapes):
+    """Five documents of up to 128 tokens are a batch of eight, three of up to 512 one of four."""
+    lengths = [128, 1, 300, 17, 257, 90, 512, 64]
+    q, k, v, upstream = numbers(4, 2, 8, lengths)
+    computed("cudnn", q, k, v, upstream, packing(Attention.CAUSAL, lengths))
+    assert shapes == [(8, 2, 128, 8), (4, 2, 512, 8)]
+
+
+@pytest.mark.parametrize("attention", Attention)
+def test_padding_is_worked_out_once_for_all_layers(attention, shapes, monkeypatch):
+    from megaenc.model.attention.padded import Padded
+
+    times, of = [], Padded.of
+    monkeypatch.setattr(Padded, "of", lambda *arguments: times.append(1) or of(*arguments))
+    inputs, packed = numbers(4, 2, 8), packing(attention)
+    for _ in range(3):
+        computed("cudnn", *inputs, packed)
+    assert (len(times), len(shapes)) == (1, 6)
+
+
+def test_what_is_lacking():
+    from megaenc.model.attention.backends import lacking
+
+    accelerator = torch.device("cuda", 0)
+    assert lacking("sdpa", HOST, torch.float32) == lacking("sdpa", accelerator, torch.float32) == ""
+    for name in ("flash", "varlen", "cudnn"):
+        assert lacking(name, HOST, torch.bfloat16) == "needs an accelerator"
+        assert lacking(name, accelerator, torch.float32) == "computes in 16-bit numbers and not in float32"
+    assert lacking("varlen", accelerator, torch.bfloat16) == ""
+
+
+NONE, ALONE = "flash-attn is not installed", "flash-attn 2 is not installed, and version 3, which is, is for a Hopper alone"
+SECOND, THIRD = "flash_attn", "flash_attn_interface"
+
+
+@pytest.mark.parametrize("modules", [(), (SECOND,), (THIRD,), (SECOND, THIRD)], ids=" and ".join)
+@pytest.mark.parametrize(("capability", "hip"), [((9, 0), None), ((8, 0), None), ((9, 0), "7.0")])
+def test_flash_attn_is_there_or_not(modules, capability, hip, monkeypatch):
+    """What is tried is what there is: version 3 on AMD's or on an older device is none."""
+    from megaenc.model.attention import backends
+
+    accelerator = torch.device("cuda", 0)
+    monkeypatch.setattr(backends.util, "find_spec", lambda name: name in modules)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    third = THIRD in modules and capability == (9, 0) and not hip
+    module = THIRD if third else SECOND if SECOND in modules else ""
+    assert backends.flash_module(accelerator) == module
+    found = backends.lacking("flash", accelerator, torch.bfloat16)
+    assert found == ("" if module else ALONE if modules else NONE)
+
+
+def test_cudnn_is_there_or_not(monkeypatch):
+    from megaenc.model.attention.backends import lacking
+
+    accelerator = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    assert lacking("cudnn", accelerator, torch.bfloat16) == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert lacking("cudnn", accelerator, torch.bfloat16) == "this torch has no cuDNN"
+
+
+def test_real_kernels_take_what_the_stand_ins_take():
+    """The names of the arguments that are given: torch's own, as installed here."""
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    from megaenc.model.attention import backends
+
+    inspect.signature(varlen_attn).bind(*range(7), scale=1.0, window_size=(-1, 0), **backends._GROUPED)
+
+
+def test_documents_of_any_length_are_kept_from_cudnn(monkeypatch):
+    """By torch's dot product on an accelerator, for which tensors without numbers stand in."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from megaenc.model.attention import backends
+
+    allowed = []
+    monkeypatch.setattr(backends, "sdpa_kernel", lambda kinds: allowed.extend(kinds) or sdpa_kernel(kinds))
+    q, k, v, _ = (x.to("meta") for x in numbers(4, 2, 16))
+    assert backends.attend_by("sdpa", q, k, v, packing(Attention.PREFIX)).shape == q.shape
+    assert SDPBackend.MATH in allowed and SDPBackend.CUDNN_ATTENTION not in allowed

@@ -1,0 +1,302 @@
+"""The check of attention backends: right ones pass, each way to be wrong is caught and named, and it costs little."""
+
+import math
+
+import pytest
+import torch
+
+from megaenc.objectives import Attention
+
+HOST = torch.device("cpu")
+SHAPE = {"heads": 4, "groups": 2, "head_dim": 64, "dtype": torch.float32, "device": HOST}
+BOTH = (Attention.CAUSAL, Attention.BIDIRECTIONAL)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def megatron():
+    """No process group: attention asks for none."""
+    from megaenc.backend import prepare_megatron
+
+    prepare_megatron()
+
+
+def check(name="sdpa", masks=tuple(Attention), **other):
+    from megaenc.model.attention.selftest import check_backend
+
+    return check_backend(name, masks=masks, **SHAPE | other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "groups", "head_dim"), [(4, 4, 64), (6, 2, 96), (4, 1, 80), (2, 2, 8)])
+def test_the_dot_product_of_torch_is_right(heads, groups, head_dim, dtype):
+    """With room between what is found and what is allowed, and more than there would be if nothing were computed."""
+    verdict = check(heads=heads, groups=groups, head_dim=head_dim, dtype=dtype)
+    assert (verdict.right, verdict.available, verdict.why) == (True, True, "")
+    assert 0 < verdict.error < verdict.allowed * 0.7
+
+
+def test_the_reference_is_the_formula_a_position_at_a_time():
+    from megaenc.model.attention.selftest import reference
+
+    torch.manual_seed(0)
+    spans = [(0, 2, 5), (5, 5, 6), (6, 6, 9), (9, 13, 13)]  # a prefix, causal, causal, bidirectional
+    q, k, v, upstream = (torch.randn(13, heads, 6, requires_grad=heads < 5) for heads in (4, 2, 2, 4))
+    rows = []
+    for start, prefix, stop in spans:
+        for at in range(start, stop):
+            seen = range(start, max(at + 1, prefix if at < prefix else 0))
+            for head in range(4):
+                scores = torch.stack([q[at, head] @ k[other, head // 2] for other in seen]) / math.sqrt(6)
+                rows.append(scores.softmax(0) @ torch.stack([v[other, head // 2] for other in seen]))
+    out = torch.stack(rows).view(13, 4, 6)
+    expected = (out, *torch.autograd.grad((out * upstream).sum(), (q, k, v)))
+    for here, there in zip(reference(*(x.detach() for x in (q, k, v, upstream)), spans), expected, strict=True):
+        torch.testing.assert_close(here, there.detach())
+
+
+def test_what_is_allowed():
+    """16 roundings of the numbers, and float32 sums of as many terms."""
+    from megaenc.model.attention.selftest import tolerance
+
+    sums = 4 * 355 * 2.0**-24
+    assert tolerance(torch.bfloat16, 355, HOST) == pytest.approx(16 / 256 + sums)
+    assert tolerance(torch.float16, 355, HOST) == pytest.approx(16 / 2048 + sums)
+    assert tolerance(torch.float32, 355, HOST) == pytest.approx(16 * 2.0**-24 + sums)
+
+
+def test_products_in_tensorfloat_are_allowed_to_whom_has_asked_for_them(monkeypatch):
+    from megaenc.model.attention.selftest import tolerance
+
+    accelerator = torch.device("cuda", 0)
+    assert tolerance(torch.float32, 355, accelerator) == tolerance(torch.float32, 355, HOST) < 1e-4
+    for ask in (
+        lambda patch: patch.setattr(torch, "get_float32_matmul_precision", lambda: "high"),
+        lambda patch: patch.setenv("NVIDIA_TF32_OVERRIDE", "1"),
+    ):
+        with monkeypatch.context() as patch:
+            ask(patch)
+            assert tolerance(torch.float32, 355, accelerator) == pytest.approx(16 / 2048, rel=0.02)
+            assert tolerance(torch.float32, 355, HOST) < 1e-4
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert tolerance(torch.float32, 355, accelerator) < 1e-4
+
+
+# Ways to be wrong. Each is called as attention_backends.attend_by is, which does the rest as it should be done.
+
+
+def right(q, k, v, packing):
+    from megaenc.model.attention.backends import attend_by
+
+    return attend_by("sdpa", q, k, v, packing)
+
+
+def as_if(attention, packing):
+    """The same documents under another mask."""
+    from megaenc.model.packed_sequences import Packing
+
+    edges = packing.cu_seqlens_q.tolist()
+    return Packing.of(edges, attention, HOST)
+
+
+def mask_is_ignored(q, k, v, packing):
+    return right(q, k, v, as_if(Attention.BIDIRECTIONAL, packing))
+
+
+def everything_is_causal(q, k, v, packing):
+    return right(q, k, v, as_if(Attention.CAUSAL, packing))
+
+
+def scale_of_wider_heads(q, k, v, packing):
+    """Heads of 96 padded to 128, and the scale that of 128."""
+    return right(q * (96 / 128) ** 0.5, k, v, packing)
+
+
+def one_document(q, k, v, packing):
+    from megaenc.model.packed_sequences import Packing
+
+    return right(q, k, v, Packing.of([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
+
+
+def last_key_of_the_document_before(q, k, v, packing):
+    """Seen by the first token of each document, a little."""
+    out, first = right(q, k, v, packing), packing.cu_seqlens_q[1:-1].long()
+    return out.index_add(0, first, 0.1 * v[first - 1].repeat_interleave(q.size(1) // v.size(1), 1))
+
+
+def groups_the_other_way_round(q, k, v, packing):
+    return right(q, k.flip(1), v.flip(1), packing)
+
+
+def last_row_is_left_out(q, k, v, packing):
+    return right(q, k, v, packing) * (torch.arange(q.size(0)) < q.size(0) - 1)[:, None, None]
+
+
+def no_number(q, k, v, packing):
+    out = right(q, k, v, packing)
+    return out + torch.where(torch.arange(q.size(0)) == 3, float("nan"), 0.0)[:, None, None]
+
+
+class _Steeper(torch.autograd.Function):
+    """The number itself, and a gradient of 1.2 times what it should be."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.2
+
+
+def gradient_of_keys_alone(q, k, v, packing):
+    return right(q, _Steeper.apply(k), v, packing)
+
+
+def gradient_of_values_alone(q, k, v, packing):
+    return right(q, k, _Steeper.apply(v), packing)
+
+
+def gradient_of_one_group(q, k, v, packing):
+    """As where the query heads of a group are not added up."""
+    detached = torch.cat([k[:, :1], k[:, 1:].detach()], dim=1)
+    return right(q, detached, v, packing)
+
+
+def raising(q, k, v, packing):
+    raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+
+def half_of_the_rows(q, k, v, packing):
+    return right(q, k, v, packing)[::2]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Check what `wrong` computes as the backend `varlen` of this machine."""
+    from megaenc.model.attention import selftest
+
+    def verdict(wrong, **how):
+        monkeypatch.setattr(selftest, "lacking", lambda *_: "")
+        monkeypatch.setattr(selftest, "attend_by", lambda name, *others: wrong(*others))
+        return check("varlen", **how)
+
+    return verdict
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("wrong", "what", "mask"),
+    [
+        (mask_is_ignored, "values off by", "causal"),
+        (everything_is_causal, "values off by", "bidirectional"),
+        (scale_of_wider_heads, "values off by", "causal"),
+        (one_document, "values off by", "causal"),
+        (last_key_of_the_document_before, "values off by", "causal"),
+        (groups_the_other_way_round, "values off by", "causal"),
+        (last_row_is_left_out, "values off by", "causal"),
+        (no_number, "values no numbers", "causal"),
+        (gradient_of_keys_alone, "gradients of keys off by", "causal"),
+        (gradient_of_values_alone, "gradients of values off by", "causal"),
+        (gradient_of_one_group, "gradients of keys off by", "causal"),
+        (raising, "RuntimeError", "causal"),
+        (half_of_the_rows, "RuntimeError", "causal"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_what_is_wrong_is_named(wrong, what, mask, dtype, planted):
+    verdict = planted(wrong, dtype=dtype, head_dim=96)
+    assert verdict.available and not verdict.right
+    assert verdict.why.startswith(what) and f"under {mask} attention with heads 96 wide" in verdict.why
+    assert "\n" not in verdict.why
+    if "off by" in what:
+        assert verdict.error > 1.5 * verdict.allowed and f"{verdict.error:.2g}, where {verdict.allowed:.2g}" in verdict.why
+
+
+def test_a_leak_that_depends_on_the_neighbour_alone(planted):
+    """Right as long as all documents are alike in size: nothing but a change of other documents shows it."""
+
+    def wrong(q, k, v, packing):
+        loud = v.abs().amax() > 20
+        return right(q, k, v, packing) + (loud * 0.3 * v.mean(0)).repeat_interleave(q.size(1) // v.size(1), 0)
+
+    verdict = planted(wrong)
+    assert verdict.why.startswith("values, when other documents change, off by")
+
+
+def test_only_the_masks_of_the_run_count(planted):
+    assert planted(everything_is_causal, masks=[Attention.CAUSAL]).right
+    assert not planted(everything_is_causal, masks=BOTH).right
+
+
+def test_what_cannot_be_tried_is_not_computed(planted, monkeypatch):
+    from megaenc.model.attention import selftest
+
+    monkeypatch.setattr(selftest, "attend_by", None)
+    verdict = check("flash")
+    assert (verdict.available, verdict.right, verdict.error) == (False, False, None)
+    assert verdict.why == "needs an accelerator"
+
+
+@pytest.mark.parametrize("row", ["_HOST", "_ACCELERATOR"])
+def test_the_row_has_what_kernels_stumble_over(row):
+    from megaenc.model.attention import selftest
+
+    row = getattr(selftest, row)
+    lengths, prefixes = row.lengths, row.prefixes
+    assert 1 in lengths and any(length % 8 for length in lengths) and max(lengths) > (256 if row.lengths[1] > 100 else 32)
+    inside = [prefix / length for prefix, length in zip(prefixes, lengths, strict=True)]
+    assert 0 in inside and any(0 < share < 1 for share in inside)
+    assert any(length - prefix == 1 < length for prefix, length in zip(prefixes, lengths, strict=True))
+    assert 0 < row.loud.sum() < row.edges[-1] == sum(lengths)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch):
+    """The rows of an accelerator, on the host."""
+    from megaenc.model.attention import selftest
+
+    rows = selftest._rows
+    monkeypatch.setattr(selftest, "_rows", lambda _, *others: rows(torch.device("cuda"), *others))
+
+
+@pytest.mark.parametrize(("dtype", "seq_length"), [(torch.float32, 4096), (torch.bfloat16, 700)])
+def test_a_long_document_is_right_too(dtype, seq_length, as_on_an_accelerator):
+    verdict = check(dtype=dtype, seq_length=seq_length, masks=BOTH)
+    assert verdict.right and 0 < verdict.error < verdict.allowed * 0.7
+
+
+@pytest.mark.parametrize("seq_length", [0, 600, 4096])
+def test_what_is_wrong_in_long_documents_alone_is_found_where_a_run_may_have_them(seq_length, planted, as_on_an_accelerator):
+    """As where a kernel leaves out keys beyond the 500th."""
+
+    def wrong(q, k, v, packing):
+        at = torch.cat([torch.arange(stop - start) for start, stop in packing.documents])
+        return right(q, k, torch.where((at > 500)[:, None, None], 0.0, v), packing)
+
+    verdict = planted(wrong, seq_length=seq_length, masks=[Attention.CAUSAL])
+    assert verdict.right == (seq_length == 0)
+    assert verdict.right or verdict.why.startswith("values off by")
+
+
+@pytest.mark.parametrize(
+    ("packs", "seq_length", "masks", "needed"),
+    [
+        (1, 33_000, BOTH, "8 GiB where documents fill 1 packs of 33,000 tokens"),
+        (600, 2048, [Attention.PREFIX], "8 GiB where documents fill 600 packs of 2,048 tokens"),
+        (512, 2048, BOTH, ""),
+        (1, 33_000, [Attention.CAUSAL], ""),
+    ],
+)
+def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, needed, planted):
+    planted(right)
+    verdict = check("cudnn", packs=packs, seq_length=seq_length, masks=masks, dtype=torch.bfloat16)
+    assert verdict.right == (not needed) and needed in verdict.why
+
+
+def test_what_masks_take_is_what_is_said():
+    from megaenc.model.attention.padded import Padded, mask_bytes
+    from megaenc.model.packed_sequences import Packing
+
+    row = Packing.of([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
+    [batch] = Padded.of(row, HOST, torch.bfloat16).batches
+    assert batch.bias.nbytes == mask_bytes(3, 300, torch.bfloat16)

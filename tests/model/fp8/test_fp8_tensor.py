@@ -1,0 +1,288 @@
+"""float8 matrices against the numbers that they stand for, and layers made of them against float32."""
+
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import runs
+import torch
+
+from megaenc.errors import InputError
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+OPEN, AMD = (torch.float8_e4m3fn, torch.float8_e5m2), (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+LAST_PLACE = dict.fromkeys((OPEN[0], AMD[0]), 2**-3) | dict.fromkeys((OPEN[1], AMD[1]), 2**-2)
+TYPES = list(LAST_PLACE)
+TOKENS, WIDTH, OUT = 52, 48, 80  # tokens are no multiple of 16
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+def kind(forward=OPEN[0], gradient=OPEN[1]):
+    from megaenc.model.fp8.tensor import Float8
+
+    return Float8(forward, gradient)
+
+
+def scaled(x, dtype):
+    """The numbers that `x` becomes, and by what they are to be multiplied."""
+    numbers, inverse = kind().scaled(x, kind().highest(x), dtype)
+    return numbers.float(), float(inverse)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("largest", [3e-6, 1.0, 448.0, 448.0001, 57344.0, 7e30])
+def test_the_scale_is_the_largest_power_of_two_that_keeps_the_largest_number_in_range(largest, dtype):
+    x = torch.rand(7, 16) * largest
+    x[3, 4] = -largest
+    numbers, inverse = scaled(x, dtype)
+    limit = torch.finfo(dtype).max
+    assert math.frexp(inverse)[0] == 0.5
+    assert largest / inverse <= limit < 2 * largest / inverse
+    assert numbers.abs().max() <= limit
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_each_number_is_the_nearest_one(dtype):
+    """Within half a last place of itself, or of the smallest normal number where it is smaller than that."""
+    x = torch.randn(64, 64).exp() * torch.randn(64, 64).sign()
+    numbers, inverse = scaled(x, dtype)
+    half = LAST_PLACE[dtype] / 2
+    assert ((numbers * inverse - x).abs() <= half * x.abs().clamp(min=torch.finfo(dtype).smallest_normal * inverse)).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_the_tolerance_follows_from_the_last_place(dtype):
+    from megaenc.model.fp8.tensor import rounding
+
+    assert rounding(dtype) == pytest.approx(LAST_PLACE[dtype] / 2 / math.sqrt(3))
+
+
+def test_parts_of_a_matrix_are_rounded_as_the_whole_is():
+    """Whatever their own scale, but for the smallest numbers: so tensor parallelism rounds to the same ones."""
+    x = torch.randn(64, 64)
+    x += 0.1 * x.sign()
+    x[:, 32:] *= 37
+    (numbers, inverse), (part, of_part) = scaled(x, OPEN[0]), scaled(x[:, :32].contiguous(), OPEN[0])
+    assert of_part < inverse
+    assert torch.equal(numbers[:, :32] * inverse, part * of_part)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(4, 16), torch.full((4, 16), 1e-38)], ids=["zero", "next to nothing"])
+def test_a_matrix_of_nothing_is_no_fault(x):
+    numbers, inverse = scaled(x, OPEN[0])
+    assert (numbers * inverse - x).abs().max() <= 1e-38
+    assert 0 < inverse < math.inf
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_no_finite_number_makes_every_product_one(wrong):
+    """So that the update is skipped: float8 itself would turn infinity into its largest number."""
+    x, weight = torch.randn(32, 16), torch.randn(16, 16)
+    x[5, 6] = wrong
+    f8 = kind()
+    (x8, x_inverse), (w8, w_inverse) = (f8.scaled(m, f8.highest(m), f8.forward) for m in (x, weight))
+    assert f8.product(x8, w8, x_inverse, w_inverse, torch.float32).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows", [16, 17, 31])
+def test_a_turned_matrix_ends_in_zeros(rows, dtype):
+    x = torch.randn(rows, 48).to(dtype)
+    turned = kind().turned(x)
+    assert turned.shape == (48, -(-rows // 16) * 16)
+    assert turned.is_contiguous()
+    assert torch.equal(turned.float()[:, :rows], x.float().t())
+    assert not turned.float()[:, rows:].any()
+
+
+def layers(fp8_format, bias=True):
+    """One of each class in float8 beside one of megatron-core's own, with the same weights."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megaenc.backend import Layout, detect
+    from megaenc.model import ModelConfig
+    from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
+    from megaenc.model.fp8.tensor import float8
+    from megaenc.model.layer_spec import transformer_config
+
+    config = transformer_config(ModelConfig(), Layout(), torch.float32)
+    options = {"config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False}
+    row = options | {"input_is_parallel": True}
+    chosen = {"float8": float8(fp8_format, detect())}
+    for own, theirs, how in (
+        (Float8ColumnParallelLinear, ColumnParallelLinear, options),
+        (Float8RowParallelLinear, RowParallelLinear, row),
+    ):
+        mine, reference = own(WIDTH, OUT, **how, **chosen), theirs(WIDTH, OUT, **how)
+        with torch.no_grad():
+            for each in (mine, reference):
+                each.weight.normal_(generator=torch.Generator().manual_seed(1))
+                if bias:
+                    each.bias.normal_(generator=torch.Generator().manual_seed(2))
+        assert mine.state_dict().keys() == reference.state_dict().keys()
+        yield mine, reference
+
+
+def relative(found, expected):
+    return float((found.detach().float() - expected.detach()).norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize("fp8_format", ["hybrid", "e4m3"])
+def test_layers_are_as_far_from_float32_as_rounding_makes_them(fp8_format):
+    """Root mean squares of the rounding errors, which are not zero either: something was in float8."""
+    from megaenc.model.fp8.tensor import rounding
+
+    u4, u5 = rounding(OPEN[0]), rounding(OPEN[1] if fp8_format == "hybrid" else OPEN[0])
+    for mine, reference in layers(fp8_format):
+        x, gradient = torch.randn(TOKENS, 1, WIDTH), torch.randn(TOKENS, 1, OUT)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        (found, _), (expected, _) = mine(inputs[0]), reference(inputs[1])
+        assert found.shape == expected.shape
+        found.backward(gradient)
+        expected.backward(gradient)
+        assert 0.01 < relative(found, expected) <= math.hypot(u4, u4)
+        assert 0.01 < relative(inputs[0].grad, inputs[1].grad) <= math.hypot(u4, u5)
+        assert 0.01 < relative(mine.weight.grad, reference.weight.grad) <= math.hypot(u4, u5)
+        assert torch.allclose(mine.bias.grad, reference.bias.grad, rtol=1e-5)
+
+
+def test_layers_are_exactly_what_their_rounded_matrices_give():
+    """The three products against float32 products of the very numbers that float8 holds."""
+    f8 = kind()
+    for mine, _ in layers("hybrid", bias=False):
+        x, gradient = torch.randn(TOKENS, 1, WIDTH, requires_grad=True), torch.randn(TOKENS, 1, OUT)
+        found, _ = mine(x)
+        found.backward(gradient)
+        (x8, i), (w8, j), (g8, k) = (
+            scaled(m.detach().squeeze(1), dtype)
+            for m, dtype in ((x, f8.forward), (mine.weight, f8.forward), (gradient, f8.gradient))
+        )
+        x_TK, w_NK, g_TN = x8 * i, w8 * j, g8 * k
+        for mine_is, it_is in ((found, x_TK @ w_NK.t()), (x.grad, g_TN @ w_NK), (mine.weight.grad, g_TN.t() @ x_TK)):
+            torch.testing.assert_close(mine_is.detach().view_as(it_is), it_is, rtol=1e-5, atol=1e-4)
+
+
+def test_an_input_of_bfloat16_has_results_of_bfloat16():
+    from megaenc.model.fp8.linear import _products as products
+
+    x, weight, gradient = (torch.randn(*shape).bfloat16() for shape in ((TOKENS, WIDTH), (OUT, WIDTH), (TOKENS, OUT)))
+    assert [(each.dtype, tuple(each.shape)) for each in products(kind(), x, weight, gradient)] == [
+        (torch.bfloat16, (TOKENS, OUT)),
+        (torch.bfloat16, (TOKENS, WIDTH)),
+        (torch.bfloat16, (OUT, WIDTH)),
+    ]
+
+
+def test_the_start_finds_what_computes_something_else(monkeypatch):
+    """A kernel that forgets the scale, which is what a wrong build would do."""
+    from megaenc.backend import detect
+    from megaenc.model.fp8 import linear as module
+
+    widths = [(OUT, WIDTH), (WIDTH, OUT)]
+    module.check_products("hybrid", detect(), widths, torch.float32)
+    product = module.Float8.product
+    halved = staticmethod(
+        lambda a, b, a_inverse, b_inverse, *how, **named: product(a, b, a_inverse, b_inverse / 2, *how, **named)
+    )
+    monkeypatch.setattr(module.Float8, "product", halved)
+    with pytest.raises(
+        InputError, match=r"--fp8-format hybrid: the output of a 48 x 80 layer is 50 % off .*; leave the flag out"
+    ):
+        module.check_products("hybrid", detect(), widths, torch.float32)
+
+
+@pytest.mark.parametrize("a", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_processor_computes_what_torch_s_kernel_does(a):
+    from megaenc.model.fp8.tensor import Float8
+
+    torch.manual_seed(0)
+    left, right = torch.randn(16, 32).to(a), torch.randn(48, 32).to(torch.float8_e4m3fn)
+    scales = torch.tensor(0.25), torch.tensor(8.0)
+    found = Float8.product(left, right, *scales, torch.float32)
+    expected = torch._scaled_mm(left, right.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_the_products_raise_is_one_line(monkeypatch):
+    """So that `on_all` tells it to every rank, and none waits for one that has left with a traceback."""
+    from megaenc.backend import detect
+    from megaenc.model.fp8 import linear as module
+
+    def no_kernel(*_, **__):
+        raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling cublasLtMatmulAlgoGetHeuristic")
+
+    monkeypatch.setattr(module.Float8, "product", staticmethod(no_kernel))
+    with pytest.raises(InputError) as refused:
+        module.check_products("hybrid", detect(), [(OUT, WIDTH)], torch.float32)
+    assert str(refused.value).startswith(f"--fp8-format hybrid: the products of a {OUT} x {WIDTH} layer fail on ")
+    assert str(refused.value).endswith("NOT_SUPPORTED when calling cublasLtMatmulAlgoGetHeuristic; leave the flag out")
+
+
+def machine(monkeypatch, name, **has):
+    """As `detect` finds it, without there being one."""
+    from megaenc.backend import detect
+
+    properties = type("Properties", (), {"gcnArchName": has.get("architecture")})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: has["called"])
+    return replace(detect(), name=name, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "name, has, expected",
+    [
+        ("cuda", {"capability": (8, 9), "called": "L40S"}, OPEN),
+        ("cuda", {"capability": (9, 0), "called": "H100"}, OPEN),
+        ("rocm", {"architecture": "gfx942:sramecc+:xnack-", "called": "MI300X"}, AMD),
+        ("rocm", {"architecture": "gfx950", "called": "MI355X"}, OPEN),
+        ("cuda", {"capability": (8, 0), "called": "NVIDIA A100"}, None),
+        ("rocm", {"architecture": "gfx90a", "called": "AMD Instinct MI250X"}, None),
+    ],
+    ids=lambda value: value.get("called") if isinstance(value, dict) else None,
+)
+def test_each_machine_has_its_types_or_one_line_says_that_it_has_none(name, has, expected, monkeypatch):
+    from megaenc.model.fp8.tensor import _types
+
+    backend = machine(monkeypatch, name, **has)
+    if expected:
+        assert _types("hybrid", backend) == expected
+    else:
+        with pytest.raises(InputError, match=rf"--fp8-format e4m3: {has['called']} has no float8 matrix products"):
+            _types("e4m3", backend)
+
+
+def test_gradients_have_the_wide_type_in_the_hybrid_format_alone():
+    from megaenc.backend import detect
+    from megaenc.model.fp8.tensor import float8
+
+    assert (float8("hybrid", detect()).forward, float8("hybrid", detect()).gradient) == OPEN
+    assert (float8("e4m3", detect()).forward, float8("e4m3", detect()).gradient) == (OPEN[0], OPEN[0])
+
+
+def test_kernels_that_round_otherwise_are_not_used_and_a_line_says_so(monkeypatch, capsys):
+    """Triton's own stand-in for a device rounds fewer numbers to their neighbours than it should, so it is one of those."""
+    from megaenc.model.fp8 import tensor as module
+
+    backend = machine(monkeypatch, "cuda", capability=(9, 0), called="H100")
+    monkeypatch.setattr(module, "_unlike", lambda own, plain, device: "it rounds otherwise" if own.triton else "")
+    module.float8.cache_clear()
+    assert not module.float8("hybrid", backend).triton
+    said = "--fp8-format hybrid: Triton's kernels are not used to scale (it rounds otherwise); torch's are, which take longer\n"
+    assert capsys.readouterr().out == said
+    module.float8.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["interpreted", "compiled"])
+def test_kernels_of_triton(script):
+    """In a process of its own: Triton reads where to run when it is imported."""
+    pytest.importorskip("triton")
+    environment = {"TRITON_INTERPRET": "1"} if script == "interpreted" else {}
+    runs.run([sys.executable, str(runs.WORKERS / f"float8_{script}.py")], environment=environment)

@@ -1,0 +1,130 @@
+"""Rotations, SwiGLU and RMSNorm against the same formulas under autograd, and against complex numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+TOKENS, HEADS, DIM = 7, 3, 8
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def angles():
+    return torch.rand(TOKENS, 1, 1, DIM // 2, dtype=torch.float64).repeat(1, 1, 1, 2) * 6
+
+
+def slice_of_more(*shape):
+    """As the parts of a joint projection are: no memory of their own."""
+    return torch.randn(*shape[:-1], shape[-1] + 3, dtype=torch.float64)[..., 1:-2]
+
+
+def rotation(angles):
+    from megaenc.model.functional import Rotation
+
+    return Rotation.by(angles)
+
+
+def swiglu(x):
+    from megaenc.model.functional import SwiGLU
+
+    return SwiGLU(None)(x)
+
+
+def test_a_rotation_turns_points_of_the_plane(angles):
+    x = slice_of_more(TOKENS, 1, HEADS, DIM)
+    half = angles[..., : DIM // 2]
+    turned = torch.complex(*(part.contiguous() for part in x.chunk(2, -1))) * torch.polar(torch.ones_like(half), half)
+    torch.testing.assert_close(rotation(angles)(x), torch.cat([turned.real, turned.imag], -1))
+
+
+def test_the_gradient_of_a_rotation_is_turned_back(angles):
+    x = slice_of_more(TOKENS, 1, HEADS, DIM).requires_grad_()
+    assert torch.autograd.gradcheck(rotation(angles), x)
+
+
+def test_rotations_are_computed_in_the_numbers_that_come(angles):
+    x = torch.randn(TOKENS, 1, HEADS, DIM)
+    turn = rotation(angles.float())
+    rounded, exact, again = turn(x.bfloat16()), turn(x), turn(x.bfloat16())
+    assert torch.equal(rounded, again)
+    assert rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=2**-5)
+
+
+@pytest.fixture(params=[1, 2**18], ids=["row after row", "all at once"])
+def in_parts(request, monkeypatch):
+    from megaenc.model import functional
+
+    monkeypatch.setattr(functional, "_IN_CACHE", request.param)
+
+
+def normed(rms_norm, x, weight, upstream):
+    """What comes out, and the gradients of both."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight)]
+    out = rms_norm(*leaves, 1e-5)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_norm_is_that_of_torch_with_its_gradients(dtype):
+    from megaenc.model.functional import rms_norm
+
+    x = slice_of_more(TOKENS, 1, HEADS, DIM).to(dtype)
+    weight, upstream = torch.randn(DIM, dtype=dtype), torch.randn_like(x)
+    expected = normed(lambda x, weight, epsilon: F.rms_norm(x, (DIM,), weight, epsilon), x, weight, upstream)
+    torch.testing.assert_close(normed(rms_norm, x, weight, upstream), expected)
+
+
+@pytest.mark.usefixtures("in_parts")
+def test_a_norm_of_bfloat16_is_rounded_once():
+    from megaenc.model.functional import rms_norm
+
+    x, weight, upstream = (torch.randn(*shape).bfloat16() for shape in ((500, 1, 64), (64,), (500, 1, 64)))
+    found = normed(rms_norm, x, weight, upstream)
+    exact = normed(rms_norm, *(tensor.double() for tensor in (x, weight, upstream)))
+    for here, there in zip(found, exact, strict=True):
+        assert here.dtype == torch.bfloat16
+        torch.testing.assert_close(here.double(), there, rtol=2**-8, atol=1e-5)
+
+
+def test_a_norm_keeps_its_input_and_a_number_a_row():
+    from megaenc.model.functional import rms_norm
+
+    kept = []
+    x, weight = torch.randn(5, 1, DIM).bfloat16().requires_grad_(), torch.ones(DIM).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        rms_norm(x, weight, 1e-5)
+    assert sorted(tensor.numel() for tensor in kept) == [5, DIM, 5 * DIM]
+
+
+def test_nothing_has_no_norm():
+    from megaenc.model.functional import rms_norm
+
+    assert rms_norm(torch.empty(0, 1, DIM), torch.ones(DIM), 1e-5).shape == (0, 1, DIM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_swiglu_is_its_formula_with_its_gradient(dtype):
+    here = torch.randn(5, 2, 6, dtype=dtype, requires_grad=True)
+    there = here.detach().clone().requires_grad_()
+    gate, up = there.chunk(2, -1)
+    found, expected = swiglu(here), F.silu(gate) * up
+    weights = torch.randn_like(expected)
+    found.backward(weights)
+    expected.backward(weights)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(here.grad, there.grad)
+
+
+def test_swiglu_keeps_what_it_was_given_and_nothing_else():
+    kept = []
+    x = torch.randn(5, 6, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        swiglu(x)
+    assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr()]

@@ -1,0 +1,120 @@
+"""The output layer with its loss, in parts and over ranks, against torch's cross-entropy on all logits at once."""
+
+import json
+
+import pytest
+import runs
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS, HIDDEN, VOCABULARY, PADDED = 50, 16, 60, 64
+
+
+@pytest.fixture
+def work(one_process):
+    """hidden_NH, weight_VH and labels_N; some labels are what the weights guess."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(ROWS, HIDDEN), torch.randn(PADDED, HIDDEN)
+    labels = torch.randint(0, VOCABULARY, (ROWS,))
+    labels[:10] = (hidden @ weight[:VOCABULARY].T)[:10].argmax(1)
+    return hidden, weight, labels
+
+
+def loss_of(hidden, weight, labels, **others):
+    from megatron.core import parallel_state
+
+    from megaenc.model.linear_cross_entropy import summed_loss
+
+    return summed_loss(hidden, weight, labels, VOCABULARY, parallel_state.get_tensor_model_parallel_group(), **others)
+
+
+@pytest.mark.parametrize("widened", [PADDED * 3, PADDED * ROWS], ids=["widened by three rows", "widened at once"])
+@pytest.mark.parametrize("at_once", [1, PADDED * 7, PADDED * ROWS], ids=["a row", "seven rows", "everything"])
+def test_it_is_the_cross_entropy_of_all_logits(work, at_once, widened, monkeypatch):
+    from megaenc.model import linear_cross_entropy as loss_module
+
+    monkeypatch.setattr(loss_module, "_IN_CACHE", widened)
+    *weights, labels = work
+    here, there = ([tensor.clone().requires_grad_() for tensor in weights] for _ in range(2))
+    loss, correct = loss_of(*here, labels, at_once=at_once)
+    logits = there[0] @ there[1][:VOCABULARY].T
+    expected = F.cross_entropy(logits, labels, reduction="sum")
+    (loss * 0.5).backward()  # as the schedules scale it
+    (expected * 0.5).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close([tensor.grad for tensor in here], [tensor.grad for tensor in there])
+    assert int(correct) == int((logits.argmax(1) == labels).sum()) >= 10
+    assert (here[1].grad[VOCABULARY:] == 0).all()
+
+
+def test_where_nobody_asks_for_gradients_none_are_made(work):
+    hidden, weight, labels = work
+
+    class Products(TorchDispatchMode):
+        found = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+            self.found += function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out)
+            return function(*arguments, **keywords or {})
+
+    def products():
+        with Products() as counted:
+            loss_of(hidden, weight.requires_grad_(), labels)
+        return counted.found
+
+    assert products() == 3
+    with torch.no_grad():
+        assert products() == 1
+
+
+def test_gradients_of_parts_are_added_up_in_float32(work):
+    """In bfloat16 each part is rounded once and the sum once: with row after row no worse than a few roundings."""
+    hidden, weight, labels = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in work)
+    gradients = []
+    for at_once in (1, PADDED * ROWS):
+        here = weight.clone().requires_grad_()
+        loss_of(hidden, here, labels, at_once=at_once)[0].backward()
+        gradients.append(here.grad.float())
+    exact = weight.float().requires_grad_()
+    loss_of(hidden.float(), exact, labels)[0].backward()
+    for gradient in gradients:
+        assert (gradient - exact.grad).norm() < 2**-7 * exact.grad.norm()
+
+
+def test_of_equals_the_lowest_id_is_the_guess(work):
+    hidden, weight = torch.ones(2, HIDDEN), torch.ones(PADDED, HIDDEN)
+    assert int(loss_of(hidden, weight, torch.tensor([0, 1]))[1]) == 1
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that is made inside."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {tensor.untyped_storage().data_ptr() for tensor in args if isinstance(tensor, torch.Tensor)}
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:  # no view
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def test_all_logits_never_exist(one_process):
+    """A vocabulary of 128,256 and 2,048 predictions: a GiB as float32."""
+    hidden, weight = torch.randn(2048, 4, requires_grad=True), torch.randn(128_256, 4, requires_grad=True)
+    with Largest() as largest:
+        loss_of(hidden, weight, torch.randint(0, VOCABULARY, (2048,)))[0].backward()
+    assert largest.numel <= 2**26
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_ranks_it_is_the_same(ranks, tmp_path):
+    """Of four shares of a padded vocabulary the last is padding alone."""
+    runs.script(runs.WORKERS / "loss_over_ranks.py", [str(tmp_path / "found.json")], processes=ranks)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["correct"] == found["expected_correct"] >= 10
+    for name in ("loss", "to_hidden", "to_weight"):
+        assert found[name] < 1e-6, found

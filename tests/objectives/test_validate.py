@@ -1,0 +1,71 @@
+"""What every objective keeps to, whichever it is."""
+
+import numpy as np
+import pytest
+from objective_helpers import VOCABULARY, random_pack
+
+from megaenc.counter_rng import SampleRandomness
+from megaenc.objectives import Attention, Schedule, find
+
+EVERY = [
+    "clm", "mlm", "mlm(mask=0.15,random=0.1,keep=0.1)", "mlm(span=3)", "mntp", "mntp(span=3,keep=0.5)", "prefix_lm",
+    "prefix_lm(low=0.5)",
+]  # fmt: skip
+
+
+def targets_of(text):
+    objective = Schedule.build(text, 1, VOCABULARY).objective(1)
+    for sample in range(60):
+        pack = random_pack(sample)
+        yield objective, pack, objective.targets(pack, SampleRandomness(3, sample, 0))
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_labels_are_the_tokens_that_stand_shift_places_on_in_the_same_document(text):
+    predictions = 0
+    for objective, pack, found in targets_of(text):
+        assert np.array_equal(pack.tokens[found.predict_at + objective.shift], found.labels)
+        document = np.repeat(np.arange(len(pack.edges) - 1), np.diff(pack.edges))
+        assert np.array_equal(document[found.predict_at], document[found.predict_at + objective.shift])
+        predictions += len(found.labels)
+    assert predictions > 100
+
+
+@pytest.mark.parametrize("text", [text for text in EVERY if "keep" not in text])
+def test_no_prediction_can_see_its_label(text):
+    """Where attention reaches the label's place, the token there is hidden (unless some are to be kept, as BERT's 10 %)."""
+    for objective, pack, found in targets_of(text):
+        starts = np.repeat(pack.edges[:-1], np.diff(pack.edges))
+        for at in found.predict_at:
+            label_at = at + objective.shift
+            if objective.attention is Attention.BIDIRECTIONAL:
+                assert found.inputs[label_at] == VOCABULARY.mask_id
+            elif objective.attention is Attention.PREFIX:
+                document = np.searchsorted(pack.edges, at, side="right") - 1
+                assert label_at - starts[at] >= found.prefixes[document] and label_at > at
+            else:
+                assert label_at > at
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_prefixes_come_with_prefix_attention_alone(text):
+    for objective, pack, found in targets_of(text):
+        assert (found.prefixes is not None) == (objective.attention is Attention.PREFIX)
+        assert found.prefixes is None or found.prefixes.shape == (len(pack.edges) - 1,)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_targets_are_a_pure_function(text):
+    for (_, pack, first), (_, _, again) in zip(targets_of(text), targets_of(text), strict=True):
+        for here, there in zip(first, again, strict=True):
+            assert np.array_equal(here, there)
+        assert np.array_equal(pack.tokens, random_pack(pack.sample).tokens), "the pack is left as it was"
+
+
+def test_shifts_are_those_of_the_literature():
+    assert {name: find(name).shift for name in ("clm", "mlm", "mntp", "prefix_lm")} == {
+        "clm": 1,
+        "mlm": 0,
+        "mntp": 1,
+        "prefix_lm": 1,
+    }

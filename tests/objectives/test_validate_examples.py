@@ -1,0 +1,111 @@
+"""What an objective from elsewhere gets wrong is said before a run begins, with its name and the position."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from megaenc.data.packing.packed_dataset import Pack
+from megaenc.data.tokenizer.vocabulary import Vocabulary
+from megaenc.errors import InputError
+from megaenc.objectives import Attention, Objective, Targets, check_targets, find, known, option, register
+
+VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
+PACK = Pack(3, 0, np.arange(2, 14), np.array([0, 5, 12], dtype=np.int32))
+
+
+def made(targets, shift=0, attention=Attention.BIDIRECTIONAL):
+    """An objective that answers with `targets(pack)`."""
+
+    @dataclass(frozen=True)
+    class Made(Objective):
+        name = "made"
+
+        def targets(self, pack, randomness):
+            return targets(pack)
+
+    Made.shift, Made.attention = shift, attention
+    return Made(VOCABULARY)
+
+
+def at(*places):
+    return np.array(places, dtype=np.int64)
+
+
+@pytest.mark.parametrize("name", known())
+def test_the_package_s_own_objectives_keep_it(name):
+    check_targets(find(name)(VOCABULARY), PACK, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("targets", "how", "complaint"),
+    [
+        # a next-token objective that forgot its shift
+        (lambda p: Targets(p.tokens, at(0), p.tokens[1:2]), {}, "position 0 should predict id 3, but 0 further (`shift`)"),
+        (lambda p: Targets(p.tokens, at(4), p.tokens[5:6]), {"shift": 1}, "position 4 predicts a token of another document"),
+        (lambda p: Targets(p.tokens, at(11), p.tokens[:1]), {"shift": 1}, "position 11 predicts a token of another document"),
+        (lambda p: Targets(p.tokens, at(-1), p.tokens[:1]), {}, "`predict_at` is not increasing from 0"),
+        (lambda p: Targets(p.tokens, at(3, 3), p.tokens[[3, 3]]), {}, "`predict_at` is not increasing from 0"),
+        (lambda p: Targets(p.tokens, at(12), p.tokens[:1]), {}, "`predict_at` is not increasing from 0 or more to less than 12"),
+        (lambda p: Targets(p.tokens[1:], at(), at()), {}, "`inputs` holds 11 tokens, expected 12"),
+        (lambda p: Targets(p.tokens + 60, at(), at()), {}, "`inputs` holds the id 73, expected 0 to 63"),
+        (lambda p: Targets(p.tokens, at(1, 2), p.tokens[1:2]), {}, "`predict_at` holds 2 positions and `labels` 1"),
+        (lambda p: Targets(p.tokens.tolist(), at(), at()), {}, "`inputs` is list, expected a flat array of int64"),
+        (lambda p: Targets(p.tokens, np.array([]), at()), {}, "`predict_at` is float64[0], expected a flat array of int64"),
+        (lambda p: Targets(p.tokens, at(), at(), at(0, 0)), {}, "under bidirectional attention `prefixes` is given"),
+        (
+            lambda p: Targets(p.tokens, at(), at()),
+            {"attention": Attention.PREFIX},
+            "under prefix attention `prefixes` is missing",
+        ),
+        (lambda p: Targets(p.tokens, at(), at(), at(5, 0)), {"attention": Attention.PREFIX}, "0 to its length less one"),
+        (lambda p: p.nothing, {}, "raises AttributeError: 'Pack' object has no attribute 'nothing'"),
+        (
+            lambda p: Targets(np.random.default_rng().permutation(p.tokens), at(), at()),
+            {},
+            "gives other targets when asked again",
+        ),
+    ],
+)
+def test_what_breaks_it_is_named(targets, how, complaint):
+    with pytest.raises(InputError) as error:
+        check_targets(made(targets, **how), PACK, seed=0)
+    assert str(error.value).startswith("objective `made`, pack 3: ") and complaint in str(error.value)
+
+
+def test_a_pack_is_not_to_be_changed():
+    def spoils(pack):
+        pack.tokens[0] = 1
+        return Targets(pack.tokens, at(), at())
+
+    with pytest.raises(InputError, match="changes the pack, expected a copy"):
+        check_targets(made(spoils), Pack(0, 0, np.arange(2, 9), np.array([0, 7])), seed=0)
+
+
+def body(**members):
+    return {"name": "mine", "attention": Attention.CAUSAL, "targets": lambda self, pack, randomness: None, **members}
+
+
+@pytest.mark.parametrize(
+    ("members", "decorated", "complaint"),
+    [
+        ({"shift": -1}, True, "has shift -1, expected"),
+        ({"shift": True}, True, "has shift True, expected"),
+        ({}, False, "is no dataclass"),
+        (
+            {"share": 0.5, "__annotations__": {"share": float}},
+            True,
+            "`share` that is not declared with megaenc.objectives.option",
+        ),
+        (
+            {"describe": option(1, "x"), "__annotations__": {"describe": int}},
+            True,
+            "option `describe`, which is the name of something else",
+        ),
+    ],
+)
+def test_a_class_that_is_no_objective_is_refused(members, decorated, complaint):
+    kind = type("Mine", (Objective,), body(**members))
+    with pytest.raises(ValueError) as error:
+        register(dataclass(frozen=True)(kind) if decorated else kind)
+    assert complaint in str(error.value)

@@ -1,0 +1,72 @@
+"""Sensitivity to the learning rate: what is the rates', what is noise, and what of runs that failed or are not there yet."""
+
+import math
+
+import numpy as np
+import simulated
+from scipy import stats
+from small_studies import by_claim
+
+from megaenc.study.claims.tests import sensitivity
+from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.results.evidence import Evidence, Score
+from megaenc.study.stats.comparisons import Models
+
+
+def test_noisier_seeds_are_no_sensitivity():
+    """Both have the same mean at each rate, but seeds of MLM are three times as noisy: best less worst would be against MLM."""
+    random, rates, alarms, spreads = np.random.default_rng(0), (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4), 0, []
+    models = ((Setting("610M", mlm_steps=42_000, mask_ratio=0.4), 0.006), (Setting("610M", clm_steps=42_000), 0.002))
+    for _ in range(200):
+        scores, apart = [], []
+        for setting, noise in models:
+            for family, dataset in simulated.SETS.items():
+                table = 0.8 - 0.004 * np.arange(6)[:, None] + noise * random.standard_normal((6, 5))
+                by_rate = {rate: dict(enumerate(row)) for rate, row in zip(rates, table, strict=True)}
+                apart.append(np.ptp(table, axis=0).mean())
+                scores.append(Score(name_of(setting), setting, str(family), dataset, 0.8, 0.01, by_rate[1e-5], by_rate))
+        alarms += sensitivity(Models(Evidence(scores))).p < 0.05
+        spreads.append(np.mean(apart[:4]) - np.mean(apart[4:]))
+    assert alarms <= stats.binom.ppf(0.995, 200, 0.05) == 19
+    assert np.mean(spreads) > 2 * np.std(spreads) > 0  # what a test of best less worst by seed would see
+
+
+def rated(grids, family="SC", **more):
+    """An MLM and a CLM model with these scores by rate and seed."""
+    sides = (Setting("tiny", mlm_steps=40, mask_ratio=0.15), Setting("tiny", clm_steps=40))
+    return Evidence(
+        [
+            Score(name_of(setting), setting, family, "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)
+            for setting, by_rate, of_side in zip(sides, grids, more.get("of_sides", ({}, {})), strict=True)
+        ]
+    )
+
+
+def grid(losses, seeds=5, noise=0.001):
+    """Scores by rate and seed, of what each rate loses."""
+    random = np.random.default_rng([seeds, *(int(1e4 * lost) for lost in losses.values())])
+    return {rate: {seed: 0.9 - lost + noise * random.standard_normal() for seed in range(seeds)} for rate, lost in losses.items()}
+
+
+def test_a_rate_that_fails_is_no_steadiness():
+    """MLM fails with every seed at the highest rate: it counts as the trivial baseline, and not as if it had not been tried."""
+    clm = grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.03})
+    mlm = grid({1e-4: 0.0, 2e-4: 0.01})
+    failed = {"rates_failed": {5e-4: frozenset(range(5))}}
+    found = by_claim(rated((mlm, clm), of_sides=({"floor": 0.5, **failed}, {"floor": 0.5})))["3"]
+    assert found.verdict == "holds" and found.overall.difference > 10
+    assert "failed runs count as the trivial baseline: 5 of MLM 15 %" in found.reason
+    unknown = by_claim(rated((mlm, clm), of_sides=(failed, {})))["3"]  # results that do not say what the baseline gets
+    assert "failed runs count as the worst run there" in unknown.reason and unknown.overall.difference < 3
+
+
+def test_only_whole_rates_count():
+    """A rate with one finished seed does not take the other four from all rates."""
+    mlm, clm = grid({1e-4: 0.0, 2e-4: 0.03, 5e-4: 0.05}), grid({1e-4: 0.0, 2e-4: 0.01, 5e-4: 0.02})
+    mlm[5e-4] = {0: mlm[5e-4][0]}
+    found = by_claim(rated((mlm, clm)))["3"]
+    assert found.verdict == "holds" and found.overall.test.seeds == 5
+    assert "rates left out, as not finished with every seed of both: 1" in found.reason
+    assert "sides chose among unequal numbers of learning rates (2 to 3)" in found.reason
+    two = by_claim(rated((grid({1e-4: 0.0, 2e-4: 0.03}, seeds=2), grid({1e-4: 0.0, 2e-4: 0.01}, seeds=2))))["3"]
+    assert two.verdict == "not resolved" and math.isnan(two.overall.p)  # one pair of seeds: no spread

@@ -1,0 +1,70 @@
+"""What a plan says of data sets without opening them is what fine-tuning finds and writes."""
+
+import gzip
+import json
+
+import pytest
+
+from megaenc.finetune.datasets import registry
+from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.grid.command import GridSettings
+from megaenc.study.run.finetune_stage import located, name_in_results, trainings
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with one file of labelled text, a link to it, and two small retrieval sets."""
+    rows = "".join(json.dumps({"text": f"text {at}", "label": "ab"[at % 2]}) + "\n" for at in range(40))
+    (tmp_path / "sets").mkdir()
+    with gzip.open(tmp_path / "sets" / "mine.jsonl.gz", "wt") as file:
+        file.write(rows)
+    for name in ("one", "two"):
+        folder = tmp_path / "sets" / name
+        (folder / "qrels").mkdir(parents=True)
+        texts = "".join(json.dumps({"_id": f"{at}", "text": f"{name} {at}"}) + "\n" for at in range(30))
+        (folder / "corpus.jsonl").write_text(texts)
+        (folder / "queries.jsonl").write_text(texts)
+        for split in ("train", "test"):
+            lines = "".join(f"{at}\t{at}\t1\n" for at in range(30))
+            (folder / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + lines)
+    (tmp_path / "sets" / "latest").symlink_to("one")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("dataset", "train_on"),
+    [
+        ("sets/mine.jsonl.gz", ""),
+        ("named=sets/mine.jsonl.gz", ""),
+        ("sets/one", ""),
+        ("sets//one/", ""),
+        ("sets/latest", ""),
+        ("ir=sets/one", ""),
+        ("ir=sets//one", "sets/two"),
+        ("ir=sets/one", "pairs=sets/two"),
+    ],
+)
+def test_names_are_those_that_fine_tuning_uses(dataset, train_on, data):
+    flags = DataFlags(train_on=train_on)
+    (planned,) = trainings(GridSettings(datasets=(dataset,), data=flags), data)
+    found = registry.find(located(dataset, data), train_on=located(train_on, data) if train_on else "")
+    assert (planned.datasets, planned.train_on) == ((found.name,), found.train_on)
+    assert planned.family in ("", found.family) and name_in_results(located(dataset, data)) == found.name
+
+
+def test_a_revision_of_the_hub_is_no_part_of_the_name(data):
+    assert [one.datasets for one in trainings(GridSettings(datasets=("sst2@main",)), data)] == [("sst2",)]
+    assert located("sst2@main", data) == "sst2@main"
+
+
+def test_a_demo_set_can_be_trained_for_on_other_pairs(data):
+    flags = DataFlags(train_on="sets/two")
+    found = trainings(GridSettings(datasets=("demo_sc", "demo_ir"), data=flags), data)
+    assert [(one.datasets, one.family, one.train_on) for one in found] == [
+        (("demo_sc",), "SC", "demo_sc"),
+        (("demo_ir",), "IR", "two"),
+    ]
+
+
+def test_a_path_may_not_be_there_yet(data):
+    assert [one.datasets for one in trainings(GridSettings(datasets=("later=sets/x", "sets/y")), data)] == [("later",), ("y",)]

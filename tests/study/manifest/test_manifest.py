@@ -1,0 +1,170 @@
+"""Manifests: the models that an entry makes, and what is refused in one line."""
+
+import manifests
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.schema import read_manifest
+
+
+def read(folder, **changes):
+    return read_manifest(manifests.write(folder, **changes))
+
+
+def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names():
+    manifest = read_manifest(manifests.STUDY / "paper.yaml")
+    settings = manifest.settings()
+    assert (len(manifest.models), len(settings)) == (38, 50)
+    assert {name: setting_of(name) for name in settings} == settings
+    assert {"610m-mlm40-42k", "610m-clm-10k-mlm40-42k", "610m-clm-dec42k-mlm40-64k", "1b-clm-42k", "210m-mlm50-42k"} < set(
+        settings
+    )
+    assert settings["610m-mlm40-42k-1000"] == Setting("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
+    assert sum(model.inferred for model in manifest.models) == 4
+    assert [model.group for model in manifest.models].count("pfs") == 17
+
+
+@pytest.mark.parametrize("file", sorted(manifests.STUDY.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_manifest_of_the_package_can_be_read(file):
+    manifest = read_manifest(file)
+    assert len({model.name for model in manifest.models}) == len(manifest.models) >= 10
+
+
+def test_an_entry_makes_every_combination_and_clm_alone_only_once(tmp_path):
+    entry = {"size": "toy", "steps": [100, 200], "clm_share": [0, 0.5, 1], "mask": [0.2, 0.4]}
+    assert [model.name for model in read(tmp_path, **manifests.models(entry)).models] == [
+        *("toy-mlm20-100", "toy-mlm40-100", "toy-clm-50-mlm20-100", "toy-clm-50-mlm40-100", "toy-clm-100"),
+        *("toy-mlm20-200", "toy-mlm40-200", "toy-clm-100-mlm20-200", "toy-clm-100-mlm40-200", "toy-clm-200"),
+    ]
+
+
+def test_a_share_that_is_no_whole_number_of_steps_is_rounded_as_schedules_are(tmp_path):
+    entry = {"size": "toy", "steps": 101, "clm_share": 0.5, "mask": 0.4}
+    (model,) = read(tmp_path, **manifests.models(entry)).models
+    assert (model.setting.clm_steps, model.schedule) == (51, "clm:51,mlm(mask=0.4):50")
+
+
+def test_a_continued_model_has_no_warm_up_and_its_parents_size_and_seed(tmp_path):
+    first = {"size": "toy", "steps": 400, "mask": 0.4, "seed": [1, 2]}
+    then = {"after": "toy-mlm40-400-seed2", "steps": 100, "mask": 0.4}
+    *_, model = read(tmp_path, **manifests.models(then, first)).models  # in any order of the file
+    assert (model.name, model.warmup, model.setting.seed) == ("toy-mlm40-dec400-mlm40-500-seed2", 0, 2)
+    assert model.setting == setting_of(model.name)
+
+
+def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_path):
+    sizes = {"toy": {"lr": 2e-3, "seq_length": 32}}
+    entry = {"size": "toy", "steps": 100, "mask": 0.4, "peak_rate": [1e-3, 5e-4], "pretrain": {"seq_length": 16}}
+    models = read(tmp_path, sizes=sizes, **manifests.models(entry)).models
+    assert [(model.name, model.flags["lr"], model.flags["seq_length"]) for model in models] == [
+        ("toy-mlm40-100-lr1e-03", 1e-3, 16),
+        ("toy-mlm40-100-lr5e-04", 5e-4, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "setting"),
+    [
+        ("clm:100,mlm(mask=0.3):300", Setting("toy", 100, 300, mask_ratio=0.3)),
+        ("2x(clm:50,mlm:150)", Setting("toy", 100, 300, mask_ratio=0.4, schedule="2x(clm:50,mlm:150)")),
+        ("mix(clm:1,mlm:3)", Setting("toy", 100, 300, mask_ratio=0.4, schedule="mix(clm:1,mlm:3)")),
+        ("mntp(mask=0.2)", Setting("toy", 0, 400, mask_ratio=0.2, schedule="mntp(mask=0.2)")),
+        ("mlm(mask=0.5->0.3)", Setting("toy", 0, 400, mask_ratio=0.4, schedule="mlm(mask=0.5->0.3)")),
+        ("mlm(random=0.1)", Setting("toy", 0, 400, mask_ratio=0.4, schedule="mlm(random=0.1)")),
+    ],
+)
+def test_a_schedule_is_kept_where_the_columns_cannot_say_it(tmp_path, schedule, setting):
+    (model,) = read(tmp_path, **manifests.models({"size": "toy", "steps": 400, "schedule": schedule})).models
+    assert model.setting == setting
+
+
+def test_a_checkpoint_on_the_way_is_what_has_been_trained_by_then(tmp_path):
+    entry = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4, "checkpoints": [50, 100, 250]}
+    settings = read(tmp_path, **manifests.models(entry)).settings()
+    assert settings == {name: setting_of(name) for name in settings}
+    assert settings["toy-clm-100-mlm40-400-250"] == Setting("toy", 100, 150, mask_ratio=0.4, decayed=False)
+    alternating = {"size": "toy", "steps": 400, "name": "turns", "schedule": "4x(clm:50,mlm:50)", "checkpoints": [125]}
+    assert read(tmp_path, **manifests.models(alternating)).settings()["turns-125"].clm_steps == 75
+
+
+TOY = {"size": "toy", "steps": 400, "mask": 0.4}
+CONTINUED = {"steps": 20, "mask": 0.4}
+SCHEDULE = {"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}
+WRONG = {
+    "unknown key": ({"model": []}, "study.yaml: unknown field `model`; did you mean `models`?"),
+    "unknown key of an entry": (
+        manifests.models(TOY | {"maks": 0.3}),
+        "models, entry 1: unknown field `maks`; did you mean `mask`?",
+    ),
+    "unknown flag": ({"pretrain": {"seq_lenght": 64}}, "pretrain: unknown field `seq_lenght`; did you mean `seq_length`?"),
+    "flag of the study": ({"pretrain": {"save": "x"}}, "pretrain: field `save`: found here, expected nowhere"),
+    "unknown preset": ({"sizes": {"toy": {"model": "610"}}}, "sizes: toy: --model: unknown preset '610'"),
+    "type": (manifests.models(TOY | {"steps": "many"}), "entry 1: field `steps`: found 'many', expected a int"),
+    "type of a flag": ({"pretrain": {"lr": "fast"}}, "pretrain: field `lr`: found 'fast', expected a float"),
+    "no entry": (manifests.models("toy"), "entry 1: found 'toy', expected keys"),
+    "duplicate": (manifests.models(TOY, TOY | {"mask": [0.2, 0.4]}), "entry 2: model toy-mlm40-400 is there already"),
+    "decay too long": (manifests.models(TOY | {"steps": 15}), "entry 1: a decay of 20 steps in a run of 15"),
+    "no room for both": (
+        manifests.models(TOY | {"steps": 25}),
+        "a warm-up of 10 and a decay of 20 steps in a run of 25",
+    ),
+    "mask": (manifests.models(TOY | {"mask": 1.4}), "entry 1: field `mask`: found 1.4, expected a share above 0, at most 1"),
+    "no mask": (manifests.models({"size": "toy", "steps": 400}), "entry 1: field `mask`: missing"),
+    "share": (manifests.models(TOY | {"clm_share": 25}), "entry 1: field `clm_share`: found 25, expected a share from 0 to 1"),
+    "twice": (manifests.models(TOY | {"mask": [0.4, 0.4]}), "entry 1: field `mask`: found 0.4 twice"),
+    "clm steps": (manifests.models(TOY | {"clm_steps": 500}), "entry 1: field `clm_steps`: found 500, expected at most the 400"),
+    "size": (manifests.models(TOY | {"size": "tony"}), "entry 1: field `size`: found tony, did you mean toy?"),
+    "parent": (
+        manifests.models(TOY, {"after": "toy-mlm4-400", "steps": 20, "mask": 0.4}),
+        "found toy-mlm4-400, did you mean toy-mlm40-400?",
+    ),
+    "no parent": (manifests.models(CONTINUED | {"after": []}), "entry 1: field `size`: missing"),
+    "schedule": (
+        manifests.models({"size": "toy", "steps": 400, "schedule": "clm:100,mlm:200"}),
+        "steps add up to 300, expected 400",
+    ),
+    "schedule beside": (manifests.models(TOY | {"schedule": "mlm"}), "entry 1: found `mask` beside `schedule`"),
+    "checkpoint": (manifests.models(TOY | {"checkpoints": [390]}), "field `checkpoints`: found 390, expected 1 to 380"),
+    "name of several": (manifests.models(TOY | {"mask": [0.2, 0.4], "name": "one"}), "field `name`: found one for 2 models"),
+    "folder as a name": (
+        manifests.models(TOY | {"name": "../a b/c"}),
+        "entry 1: field `name`: found '../a b/c', expected letters, digits and . _ -",
+    ),
+    "folder as a size": ({"sizes": {"to/y": {"model": "tiny"}}}, "field `sizes`: found 'to/y', expected letters"),
+    "data set": ({"finetune": {"datasets": ["sst"]}}, "found sst; did you mean sst2?"),
+    "data set twice": ({"finetune": {"datasets": ["sst2", "sst2"]}}, "finetune: field `datasets`: found sst2 twice"),
+    "grid's flag": ({"finetune": {"datasets": ["sst2"], "slurm": True}}, "finetune: field `slurm`: found here"),
+    "protocol": ({"finetune": {"datasets": ["sst2"], "epochs": 0}}, "finetune: --epochs: found 0.0, expected more than 0"),
+    "reported": ({"reported": {"steps": {"base": 1}}}, "reported: steps: unknown name `base`"),
+    "no corpus": ({"corpus": None}, "corpus: field `vocab_size`: found 0"),
+    "two corpora": ({"pretrain": {"data_path": "x"}}, "pretrain: found `data_path` beside a corpus that the study makes"),
+}
+
+
+@pytest.mark.parametrize(("changes", "complaint"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, changes, complaint):
+    with pytest.raises(InputError) as error:
+        read(tmp_path, **changes)
+    assert complaint in str(error.value) and str(tmp_path / "study.yaml") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_key_that_is_there_twice_is_refused(tmp_path):
+    path = manifests.write(tmp_path)
+    path.write_text(path.read_text() + "\ncorpus: {demo: true}\n")
+    with pytest.raises(InputError, match="key `corpus` is there twice"):
+        read_manifest(path)
+    with pytest.raises(InputError, match="No such file"):
+        read_manifest(tmp_path / "none.yaml")
+
+
+def test_aliases_that_stand_for_a_great_many_values_are_refused(tmp_path):
+    path = manifests.write(tmp_path)
+    lines = ["a0: &a0 [1, 1]", *(f"a{level}: &a{level} [*a{level - 1}, *a{level - 1}]" for level in range(1, 40))]
+    path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
+    with pytest.raises(InputError, match="not YAML: its aliases stand for more than 100,000 values"):
+        read_manifest(path)
+    path.write_text("".join(f"k{number}: 1\n" for number in range(40_000)))
+    with pytest.raises(InputError, match="unknown field `k0`"):
+        read_manifest(path)

@@ -1,0 +1,204 @@
+"""The graph: what is trained once, what branches where, and that real runs would accept it."""
+
+import sys
+from pathlib import Path
+
+import manifests
+import pytest
+import runs
+
+from megaenc import flags
+from megaenc.model.config import preset
+from megaenc.study.manifest.pretrain_args import OF_THE_STUDY
+from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.plan.dag import build_graph, shared_steps
+from megaenc.study.run.stage import arguments
+from megaenc.training.config import PretrainSettings, read_settings
+
+
+def graph(folder, **changes):
+    return build_graph(read_manifest(manifests.write(folder, **changes)))
+
+
+def starts(found):
+    return {name: (run.start, run.parent, run.at, run.steps) for name, run in found.runs.items()}
+
+
+def test_every_shared_beginning_is_trained_once(tmp_path):
+    assert starts(graph(tmp_path)) == {
+        "toy-mlm40-400": ("new", "", 0, 400),
+        "toy-clm-400": ("new", "", 0, 400),
+        "toy-clm-100-mlm40-400": ("branch", "toy-clm-400", 100, 300),
+        "toy-mlm40-100": ("branch", "toy-mlm40-400", 80, 20),
+        "toy-clm-100": ("branch", "toy-clm-400", 80, 20),
+        "toy-clm-dec400-mlm40-620": ("weights", "toy-clm-400", 0, 220),
+        "toy-clm-dec400-mlm40-520": ("branch", "toy-clm-dec400-mlm40-620", 100, 20),
+        "toy-clm-dec400-mlm40-420": ("weights", "toy-clm-400", 0, 20),
+        "toy-mlm40-dec400-mlm40-620": ("weights", "toy-mlm40-400", 0, 220),
+        "toy-mlm40-dec400-mlm40-520": ("branch", "toy-mlm40-dec400-mlm40-620", 100, 20),
+        "toy-mlm40-dec400-mlm40-420": ("weights", "toy-mlm40-400", 0, 20),
+    }
+
+
+def test_the_papers_shared_steps():
+    runs = build_graph(read_manifest(manifests.STUDY / "paper.yaml")).runs.values()
+
+    def steps(group, inferred=False):
+        return sum(run.steps for run in runs if run.model.group == group and run.model.inferred == inferred)
+
+    assert steps("base") == 15 * 42_000
+    assert steps("pfs") == (9 + 6 + 3 + 17 + 11 + 5 + 32 + 21 + 10) * 1000 + 4 * 2000
+    assert steps("pfs", inferred=True) == 4 * 32_000
+    assert steps("cpt") == 2 * 26_000
+    (trunk,) = [run for run in runs if run.name == "610m-clm-42k"]
+    assert trunk.keep == (1000, 2000, 3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000)
+
+
+def test_a_run_comes_after_those_that_it_needs_and_they_keep_what_it_takes(tmp_path):
+    found = graph(
+        tmp_path,
+        **manifests.models(*manifests.BASE["models"], {"size": "toy", "steps": 300, "mask": 0.4, "checkpoints": [50, 200]}),
+    )
+    done = set()
+    for stage in found.nodes.values():
+        assert set(stage.needs) <= done, stage.id
+        done.add(stage.id)
+    for run in found.runs.values():
+        if run.at:
+            assert run.at in found.runs[run.parent].keep and run.at > found.runs[run.parent].at
+    for export in found.exports.values():
+        run = found.runs[export.run]
+        assert export.step in (*run.keep, run.model.steps) and export.step > run.at
+    assert found.exports["toy-mlm40-300-200"].run == "toy-mlm40-400"  # whose first 280 steps it shares
+    assert found.runs["toy-mlm40-400"].keep == (50, 80, 200, 280)
+
+
+def test_a_model_branches_off_a_branch(tmp_path):
+    entry = {"size": "toy", "steps": [200, 400], "clm_steps": [100, 200], "mask": 0.4}
+    assert starts(
+        graph(tmp_path, **manifests.models(entry | {"steps": [400], "clm_steps": [100, 400]}, entry | {"steps": [200]}))
+    ) == {
+        "toy-clm-400": ("new", "", 0, 400),
+        "toy-clm-100-mlm40-400": ("branch", "toy-clm-400", 100, 300),
+        "toy-clm-100-mlm40-200": ("branch", "toy-clm-100-mlm40-400", 180, 20),
+        "toy-clm-200": ("branch", "toy-clm-400", 180, 20),
+    }
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 2}, {"pretrain": {"lr": 1e-4}}, {"pretrain": {"lr_warmup_iters": 11}}, {"mask": 0.3}]
+)
+def test_what_differs_from_the_first_step_shares_nothing(tmp_path, change):
+    entries = [{"size": "toy", "steps": 400, "mask": 0.4}, {"size": "toy", "steps": 300, "mask": 0.4, "name": "other"} | change]
+    assert {start for start, *_ in starts(graph(tmp_path, **manifests.models(*entries))).values()} == {"new"}
+
+
+@pytest.mark.parametrize("change", [{"pretrain": {"lr": 0.002}}, {"peak_rate": 2e-3}, {"pretrain": {"clip_grad": 1.0}}])
+def test_how_a_flag_is_spelled_changes_nothing(tmp_path, change):
+    """YAML reads 2e-3 as text; 1.0 is what clip_grad is anyway."""
+    pretrain = manifests.BASE["pretrain"] | {"lr": "2e-3"}
+    entries = [{"size": "toy", "steps": 400, "mask": 0.4}, {"size": "toy", "steps": 300, "mask": 0.4, "name": "other"} | change]
+    found = starts(graph(tmp_path, pretrain=pretrain, **manifests.models(*entries)))
+    assert [start for start, *_ in found.values()] == ["new", "branch"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("clm:100,mlm:300", "clm:100,mlm:300", 380),
+        ("clm:100,mlm:300", "clm:200,mlm:200", 100),
+        ("clm:100,mlm:300", "clm:100,mlm(mask=0.3):300", 100),
+        ("clm:100,clm:100,mlm:200", "clm:200,mlm:200", 380),
+        ("mlm:200,mlm(mask=0.4->0.2):200", "mlm:200,mlm(mask=0.4->0.2):200", 380),
+        ("mlm(mask=0.4->0.2):200,mlm:200", "mlm(mask=0.4->0.2):400", 0),
+        ("mix(clm:1,mlm:1):200,mlm:200", "mix(clm:2,mlm:2):300,clm:100", 200),
+        ("4x(clm:50,mlm:50)", "clm:50,mlm:350", 100),
+        ("clm", "mlm", 0),
+    ],
+)
+def test_how_far_two_schedules_agree(tmp_path, one, other, shared):
+    entries = [{"size": "toy", "steps": 400, "name": name, "schedule": text} for name, text in (("one", one), ("other", other))]
+    first, second = read_manifest(manifests.write(tmp_path, **manifests.models(*entries))).models
+    assert shared_steps(first, second) == shared_steps(second, first) == shared
+
+
+def test_steps_that_training_itself_compares_agree_with_the_graph(tmp_path):
+    """`first_difference` is what refuses a branch: up to where a run branches there is none, and mostly one right after."""
+    from megaenc.data.tokenizer.vocabulary import Vocabulary
+    from megaenc.objectives import Schedule
+    from megaenc.training.lr_schedule import LearningRate
+    from megaenc.training.parent_run import first_difference
+
+    vocabulary = Vocabulary(1024, 0, 1, (0, 1), "")
+    for file in ("paper", "open"):
+        runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml")).runs
+        branches = [run for run in runs.values() if run.start == "branch"]
+        assert len(branches) > 4
+        for run in branches:
+            here, there = run.model, runs[run.parent].model
+            schedules = [Schedule.build(model.schedule, model.steps, vocabulary, 1) for model in (here, there)]
+            assert first_difference(*schedules, run.at) is None
+            rates = [LearningRate(1.0, model.warmup, model.decay, model.steps) for model in (here, there)]
+            assert all(rates[0](step) == rates[1](step) for step in {1, min(here.warmup, run.at) or 1, run.at // 2 + 1, run.at})
+            assert first_difference(*schedules, run.at + 1) or run.at == here.undecayed
+
+
+@pytest.mark.parametrize(("file", "processes"), [("paper", 192), ("open", 192), ("peak-rate", 192), ("small", 1), ("mini", 1)])
+def test_the_real_settings_take_every_run(file, processes):
+    runs = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"), Path("out")).runs.values()
+    for run in runs:
+        given = run.flags
+        shape = preset(given.get("model", "tiny"))
+        settings = flags.replace_fields(PretrainSettings(shape=shape), given, source="plan")
+        settings.check(processes)
+        assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
+        assert settings.optimizer.lr_warmup_iters == run.model.warmup
+        assert settings.output.save_steps == run.keep and settings.output.save == f"out/runs/{run.name}"
+        assert bool(settings.start.branch_from) == (run.start == "branch")
+        assert (settings.start.skip_samples == "parent") == (run.start == "weights")
+    assert settings == flags.replace_fields(read_settings(arguments(given), "pretrain"), {"model": settings.model}, source="x")
+
+
+def test_flags_that_the_study_decides_are_flags_of_pretrain():
+    assert set(flags.flatten(PretrainSettings())) > OF_THE_STUDY
+
+
+def test_a_plan_needs_no_torch():
+    code = "import sys; from megaenc.study.plan.command import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    runs.run([sys.executable, "-c", code, str(manifests.STUDY / "paper.yaml")])
+
+
+def test_the_corpus_is_made_first_and_every_run_reads_it(tmp_path):
+    found = graph(tmp_path, corpus={"text": ["a.jsonl", "b"], "vocab_size": 2048})
+    (tokenizer, learn), (index, read) = found.corpus.commands.items()
+    assert (learn[0], read[0]) == ("tokenizer", "preprocess")
+    assert learn[1:4] == ("--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b"))
+    given = found.runs["toy-clm-400"].flags
+    assert f"{given['data_path'][0]}.idx" == str(index) and given["tokenizer"] == str(tokenizer)
+    assert found.runs["toy-clm-400"].needs == ("corpus",)
+    assert [words[0] for words in graph(tmp_path).corpus.commands.values()] == ["demo", "tokenizer", "preprocess"]
+
+
+def test_fine_tuning_counts_retrieval_once(tmp_path):
+    grids = build_graph(read_manifest(manifests.STUDY / "paper.yaml")).grids
+    assert (sum(grid.results for grid in grids.values()), sum(grid.runs for grid in grids.values())) == (18_000, 15_000)
+    (first, *_) = graph(tmp_path).grids.values()
+    assert [(training.train_on, training.family) for training in first.trainings] == [("demo_sc", "SC"), ("demo_ir", "IR")]
+    assert first.flags == {"datasets": ("demo_sc", "demo_ir"), "learning_rates": (1e-4, 1e-3), "seeds": 3}
+
+
+def test_local_data_sets_are_found_from_the_folder_of_data(tmp_path):
+    (tmp_path / "qa").mkdir()
+    settings = {"datasets": ["squad=qa", "qa"], "learning_rates": [1e-4], "seeds": 1}
+    found = build_graph(read_manifest(manifests.write(tmp_path, finetune=settings), tmp_path / "."))
+    (grid, *_) = found.grids.values()
+    assert grid.flags["datasets"] == (f"squad={tmp_path / 'qa'}", str(tmp_path / "qa"))
+
+
+def test_so_are_corpora_and_a_tokenizer_that_is_a_folder(tmp_path):
+    (tmp_path / "tok").mkdir()
+    for tokenizer, expected in (("tok", str(tmp_path / "tok")), ("EuroBERT/EuroBERT-210m", "EuroBERT/EuroBERT-210m")):
+        pretrain = manifests.BASE["pretrain"] | {"data_path": ["1/3", "a/x", "0.5", "/b"], "tokenizer": tokenizer}
+        found = build_graph(read_manifest(manifests.write(tmp_path, pretrain=pretrain, corpus={"vocab_size": 1024}), tmp_path))
+        (run, *_) = found.runs.values()
+        assert (run.flags["data_path"], run.flags["tokenizer"]) == (["1/3", str(tmp_path / "a/x"), "0.5", "/b"], expected)

@@ -1,0 +1,64 @@
+"""The tree and the picture: every run once, below what it leaves, to the right of where it leaves it."""
+
+import io
+
+import manifests
+
+from megaenc.study.manifest.schema import read_manifest
+from megaenc.study.plan.dag import build_graph
+from megaenc.study.plan.render_dag import picture, rows_of, tree
+
+
+def graph(folder, **changes):
+    return build_graph(read_manifest(manifests.write(folder, **changes)))
+
+
+def test_the_tree_says_where_each_run_begins_and_what_it_makes(tmp_path):
+    entries = [
+        {"size": "toy", "steps": 400, "clm_share": 1.0, "checkpoints": [50, 200]},
+        {"size": "toy", "steps": [200, 400], "clm_steps": 100, "mask": 0.4},
+        {"size": "toy", "steps": 200, "clm_share": 1.0, "evaluate": False},
+        {"after": "toy-clm-400", "steps": [20, 120], "mask": 0.2},
+        {"size": "toy", "steps": 400, "name": "turns", "schedule": "2x(mlm:100,clm:100)"},
+    ]
+    assert (
+        "\n".join(line.rstrip() for line in tree(graph(tmp_path, **manifests.models(*entries))))
+        == """\
+toy:
+  toy-clm-400                                         +400  CLM to 400  evaluated at 50 200 too
+  ├─ toy-clm-dec400-mlm20-520  after its 400          +120  MLM 20 % to 120
+  ├─ toy-clm-dec400-mlm20-420  after its 400           +20  MLM 20 % to 20, all of it decay
+  ├─ toy-clm-200               from step 180           +20  CLM to 200, all of it decay  (not evaluated)
+  └─ toy-clm-100-mlm40-400     from step 100          +300  MLM 40 % to 400
+     └─ toy-clm-100-mlm40-200  from step 180           +20  MLM 40 % to 200, all of it decay
+  turns                                               +400  MLM 40 % to 100, CLM to 200, MLM 40 % to 300, ... 1 more to 400"""
+    )
+
+
+def test_no_line_to_a_branch_crosses_a_bar():
+    for file in ("paper", "open"):
+        found = build_graph(read_manifest(manifests.STUDY / f"{file}.yaml"))
+        rows = rows_of(found)
+        assert sorted(row.run.name for row in rows) == sorted(found.runs)
+        for number, row in enumerate(rows):
+            if row.parent is not None:
+                assert rows[row.parent].run.name == row.run.parent and rows[row.parent].start < row.start <= rows[row.parent].end
+                for between in rows[row.parent + 1 : number]:
+                    assert row.start <= between.start or row.start >= between.end
+
+
+def test_a_continued_run_is_drawn_after_its_parents_end(tmp_path):
+    rows = {row.run.name: row for row in rows_of(graph(tmp_path))}
+    assert (rows["toy-clm-dec400-mlm40-620"].start, rows["toy-clm-dec400-mlm40-620"].end) == (400, 620)
+    assert (rows["toy-clm-dec400-mlm40-520"].start, rows["toy-clm-dec400-mlm40-520"].end) == (500, 520)
+
+
+def test_the_picture_names_every_run_once_and_every_objective(tmp_path):
+    found = graph(tmp_path)
+    drawn = picture(found, "a study")
+    texts = [text.get_text() for text in drawn.axes[0].texts]
+    assert sorted(texts) == sorted(found.runs)
+    (legend,) = drawn.legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels[:2] == ["CLM", "MLM 40 %"] and len(labels) == 4  # and both ways to begin
+    drawn.savefig(io.BytesIO(), format="svg")

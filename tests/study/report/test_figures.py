@@ -1,0 +1,235 @@
+"""The figures show the numbers of the tables, and say so where there are none."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from study_folders import DATASETS, RATES, settings, write_results, write_runs
+
+from megaenc.finetune.results.files import scan
+from megaenc.study.manifest.model_key import Setting
+from megaenc.study.report.figures import objectives
+from megaenc.study.report.figures.base import PAPER, Picture, as_svg, inline
+from megaenc.study.report.figures.registry import figures_of, flops_by_shape, losses, rates
+from megaenc.study.results.evidence import Evidence, Score, of_results
+from megaenc.study.results.pretrain_runs import flops_of, read_runs
+from megaenc.study.results.published import published
+
+
+def points(picture: Picture, family: int, name: str) -> dict[float, float]:
+    """By place on the axis, means of the line of that name in a panel, rounded as they are printed."""
+    [line] = [line for line in picture.panels[family].lines if line.name == name and line.labelled]
+    return {round(point.x, 1): round(point.mean, 2) for point in line.points}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Evidence:
+    root = write_results(tmp_path_factory.mktemp("results"), settings())
+    return of_results(scan(root), settings().get)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return read_runs(write_runs(tmp_path_factory.mktemp("runs"), settings()))
+
+
+def test_objectives_by_size():
+    picture = objectives.clm_and_mlm(published())
+    assert [panel.title for panel in picture.panels][::3] == ["Sequence classification", "Retrieval"]
+    assert list(points(picture, 0, "CLM").values()) == [82.80, 83.58, 82.68]
+    assert list(points(picture, 3, "MLM").values()) == [75.78, 79.55, 79.95]
+    assert picture.panels[0].ticks == {0: "210M", 1: "610M", 2: "1B"}
+
+
+def test_objectives_of_one_size_by_data_set(ours):
+    picture = objectives.clm_and_mlm(ours)
+    assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
+    mlm = ours.find(Setting("mini", 0, 300, mask_ratio=0.4), "demo_sc")
+    [line] = [line for line in picture.panels[0].lines if line.name == "MLM"]
+    assert (line.points[0].mean, line.points[0].half) == pytest.approx((100 * mlm.mean, 100 * mlm.half))
+
+
+def test_mask_ratios():
+    picture = objectives.mask_ratios(published())
+    assert list(points(picture, 0, "1B").values()) == [87.97, 87.00, 88.23, 88.21]
+    assert picture.panels[0].ticks == {20: "20 %", 30: "30 %", 40: "40 %", 50: "50 %"}
+
+
+def test_mask_ratios_with_and_without_clm(ours):
+    assert not objectives.mask_ratios_with_clm(published()).panels
+    picture = objectives.mask_ratios_with_clm(ours)
+    assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
+    two_stage = ours.find(Setting("mini", 75, 225, mask_ratio=0.2), "demo_sc")
+    assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
+
+
+def test_efficiency_by_step_and_by_operations(ours, runs):
+    picture = objectives.by_step(published())
+    assert points(picture, 0, "CLM") == {1000: 68.32, 2000: 73.61, 5000: 78.56, 10000: 80.58, 20000: 82.7, 40000: 83.48}
+    by_flops = objectives.by_flops(ours, flops_of(runs, settings()))
+    assert [point.x for point in by_flops.panels[0].lines[0].points] == [50e12, 150e12]
+    assert "Models of a manifest always need it" in objectives.by_flops(ours, {}).caption
+
+
+def test_shares_of_each_budget():
+    picture = objectives.clm_shares(published())
+    assert [line.name for line in picture.panels[0].lines] == ["12k steps", "22k steps", "42k steps"]
+    line = picture.panels[0].lines[2]
+    assert [round(point.mean, 2) for point in line.points] == [87.0, 87.85, 87.58, 87.06, 83.58]
+    np.testing.assert_allclose([point.x for point in line.points], [0, 23.8, 50, 76.2, 100], atol=1.3)
+
+
+def test_continued_pretraining_begins_with_the_finished_model():
+    picture = objectives.continued(published())
+    assert list(points(picture, 0, "from CLM").values()) == [83.58, 85.39, 87.84, 88.40]
+    assert list(points(picture, 0, "from MLM").values()) == [87.00, 87.08, 87.61, 87.47]
+    assert list(picture.panels[0].ticks.values()) == ["0", "2k", "12k", "22k"]
+
+
+def test_rates_are_drawn_below_each_models_best(ours):
+    picture = rates(ours)
+    assert len(picture.panels) == len(DATASETS)
+    for line in picture.panels[0].lines:
+        assert max(point.mean for point in line.points) == 0 and tuple(point.x for point in line.points) == RATES
+    strong = {line.name: line.points[1].mean for line in picture.panels[0].lines if line.labelled}
+    assert strong["MLM"] < strong["CLM"] < 0  # as the folders were made
+    assert not rates(published()).panels
+
+
+def test_losses_of_the_runs(runs):
+    picture = losses(runs)
+    assert [panel.title for panel in picture.panels] == ["under clm", "under mlm"]
+    names = [line.name for line in picture.panels[0].lines]
+    assert list(dict.fromkeys(names)) == ["MLM", "CLM", "CLM, then MLM", "on a finished model"] and len(names) == len(runs)
+    [curve] = [line for line in picture.panels[0].lines if line.name == "CLM" and line.points[-1].x == 300]
+    rows = runs["mini-clm-300"].validated
+    assert [(point.x, point.mean) for point in curve.points] == [(row["step"], row["objectives"]["clm"]["loss"]) for row in rows]
+    few = losses({name: runs[name] for name in list(runs)[:2]})
+    assert [line.name for line in few.panels[0].lines] == list(runs)[:2]
+    assert losses({}).caption == "No runs were given: --runs names their folder."
+
+
+def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))])
+    first = figures_of(same, {}, {}, published())[0]
+    light = [line for line in first.drawn.panels[0].lines if line.light]
+    assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
+    others = figures_of(ours, runs, flops_of(runs, settings()), published())
+    assert [one.drawn.key for one in others if not one.drawn.panels] == []
+    beside = [one.drawn.key for one in others if one.published is not None]
+    assert beside == ["objectives", "mask-ratios", "efficiency-steps", "efficiency-flops", "clm-shares", "continued-pretraining"]
+
+
+def test_all_that_tables_alone_allow():
+    shown = figures_of(published(), {}, flops_by_shape(published()))
+    assert [one.drawn.key for one in shown if not one.drawn.panels] == [
+        "mask-ratios-with-clm",
+        "learning-rates",
+        "losses",
+    ]
+    assert all(one.drawn.caption.endswith(".") for one in shown if not one.drawn.panels)
+
+
+def test_another_seed_of_the_pretraining_is_points_without_a_line():
+    scores = [
+        Score(
+            f"{at}{seed}",
+            Setting("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed),
+            "SC",
+            "sst2",
+            at / 100 + seed / 50,
+            0.01,
+        )
+        for at in (10, 20)
+        for seed in (1, 2)
+    ]
+    [first, second] = objectives.by_step(Evidence(scores)).panels[0].lines
+    assert (first.joined, first.labelled, second.joined, second.labelled) == (True, True, False, False)
+    assert [point.mean for point in second.points] == pytest.approx([14, 24])
+
+
+def test_published_values_have_bars_too_thin_ones():
+    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))], kind="t")
+    picture = objectives.clm_and_mlm(same, published())
+    widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
+    assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
+    assert "95 % by Student's t" in picture.caption and "published ones are 1.96 standard errors over 5" in picture.caption
+
+
+def test_captions_say_what_a_bar_is_worth(ours):
+    for make in (
+        objectives.clm_and_mlm,
+        objectives.mask_ratios,
+        objectives.mask_ratios_with_clm,
+        objectives.by_step,
+        objectives.clm_shares,
+        objectives.continued,
+    ):
+        assert "1.96 standard errors over 3 fine-tuning seeds, which hold the true mean 81 times in 100" in make(ours).caption
+    assert "88 times in 100" in objectives.clm_shares(published()).caption
+
+
+def test_points_of_collapsed_models_are_hollow(ours):
+    picture = objectives.clm_and_mlm(ours)
+    assert not any(point.collapsed for panel in picture.panels for line in panel.lines for point in line.points)
+    scores = [dataclasses.replace(one, at_rate_collapsed=one.setting.clm_steps // 300) for one in ours.scores]
+    picture = objectives.clm_and_mlm(Evidence(scores))
+    assert {line.name: line.points[0].collapsed for line in picture.panels[0].lines} == {"MLM": False, "CLM": True}
+    [inside] = [line for line in picture.wide.axes[0].get_lines() if line.get_color() == PAPER]
+    assert inside.get_ydata()[0] == picture.panels[0].lines[1].points[0].mean and "Hollow points" in picture.caption
+
+
+@pytest.mark.parametrize("name", ["cost_$a$b", "us$^$x"])
+def test_names_with_dollar_signs_are_no_formulas(name):
+    models = (Setting(name, 0, 10, mask_ratio=0.4), Setting(name, 10), Setting("y", 0, 10, mask_ratio=0.4), Setting("y", 10))
+    ours = Evidence([Score(f"m{one}", one, "SC", name, 0.5, 0.01) for one in models])
+    svg = objectives.clm_and_mlm(ours).svg
+    assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
+    ways = [Setting("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    ways += [Setting(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    found = objectives.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
+    assert f">MLM, {name}</text>" in found.svg  # in the legend
+
+
+def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
+    plain = [Setting("610M", 0, 42_000, mask_ratio=0.4), Setting("610M", 42_000), Setting("610M", 0, 42_000, mask_ratio=0.2)]
+    plain += [
+        Setting("610M", 42_000, 0, 22_000, 0.4),
+        Setting("610M", 0, 42_000, 22_000, 0.4),
+        Setting("610M", 0, 12_000, mask_ratio=0.4),
+    ]
+    turns = Setting("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
+    detour = Setting("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
+    names = {turns: "610m-turns-42k", detour: "610m-mlm40-dec42k-clm-47k-mlm40-64k"}
+    scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
+    picture = objectives.schedules(Evidence(scores))
+    found = {line.name: [round(point.x) for point in line.points] for line in picture.panels[0].lines}
+    assert found == {"MLM": [0], "CLM": [0], "MLM on CLM": [1], "MLM on MLM": [1], names[turns]: [0], names[detour]: [1]}
+    looks = [(line.colour, line.marker) for line in picture.panels[0].lines]
+    assert len(set(looks)) == len(looks) == 6
+    assert picture.panels[0].ticks == {0: "42k steps", 1: "64k steps"}
+    assert points(picture, 0, names[turns]).popitem()[1] == 52.1
+    assert picture.draw(1).legends[0]._ncols == 1  # long names have a line each on a phone
+    assert objectives.schedules(Evidence(scores[:-2])) is None
+    assert [one.drawn.key for one in figures_of(Evidence(scores), {}, {})][-2:] == ["other-schedules", "losses"]
+
+
+def test_drawn_wide_and_narrow_with_the_numbers_in_it(ours):
+    picture = objectives.clm_and_mlm(ours)
+    assert picture.wide.get_size_inches()[0] == 9 and picture.draw(1).get_size_inches()[0] == 3.75
+    axis = picture.wide.axes[0]
+    assert [float(line.get_ydata()[0]) for line in axis.get_lines() if line.get_marker() == "s"] == [
+        picture.panels[0].lines[0].points[0].mean
+    ]
+    box = axis.get_position()
+    assert 0 < box.x0 < box.x1 < 0.5 and 0 < box.y0 < box.y1 < 1
+
+
+def test_svg_is_text_the_same_each_time_and_takes_the_pages_colours(ours):
+    picture = objectives.clm_and_mlm(ours)
+    assert as_svg(picture.draw(), "a") == as_svg(picture.draw(), "a") and "demo_sc" in picture.svg
+    drawn = inline(picture.svg, "objectives-wide", 'CLM "and" <MLM>')
+    assert 'aria-label="CLM &quot;and&quot; &lt;MLM&gt;"' in drawn and "var(--ink)" in drawn and "#ffffff" not in drawn
+    assert 'id="objectives-wide-figure_1"' in drawn and "width=" not in drawn[: drawn.index(">")]

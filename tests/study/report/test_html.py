@@ -1,0 +1,174 @@
+"""The page holds everything, escapes everything, and needs nothing from outside."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megaenc.study.claims.verdicts import Verdict
+from megaenc.study.report.figures.base import Line, Panel, Picture, Point
+from megaenc.study.report.figures.registry import Shown
+from megaenc.study.report.html import MARK, Report, page
+from megaenc.study.report.table import Column, Row, Table
+from megaenc.study.stats import inference
+from megaenc.study.stats.comparisons import Comparison
+
+EVIL = '<b onclick="x">&'
+_VOID = {"meta", "link", "br", "img", "circle", "line", "path", "use", "rect"}
+
+
+class Checked(HTMLParser):
+    """Reads a page and fails where tags do not close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open, self.tags, self.words, self.ids = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.ids += [value for name, value in attributes if name == "id"]
+        if tag not in _VOID or not self.get_starttag_text().endswith("/>"):
+            self.open += [tag] * (tag not in ("meta", "link"))
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self.ids += [value for name, value in attributes if name == "id"]
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+def comparison(**changes) -> Comparison:
+    made = inference.Test(0.02, 0.01, 0.03, 0.001, inference.Components(1e-5, math.nan), 4.0, 5)
+    given = {
+        "left": "MLM", "right": EVIL, "where": "610M", "family": "SC", "dataset": "sst2", "test": made, "p": 0.00001,
+        "p_adjusted": 0.004, "effect": -1.5, "verdict": "holds",
+    }  # fmt: skip
+    return Comparison(**given | changes)
+
+
+def card(comparison: Comparison, overall: Comparison | None = None) -> str:
+    """Return the page of one verdict."""
+    verdict = Verdict(1, "title", "question?", [comparison], "holds", "because.", "a", overall)
+    return page(Report("A study", "lead", [verdict], [], [], [], "", []))
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    nothing = inference.Test(0.02, math.nan, math.nan, math.nan, inference.Components(math.nan, math.nan), math.nan, 1)
+    one, unknown = comparison(), comparison(test=nothing, effect=math.nan, p=math.nan, verdict="not resolved")
+    verdicts = [
+        Verdict(
+            1,
+            f"title {EVIL}",
+            "question?",
+            [one, unknown],
+            "holds",
+            "because 5 % less, -1.29 points (-4.39 to +1.80) of 610m-mlm40-42k, p = 2e-05.",
+            "a",
+            one,
+        ),
+        Verdict(2, "second", "question?", [], "no data", "Needs more."),
+        Verdict(3, "third", "question?", [one], "reversed", "the other way."),
+        Verdict(4, "fourth", "question?", [one], "not resolved", "who knows."),
+    ]
+    published = [Verdict(3, "third", "question?", [one], "holds", "as printed.")]
+    lines = (Line("CLM", "#0072B2", "o", (Point(1, 50.0, 1.0), Point(2, 60.0))),)
+    picture = Picture("objectives", "CLM and MLM", f"caption {EVIL}", (Panel("SC", lines, "step"),))
+    columns = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"))
+    rows = (Row(("1B", 42_000, "91.65 (0.45)"), name="1b-clm-42k"), Row((EVIL, 1, None), light=True, rule=True, name=EVIL))
+    tables = [Table("base", "Base models", "Percent.", columns, rows), Table("base-standard", "Standard", "Note.", columns, rows)]
+    figures = [Shown(picture, picture), Shown(Picture("losses", "Losses", "No runs were given."))]
+    facts = [("Hardware", EVIL), ("Commit", "1a2b3c")]
+    return page(
+        Report(f"A study {EVIL}", "lead", verdicts, published, figures, tables, "a,b\n1,2\n", facts, f"Without any run: {EVIL}.")
+    )
+
+
+def test_it_is_well_formed_with_ids_of_their_own(text):
+    checked = Checked(text)
+    assert len(checked.ids) == len(set(checked.ids))
+    links = [attributes["href"][1:] for tag, attributes in checked.tags if tag == "a" and attributes["href"].startswith("#")]
+    assert links == ["verdicts", "figures", "tables", "made", "made"] and set(links) <= set(checked.ids)
+
+
+def test_nothing_is_fetched_and_nothing_runs(text):
+    checked = Checked(text)
+    assert not [tag for tag, _ in checked.tags if tag in ("script", "iframe", "object", "embed", "img")]
+    for _, attributes in checked.tags:
+        assert not [name for name in attributes if name.startswith("on") or name == "src"]
+        href = attributes.get("href") or attributes.get("xlink:href") or "#"
+        assert href.startswith(("#", "data:"))
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+
+
+def test_everything_is_escaped(text):
+    assert EVIL not in text and text.count("&lt;b onclick=&#34;x&#34;&gt;&amp;") >= 9
+
+
+def test_verdicts_come_first_with_a_sign_and_a_word_each(text):
+    headings = re.findall(r"<h(\d)[^>]*>(.*?)</h\d>", text)
+    assert [level for level, _ in headings[:3]] == ["1", "2", "3"] and headings[1][1] == "Verdicts"
+    for words in ("✓ holds", "⇄ reversed", "? not resolved", "– no data"):
+        assert words in text
+    assert "1 hold, 1 reversed, 1 not resolved, 1 without data" in text
+    assert "The published tables, judged the same way" in text and "5\u00a0% less" in text
+    assert "5\u00a0% less, \u22121.29 points (\u22124.39 to +1.80) of 610m-mlm40-42k, p = 2e-05." in text
+    assert (
+        ">\u22121.50<" in text
+        and "+1.00 to +3.00" in text
+        and "&lt; 0.0001" in text
+        and "nan" not in re.sub(r"base64,\S+", "", text)
+    )
+
+
+def test_the_bootstrap_stands_beside_the_deciding_test_alone():
+    drawn = ((0.5, 3.5), (0.7, 3.3))
+    whole, single = comparison(bootstrap=drawn), comparison(bootstrap=((0.1, 0.2), (0.1, 0.2)))
+    text = card(single, whole)
+    assert "bootstrap +0.50 to +3.50, studentised +0.70 to +3.30" in text and text.count("bootstrap +") == 1
+    few = comparison(bootstrap=((math.nan, math.nan), (math.nan, math.nan)))  # below three seeds
+    none = card(few, few)
+    assert "bootstrap +" not in none and "nan" not in none
+
+
+def test_seeds_that_are_never_enough_have_a_word():
+    parts = inference.Components(1e-6, 4e-5)
+    never = comparison(test=inference.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 5))
+    unknown = comparison(test=inference.Test(0.01, 0.0, 0.02, 0.1, parts, 50.0, 0))
+    assert '<td class="number">never</td></tr>' in card(never) and '<td class="number"></td></tr>' in card(unknown)
+
+
+def test_the_page_says_what_verdicts_are_about(text):
+    assert "about these trained models, and another pretraining run may differ by more" in " ".join(text.split())
+
+
+def test_figures_are_drawn_twice_with_a_text_for_who_cannot_see(text):
+    drawn = [attributes for tag, attributes in Checked(text).tags if tag == "svg" and attributes.get("role") == "img"]
+    assert len(drawn) == 4  # wide and narrow, ours and published
+    assert drawn[0]["aria-label"] == f"CLM and MLM. caption {EVIL}"
+    assert "<li>Losses: No runs were given.</li>" in text
+
+
+def test_tables_align_numbers_and_move_by_themselves(text):
+    assert text.count('<div class="scroll" tabindex="0" role="region"') == 5  # two tables and three with comparisons
+    assert '<td class="number first">91.65 (0.45)</td>' in text
+    assert '<th scope="row"><span class="wide">1B</span><span class="narrow">1b-clm-42k</span></th>' in text
+    assert '<td class="number head">42,000</td>' in text and '<tr class="rule light">' in text
+    assert re.search(r'<details class="card" id="table-base" open>', text) and 'id="table-base-standard">' in text
+
+
+def test_a_page_says_that_it_is_a_report_and_what_has_no_score(text):
+    assert text.index(MARK) < text.index("<body>") and "Without any run: &lt;b" in text
+
+
+def test_both_colour_schemes_and_the_scores_to_take_away(text):
+    assert "prefers-color-scheme: dark" in text and "color-scheme: light dark" in text
+    assert 'download="scores.csv" href="data:text/csv;base64,YSxiCjEsMgo="' in text

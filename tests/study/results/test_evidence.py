@@ -1,0 +1,202 @@
+"""Trees of results as evidence: every published cell comes out to the printed digit, and what there is not is not made up."""
+
+import json
+
+import numpy as np
+import published_tree
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.finetune.examples import Family
+from megaenc.finetune.results.aggregate import Asked
+from megaenc.finetune.results.files import scan
+from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.scope import Scope
+from megaenc.study.results.evidence import AVERAGE, of_results, read_evidence, without_score
+from megaenc.study.results.published import PRINTED, published, raw, row_setting, rows
+
+MLM, CLM = "610m-mlm40-42k", "610m-clm-42k"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    root = tmp_path_factory.mktemp("published") / "results"
+    published_tree.write(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def evidence(tree):
+    return raw(tree)
+
+
+def test_every_published_cell_to_the_printed_digit(evidence):
+    wrong = []
+    for row in rows():
+        score = evidence.find(row_setting(row), PRINTED[row["dataset"]], row["task"])
+        if (f"{100 * score.mean:.2f}", f"{100 * score.half:.2f}") != (row["mean"], row["ci95"]):
+            wrong.append((row, score.mean, score.half))
+    assert len(rows()) == 800 and not wrong
+
+
+def test_scores_exist_that_print_as_each_average_does():
+    possible = [published_tree.reachable(setting, family) for setting in published().settings() for family in Family]
+    assert sum(possible) == len(possible) == 46 * 4  # the tables print 200, 16 of them twice
+
+
+def test_rates_are_chosen_on_validation(evidence):
+    of_sets = [score for score in evidence.scores if score.dataset != AVERAGE]
+    assert len(of_sets) == 46 * 12
+    for score in of_sets:
+        assert score.rate == published_tree.chosen_rate(score.model, score.dataset)
+        assert set(score.rates) == set(published_tree.RATES) and score.seeds == score.rates[score.rate]
+        assert score.runs == 15
+
+
+def test_examples_are_those_of_the_chosen_rate(evidence):
+    score = evidence.find(setting_of(MLM), "squad")
+    found = score.examples()
+    assert sorted(found) == [0, 1, 2, 3, 4] and found is score.examples()  # read once
+    for seed, of_each in found.items():
+        assert of_each.shape == (10,) and of_each.mean(dtype=np.float64) == pytest.approx(score.seeds[seed], abs=1e-7)
+
+
+def test_examples_are_read_when_they_are_asked_for(tree, tmp_path):
+    published_tree.write(tmp_path, models=[MLM])
+    score = raw(tmp_path).find(setting_of(MLM), "squad")
+    for path in tmp_path.rglob("results.json"):
+        path.unlink()
+    with pytest.raises(InputError, match=r"results\.json.*expected what a run wrote"):
+        score.examples()
+
+
+def test_an_average_is_formed_by_seed_at_each_sets_own_rate(evidence):
+    score = evidence.find(setting_of(CLM), AVERAGE, "SC")
+    assert [member.dataset for member in score.members] == ["sst2", "qqp", "mnli_m"] and score.examples() == {}
+    for seed, value in score.seeds.items():
+        assert value == pytest.approx(np.mean([member.seeds[seed] for member in score.members]))
+    assert score.runs == 45 and score.rate is None
+
+
+def result(folder, score, validation=None, **more):
+    folder.mkdir(parents=True)
+    test = {"score": score, "scores_i": [score / 2, score * 1.5], **more}
+    (folder / "results.json").write_text(json.dumps({"validation": {"score": validation or score}, "test": test}))
+
+
+def test_only_the_sets_of_the_tables_are_read_of_the_study(tmp_path):
+    for place in ("QA/squad", "QA/qed", "SC/other"):
+        result(tmp_path / MLM / place / "lr2e-05_sd0", 0.5)
+    assert raw(tmp_path).datasets() == [("QA", "squad")]
+    assert len(read_evidence(tmp_path, {}).datasets()) == 4  # with the average of two QA sets
+
+
+def test_models_of_a_manifest_and_others(tmp_path):
+    for model in ("mine", "another"):
+        result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
+    found = read_evidence(tmp_path, {"mine": Setting("tiny", mlm_steps=40, mask_ratio=0.4)})
+    assert [(score.model, score.setting and score.setting.size) for score in found.scores] == [
+        ("another", None),
+        ("mine", "tiny"),
+    ]
+    assert found.settings() == [Setting("tiny", mlm_steps=40, mask_ratio=0.4)]
+    assert found.scores[0].half is None  # a single seed
+
+
+def test_other_metrics_and_their_examples(tmp_path):
+    for seed in range(2):
+        made = {"metrics": {"exact": 0.5, "f1": 0.9}, "metrics_i": {"exact": [0.0, 1.0], "counts": [2, 3]}}
+        result(tmp_path / "mine" / "QA/squad" / f"lr2e-05_sd{seed}", 0.6, **made)
+    exact, f1 = (read_evidence(tmp_path, {}, metric).scores[0] for metric in ("exact", "f1"))
+    assert exact.mean == 0.5 and list(exact.examples()[1]) == [0.0, 1.0]
+    assert f1.mean == 0.9 and f1.examples() == {}  # not a mean over examples
+    with pytest.raises(InputError, match="metric `accuracy`: no result has it, expected score or exact or f1"):
+        read_evidence(tmp_path, {}, "accuracy")
+
+
+def test_examples_that_are_not_what_the_score_is_of_are_left_out(tmp_path):
+    result(tmp_path / "mine" / "QA/squad" / "lr2e-05_sd0", 0.6, scores_i=[0.1, 0.2])
+    assert read_evidence(tmp_path, {}).scores[0].examples() == {}
+
+
+def test_runs_that_collapsed_or_failed_are_counted(tmp_path):
+    place = tmp_path / "mine" / "SC/sst2"
+    result(place / "lr2e-05_sd0", 0.9)
+    result(place / "lr5e-05_sd0", 0.5, validation=0.4, collapsed="constant prediction positive")
+    (place / "lr1e-04_sd0").mkdir()
+    (place / "lr1e-04_sd0" / "failed.json").write_text('{"reason": "the loss is nan"}')
+    score = read_evidence(tmp_path, {}).scores[0]
+    assert (score.collapsed, score.runs, score.rate) == (2, 3, 2e-5) and set(score.rates) == {2e-5, 5e-5}
+    assert score.at_rate_collapsed == 0 and score.rates_failed == {1e-4: {0}} and score.floor is None
+
+
+def test_what_collapsed_at_the_chosen_rate_and_what_the_baseline_gets(tmp_path):
+    for dataset in ("sst2", "toy"):
+        for seed in range(3):
+            said = {"collapsed": "constant prediction" if seed else None, "metrics": {"accuracy": 0.5}}
+            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.5, baseline={"score": 0.4, "accuracy": 0.3}, **said)
+    one, other, average = read_evidence(tmp_path, {}).scores
+    assert (one.at_rate_collapsed, one.floor, one.rates_failed) == (2, 0.4, {})
+    assert average.at_rate_collapsed == one.at_rate_collapsed + other.at_rate_collapsed
+    assert read_evidence(tmp_path, {}, "accuracy").scores[0].floor == 0.3
+
+
+def test_collapsed_runs_of_the_chosen_rate_are_those_of_the_mean(tmp_path):
+    for dataset in ("sst2", "qqp"):
+        for seed in range(2):
+            worthless = "constant prediction" if (dataset, seed) == ("qqp", 1) else None
+            result(tmp_path / "mine/SC" / dataset / f"lr2e-05_sd{seed}", 0.9, collapsed=worthless)
+            result(tmp_path / "mine/SC" / dataset / f"lr5e-05_sd{seed}", 0.5, collapsed="constant prediction")
+    found = {score.dataset: score for score in read_evidence(tmp_path, {}).scores}
+    assert {name: (score.at_rate_collapsed, score.collapsed) for name, score in found.items()} == {
+        "sst2": (0, 2),
+        "qqp": (1, 3),
+        AVERAGE: (1, 5),
+    }
+
+
+def test_a_manifest_says_what_should_be_there(tmp_path):
+    """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
+    for rate, seed in ((2e-5, 0), (2e-5, 1), (5e-5, 0), (9e-5, 0), (2e-5, 7)):
+        result(tmp_path / "mine" / "SC/sst2" / f"lr{rate:.0e}_sd{seed}", 0.5 + 100 * rate)
+    plan = {"mine": Setting("tiny", 40), "other": Setting("tiny", 80), "third": Setting("tiny", mlm_steps=80, mask_ratio=0.2)}
+    scope = Scope(plan, ("tiny",), Asked((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
+    found = of_results(scan(tmp_path), plan.get, scope=scope)
+    [score] = found.scores
+    assert (score.rate, score.runs, score.planned, sorted(score.seeds)) == (2e-5, 3, 4, [0, 1])
+    assert found.grouped() == {"pfs": [plan["mine"]]} and found.mask_ratio == 0.2
+    assert list(read_evidence(tmp_path, plan).grouped()) == ["base"]
+    assert without_score(found) == "Without any run: other, third."
+
+
+def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
+    for seed in range(2):
+        result(tmp_path / "mine" / "SC/sst2" / f"lr2e-05_sd{seed}", 0.5)
+    result(tmp_path / "begun" / "SC/sst2" / "lr2e-05_sd0", 0.5)
+    (tmp_path / "begun/SC/sst2/lr2e-05_sd1").mkdir()
+    (tmp_path / "begun/SC/sst2/lr2e-05_sd1/failed.json").write_text('{"reason": "the loss is nan"}')
+    said = without_score(read_evidence(tmp_path, {}))
+    assert said.endswith("every seed finished: begun (SC SST-2: 2 of 2 runs ended, 1 failed).")
+    scope = Scope({"mine": Setting("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
+    assert "mine (own: no run)" in without_score(of_results(scan(tmp_path), {}.get, scope=scope))
+
+
+def test_a_set_that_is_called_like_an_average_is_a_set(tmp_path):
+    for name in ("average_rating", "zebra"):
+        result(tmp_path / "mine" / "SC" / name / "lr2e-05_sd0", 0.5)
+    assert read_evidence(tmp_path, {}).datasets() == [("SC", "average_rating"), ("SC", "zebra"), ("SC", AVERAGE)]
+
+
+def test_sets_after_several_trainings_are_told_apart(tmp_path):
+    for train_on in ("a", "b"):
+        for dataset in ("nq", "msmarco"):
+            result(tmp_path / "mine" / "IR" / dataset / f"{train_on}_lr2e-05_sd0", 0.5)
+    names = [dataset for _, dataset in read_evidence(tmp_path, {}).datasets()]
+    assert names == ["msmarco after a", "msmarco after b", "nq after a", "nq after b", "average after a", "average after b"]
+
+
+def test_t_intervals_on_request(tmp_path):
+    for seed, score in enumerate([0.9102, 0.9154, 0.9137, 0.9200, 0.9233]):
+        result(tmp_path / MLM / "IR/msmarco" / f"msmarco_pairs_lr2e-05_sd{seed}", score)
+    normal, wide = (raw(tmp_path, kind=kind).find(setting_of(MLM), "msmarco") for kind in ("normal", "t"))
+    assert f"{100 * normal.mean:.2f} ({100 * normal.half:.2f})" == "91.65 (0.45)" and f"{100 * wide.half:.2f}" == "0.64"

@@ -1,0 +1,92 @@
+"""Runs are read back with what they cost, beginnings that they share included."""
+
+import json
+
+import pytest
+from study_folders import settings, write_runs
+
+from megaenc.errors import InputError
+from megaenc.study.manifest.model_key import Setting
+from megaenc.study.report.methods import of_runs
+from megaenc.study.results.pretrain_runs import flops_of, flops_of_the_study, named_settings, read_runs
+from megaenc.study.results.published import published
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return read_runs(write_runs(tmp_path_factory.mktemp("runs"), settings()))
+
+
+def test_kinds_parents_and_what_each_run_made_itself(runs):
+    assert {name: runs[name].kind for name in ("mini-clm-300", "mini-mlm20-300", "mini-clm-75-mlm40-300")} == {
+        "mini-clm-300": "CLM",
+        "mini-mlm20-300": "MLM",
+        "mini-clm-75-mlm40-300": "CLM + MLM",
+    }
+    continued, branch = runs["mini-clm-dec300-mlm40-330"], runs["mini-clm-75-mlm40-300"]
+    assert (continued.kind, continued.parent) == ("continued", "mini-clm-300")
+    assert (branch.start, branch.parent) == ("branch", "mini-clm-300")
+    made = dict(of_runs({"branch": branch}))
+    assert made["Pretraining"] == f"1 runs, 225 steps, {2048 * 225:,} tokens"
+    assert made["Time in pretraining"] == f"{225 * 0.5 / 3600:.2f} hours in updates"
+
+
+def test_operations_include_what_came_before(runs):
+    found = flops_of(runs, settings())
+    spent = {one.steps: found[one] for one in (Setting("mini", 75, 225, mask_ratio=0.4), Setting("mini", 50, decayed=False))}
+    assert spent == {300: 300e12, 50: 50e12}
+    assert found[Setting("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e12
+    assert len(found) == len(settings())
+
+
+def test_a_checkpoint_before_the_branch_is_its_parents(runs):
+    early = Setting("mini", 50, decayed=False, budget=300)
+    assert flops_of(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e12}
+    assert flops_of(runs, {"mini-clm-300-7": Setting("mini", 7, decayed=False)}) == {}  # no row says
+
+
+def test_operations_of_the_study_by_shape():
+    clm, mlm = (flops_of_the_study(one) for one in (Setting("610M", 1000), Setting("610M", 0, 1000, mask_ratio=0.4)))
+    tokens, head = 1000 * 1152 * 2048, 128_256 * 1152
+    body = 607.9e6 - head  # looking an embedding up is no matrix product
+    for spent, share in ((clm, 1.0), (mlm, 0.4)):
+        assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention
+    assert mlm < clm
+    assert flops_of_the_study(Setting("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
+    assert flops_of_the_study(Setting("mini", 10)) is None
+    assert all(flops_of_the_study(one) for one in published().settings())
+
+
+def test_names_are_the_manifests_first():
+    given = {"610m-clm-42k": Setting("own", 5)}
+    found = named_settings(["610m-clm-42k", "610m-clm-12k", "something"], given)
+    assert found == {"610m-clm-42k": Setting("own", 5), "610m-clm-12k": Setting("610M", 12_000)}
+
+
+def test_a_folder_without_runs_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="holds no run with a step"):
+        read_runs(tmp_path)
+    with pytest.raises(InputError, match=r"--runs .*missing: No such file"):
+        read_runs(tmp_path / "missing")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text("{")
+    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match=r"run/run.json: .*expected what a run wrote there"):
+        read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ("[]", "run.json: found list; expected what a run wrote there"),
+        ('{"identity": 3}', "field `identity`: found a int"),
+        ('{"start": "x"}', "found a str"),
+    ],
+)
+def test_facts_that_no_run_wrote_are_one_line(tmp_path, facts, said):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(facts)
+    row = {"step": 1, "objective": "clm", "phase": 0, "loss": 1.0, "learning_rate": 1, "tokens": 5, "step_seconds": 1}
+    (tmp_path / "run/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(InputError, match=said):
+        read_runs(tmp_path)

@@ -1,0 +1,62 @@
+"""The tables that the package ships are the study's: whole, consistent with themselves, under the names of its artefacts."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megaenc.finetune.examples import Family
+from megaenc.finetune.results.aggregate import STUDY
+from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.results import published
+from megaenc.study.results.evidence import AVERAGE
+
+
+def test_all_cells_are_there_and_the_package_says_so():
+    rows = published.rows()
+    assert len(rows) == 800 and {row["setup"] for row in rows} == {"base", "efficiency", "pfs", "cpt"}
+    found = published.published()
+    assert len(found.settings()) == 46 and len(found.scores) == 46 * 16
+    packaged = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    assert packaged["megaenc.study.results"] == [published.TABLES]
+    assert set(packaged["megaenc.study.report"]) == {"report.html.j2", "page.css"}
+
+
+def test_a_model_of_two_tables_has_the_same_numbers_in_both():
+    for row in published.rows():
+        score = published.published().find(published.row_setting(row), published.PRINTED[row["dataset"]], row["task"])
+        assert (f"{100 * score.mean:.2f}", f"{100 * score.half:.2f}") == (row["mean"], row["ci95"])
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("610m-mlm40-42k", Setting("610M", mlm_steps=42_000, mask_ratio=0.4)),
+        ("610m-clm-10k-mlm40-42k", Setting("610M", clm_steps=10_000, mlm_steps=32_000, mask_ratio=0.4)),
+        ("610m-clm-dec42k-mlm40-64k", Setting("610M", clm_steps=42_000, cpt_mlm_steps=22_000, mask_ratio=0.4)),
+        ("610m-clm-42k-1000", Setting("610M", clm_steps=1000, decayed=False)),
+    ],
+)
+def test_models_have_the_names_of_the_artefacts(name, setting):
+    assert published.published().find(setting, "sst2").model == name
+    assert all(setting_of(score.model) == score.setting for score in published.published().scores)
+
+
+def test_numbers_that_the_study_printed():
+    found = published.published()
+    score = found.find(setting_of("610m-mlm40-42k"), "msmarco")
+    assert (score.mean, score.half) == pytest.approx((0.9165, 0.0045))
+    assert score.seeds == {} and score.rates == {} and score.examples() == {} and score.members == ()
+
+
+def test_averages_are_those_of_the_three_sets():
+    found = published.published()
+    for setting in found.settings():
+        for family in Family:
+            means = [found.find(setting, dataset, family).mean for dataset in STUDY[family]]
+            assert abs(sum(means) / 3 - found.find(setting, AVERAGE, family).mean) < 0.0001001  # each rounded to 0.0001
+
+
+def test_data_sets_come_in_the_order_of_the_study():
+    expected = [(str(family), name) for family in Family for name in (*STUDY[family], AVERAGE)]
+    assert published.published().datasets() == expected

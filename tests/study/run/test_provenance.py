@@ -1,0 +1,76 @@
+"""study.json: where, when and with what a study was done."""
+
+import subprocess
+
+import pytest
+
+from megaenc.errors import InputError
+from megaenc.study.run import provenance
+
+HERE = {"hardware": "2 cores of one", "date": "2026-11-22", "commit": "1a2b3c", "libraries": "torch 2.13.0"}
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Set what is true of this machine and day."""
+
+    def change(**facts):
+        monkeypatch.setattr(provenance, "here", lambda: HERE | facts)
+
+    change()
+    return change
+
+
+def test_what_is_new_comes_behind_what_was_true_before(at, tmp_path):
+    provenance.record(tmp_path)
+    written = (tmp_path / "study.json").read_bytes()
+    assert provenance.noted(tmp_path / "study.json") == HERE
+    provenance.record(tmp_path)
+    assert (tmp_path / "study.json").read_bytes() == written, "the same machine on the same day adds nothing"
+    at(date="2026-11-23", hardware="4 x H100")
+    provenance.record(tmp_path)
+    found = provenance.noted(tmp_path / "study.json")
+    assert (found["date"], found["hardware"]) == ("2026-11-22, then 2026-11-23", "2 cores of one, then 4 x H100")
+    assert found["commit"] == "1a2b3c"
+
+
+def test_what_somebody_has_written_there_stays(at, tmp_path):
+    (tmp_path / "study.json").write_text('{"electricity": "hydro", "hardware": "the big one"}')
+    provenance.record(tmp_path)
+    found = provenance.noted(tmp_path / "study.json")
+    assert (found["electricity"], found["hardware"]) == ("hydro", "the big one, then 2 cores of one")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", ""])
+def test_a_broken_file_is_left_alone_and_named_by_the_report(text, at, tmp_path):
+    file = tmp_path / "study.json"
+    file.write_text(text)
+    provenance.record(tmp_path)
+    assert file.read_text() == text
+    with pytest.raises(InputError, match=r"study\.json: .*expected an object of texts"):
+        provenance.noted(file)
+
+
+def test_this_machine_has_cores_memory_and_versions():
+    found = provenance.here()
+    assert " of " in found["hardware"] and found["hardware"].endswith("GiB of memory")
+    assert "torch 2." in found["libraries"] and "megatron-core 0." in found["libraries"] and "missing" not in found["libraries"]
+
+
+def test_the_commit_is_that_of_the_checkout_the_code_is_in(monkeypatch, tmp_path):
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    code = tmp_path / "megaenc" / "__init__.py"
+    code.parent.mkdir()
+    code.write_text("")
+    monkeypatch.setattr(provenance.megaenc, "__file__", str(code))
+    commit = provenance._commit.__wrapped__
+    assert commit().startswith("megaenc 0."), "an installed package"
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    assert commit() == git("rev-parse", "HEAD")[:12]
+    code.write_text("changed = True\n")
+    assert commit() == git("rev-parse", "HEAD")[:12] + " with changes"

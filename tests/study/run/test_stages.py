@@ -1,0 +1,145 @@
+"""What a stage was made of is compared with what is there now: a study is never of two recipes at once."""
+
+import json
+import shutil
+
+import made_stages
+import pytest
+from made_stages import GRID, STUDY, TWO, make
+
+from megaenc.errors import InputError
+from megaenc.study.run.stage import Changed, check, finished
+
+CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
+
+
+@pytest.fixture
+def study(tmp_path):
+    """A finished study of two models."""
+    found = made_stages.nodes(tmp_path, models=TWO, finetune=GRID)
+    make(*found.values())
+    return tmp_path
+
+
+def nodes(folder, **changes):
+    return made_stages.nodes(folder, **{"models": TWO, "finetune": GRID, **changes})
+
+
+def test_a_finished_study_is_done_and_fits(study):
+    found = nodes(study)
+    check(found.values(), found, study / STUDY)
+    assert finished(found.values()) == set(found) and len(found) == 7
+
+
+def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
+    found = nodes(study, models=CHANGED)
+    with pytest.raises(Changed) as refused:
+        check(found.values(), found, study / STUDY)
+    made = "runs/base runs/more hf/base hf/more results/base results/more"
+    assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
+    assert f"remove what was made so ({made}), or choose" in str(refused.value)
+
+
+def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
+    """The run was removed, as it was said; export, results and what continues it were forgotten."""
+    shutil.rmtree(study / STUDY / "runs" / "base")
+    found = nodes(study, models=CHANGED)
+    check(found.values(), found, study / STUDY)  # there is nothing to compare them with
+    assert finished(found.values()) == {"corpus"}
+    make(found["pretrain/base"])
+    assert finished(found.values()) == set(found)
+    for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made of another base than")):
+        with pytest.raises(Changed, match=expected):
+            found[id].check()
+    make(found["export/base"])
+    found["export/base"].check()
+
+
+def test_the_same_run_made_again_is_the_same(study):
+    shutil.rmtree(study / STUDY / "runs" / "base")
+    found = nodes(study)
+    make(found["pretrain/base"])
+    check(found.values(), found, study / STUDY)
+
+
+def test_results_of_another_export_are_not_this_models(study):
+    found = nodes(study)
+    made_stages.make_export(found["export/more"], weights="others")
+    with pytest.raises(Changed, match=r"results/more: made otherwise than now: finetune: model is \w{12} there, \w{12} here"):
+        found["finetune/more"].check()
+
+
+def test_every_result_is_compared_and_not_the_first_alone(study):
+    two_seeds = {**GRID, "seeds": 2}
+    found = nodes(study, finetune=two_seeds)
+    grid = found["finetune/base"]
+    assert not grid.done()
+    make(grid)
+    grid.check()
+    first, second = sorted(grid.folder.rglob("results.json"))
+    second.write_text(first.read_text().replace('"max_steps": 1000', '"max_steps": 7'))
+    with pytest.raises(Changed, match="max_steps is 7 there, 1000 here"):
+        grid.check()
+
+
+def test_results_of_other_data_of_the_same_name(tmp_path):
+    """Local data are looked at; what is no longer there cannot be compared."""
+    data = tmp_path / "sc"
+    data.mkdir()
+    (data / "train.jsonl").write_text('{"text": "one", "label": 0}\n{"text": "two", "label": 1}\n' * 20)
+    local = {**GRID, "datasets": ["mine=sc"], "task": "SC"}
+    found = nodes(tmp_path, finetune=local)
+    make(*found.values())
+    nodes(tmp_path, finetune=local)["finetune/base"].check()
+    with (data / "train.jsonl").open("a") as stream:
+        stream.write('{"text": "three", "label": 1}\n')
+    with pytest.raises(Changed, match="finetune: dataset is "):
+        nodes(tmp_path, finetune=local)["finetune/base"].check()
+    shutil.rmtree(data)
+    nodes(tmp_path, finetune=local)["finetune/base"].check()
+
+
+def corpus(folder, vocab_size=300):
+    return nodes(folder, corpus={"text": ["text.jsonl"], "vocab_size": vocab_size})["corpus"]
+
+
+def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "the cat sat on the mat"}\n')
+    node = corpus(tmp_path)
+    node.prepare()
+    (node.folder / "tokenizer").mkdir()  # and then it was interrupted
+    node.check()
+    with pytest.raises(Changed, match="corpus: vocab_size is 300 there, 310 here"):
+        corpus(tmp_path, 310).check()
+    make(node)
+    # A small text gives fewer ids than were asked for.
+    (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
+    corpus(tmp_path).check()
+    text.write_text('{"text": "the cat sat on the mat, and on others"}\n')
+    with pytest.raises(Changed, match=r"corpus: text\.jsonl had 35 bytes then, 50 now"):
+        corpus(tmp_path).check()
+    text.unlink()
+    corpus(tmp_path).check()
+
+
+def test_a_run_on_another_corpus_is_told(study):
+    beside = study / STUDY / "corpus" / "corpus_text_document.json"
+    say = {"format": 1, "vocab_size": 1024, "eod": 0, "append_eod": True, "documents": 1, "sequences": 1, "tokens": 1}
+    say |= {"empty_documents": 0, "skipped_lines": 0, "dtype": "uint16", "bin_bytes": 1, "idx_bytes": 1, "sources": []}
+    say |= {"megaenc": "0.1.0", "tokenizer": {"name": "t", "fingerprint": "t1", "eos_id": 0, "mask_id": 1}}
+    run = nodes(study)["pretrain/base"]
+    shutil.rmtree(run.folder)
+    made_stages.make_run(run, 100, {"data": "d1", "tokenizer": "t1"})
+    for data, tokenizer, expected in (
+        ("d1", "t1", None),
+        ("d2", "t1", "another data than"),
+        ("d1", "t2", "another tokenizer than"),
+    ):
+        of = {"tokenizer": say["tokenizer"] | {"fingerprint": tokenizer}, "sha256": {"bin": data, "idx": "i"}}
+        beside.write_text(json.dumps(say | of))
+        if expected is None:
+            run.check()
+            continue
+        with pytest.raises(InputError, match=f"runs/base: trained on {expected}"):
+            run.check()

@@ -1,0 +1,324 @@
+"""Stages are done in order, some at a time; what fails, stops or is killed leaves the rest as it should be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runs
+import yaml
+from fake_nodes import WELL, Fake, calls
+
+from megaenc.errors import InputError
+from megaenc.study.run import stage_log
+from megaenc.study.run.command import main
+from megaenc.study.run.executor import environment, execute
+from megaenc.study.run.stage import finished
+from megaenc.training.dry_run import conclusion
+from megaenc.training.run_init import digest
+
+
+def test_each_begins_when_what_it_needs_is_done(tmp_path):
+    late = "sleep 0.5; " + WELL
+    nodes = [
+        Fake("corpus", tmp_path),
+        Fake("pretrain/a", tmp_path, ("corpus",), late),
+        Fake("pretrain/b", tmp_path, ("pretrain/a",)),
+        Fake("pretrain/c", tmp_path, ("corpus",)),
+    ]
+    assert execute(nodes, tmp_path, ["", ""]) == {}
+    said = calls(tmp_path)
+    assert said[:2] == ["begin corpus", "end corpus"]
+    assert said.index("begin pretrain/b") > said.index("end pretrain/a") > said.index("end pretrain/c")
+    assert len(said) == 8
+    assert execute(nodes, tmp_path, ["", ""]) == {} and calls(tmp_path) == said
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_so_many_at_a_time(tmp_path, count):
+    """Each waits until as many as there are places have begun, and sees how many there are at most."""
+    here = f"$(ls {tmp_path}/*.on 2>/dev/null | wc -l)"
+    meet = f"n=0; while [ {here} -lt {count} ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.05; done"
+    script = f"touch $MADE.on; {meet}; echo {here} >> {tmp_path}/most; sleep 0.3; rm $MADE.on; " + WELL
+    nodes = [Fake(f"export/{number}", tmp_path, script=script) for number in range(2 * count)]
+    assert execute(nodes, tmp_path, [""] * count) == {}
+    assert max(map(int, (tmp_path / "most").read_text().split())) == count
+    assert len(calls(tmp_path)) == 4 * count
+
+
+def test_the_one_with_most_behind_it_goes_first(tmp_path):
+    nodes = [
+        Fake("export/short", tmp_path),
+        Fake("pretrain/long", tmp_path, planned=50.0),
+        Fake("pretrain/root", tmp_path, planned=1.0),
+        Fake("pretrain/child", tmp_path, ("pretrain/root",), planned=100.0),
+    ]
+    execute(nodes, tmp_path, [""])
+    begun = [line.split("/")[1] for line in calls(tmp_path) if line.startswith("begin")]
+    assert begun == ["root", "child", "long", "short"]
+
+
+def test_a_crash_is_tried_once_more(tmp_path, capsys):
+    crash_first = "[ -e $MADE.once ] || { touch $MADE.once; echo KeyError: why >&2; kill -9 $$; }; " + WELL
+    assert execute([Fake("export/a", tmp_path, script=crash_first)], tmp_path, [""]) == {}
+    said = capsys.readouterr().out
+    assert "export/a: killed by SIGKILL" in said and "KeyError: why; is tried once more" in said
+    first, second = stage_log.tries(stage_log.log_of(tmp_path, "export/a"))
+    assert first.failed and first.said == "KeyError: why" and not second.failed
+
+
+def test_a_failure_stops_what_needs_it_and_nothing_else(tmp_path):
+    broken = Fake("pretrain/a", tmp_path, script="echo no room; exit 7")
+    nodes = [
+        broken,
+        Fake("export/a", tmp_path, ("pretrain/a",)),
+        Fake("finetune/a", tmp_path, ("export/a",)),
+        Fake("pretrain/b", tmp_path, script="sleep 0.3; " + WELL),
+        Fake("export/b", tmp_path, ("pretrain/b",)),
+    ]
+    failed = execute(nodes, tmp_path, ["", ""])
+    assert failed == {"pretrain/a": f"exit code 7: no room ({tmp_path / 'logs' / 'pretrain' / 'a.log'})"}
+    assert [line for line in calls(tmp_path) if "/a" in line] == ["begin pretrain/a"] * 2
+    assert nodes[-1].done()
+    assert execute([replace(broken, script=WELL), *nodes[1:]], tmp_path, ["", ""]) == {}
+    assert all(node.done() for node in nodes)
+
+
+def test_wrong_input_is_not_tried_again(tmp_path):
+    script = "echo training; echo 'error: --lr: found 0' >&2; exit 2"
+    failed = execute([Fake("pretrain/a", tmp_path, script=script)], tmp_path, [""])
+    assert failed["pretrain/a"].startswith("error: --lr: found 0 (") and len(calls(tmp_path)) == 1
+
+
+def test_what_ends_well_without_its_work_has_failed(tmp_path):
+    assert "is not there" in execute([Fake("export/a", tmp_path, script="true")], tmp_path, [""])["export/a"]
+
+
+@pytest.mark.multiprocess
+def test_a_run_of_several_processes_waits_for_as_many_places(tmp_path):
+    show = "echo $CUDA_VISIBLE_DEVICES > $MADE"
+    wide = Fake("pretrain/a", tmp_path, script=show, processes=2, planned=1.0)
+    narrow = Fake("export/b", tmp_path, script="sleep 0.4; " + show, planned=5.0)
+    assert execute([narrow, wide], tmp_path, ["0", "1"]) == {}
+    assert wide.made.read_text() in ("1,0\n", "0,1\n") and narrow.made.read_text() == "0\n"
+    two_a_device = replace(wide, study=tmp_path / "shared")
+    assert execute([two_a_device], two_a_device.study, ["0", "0", "1", "1"]) == {}
+    assert two_a_device.made.read_text() == "0,1\n"
+    with pytest.raises(InputError, match="found 1 devices and 2, expected as many as one pretraining run has processes: 2"):
+        execute([replace(wide, study=tmp_path / "new")], tmp_path, ["0", "0"])
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from fake_nodes import WELL, Fake
+from megaenc.atomic_io import stopped_by_sigterm
+from megaenc.study.run.executor import execute
+study = Path({study!r})
+saves = "trap 'touch $MADE.saved; exit 75' TERM; echo $$ > $MADE.pid; n=0; while [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; "
+with stopped_by_sigterm():
+    execute([Fake("pretrain/a", study), Fake("pretrain/b", study, ("pretrain/a",), saves + WELL)], study, [""])
+"""
+
+
+def begun(tmp_path: Path) -> tuple[subprocess.Popen, Path]:
+    """A process that is at the second of two stages; and the file with the process id of that."""
+    code = WORKER.format(tests=str(Path(__file__).parents[1]), study=str(tmp_path))
+    process = subprocess.Popen([sys.executable, "-c", code], env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    pid = tmp_path / "pretrain_b.made.pid"
+    wait_until(lambda: pid.exists() and pid.read_text().strip(), process)
+    return process, pid
+
+
+def wait_until(condition, process: subprocess.Popen | None = None, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline and (process is None or process.poll() is None)
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_told_to_stop_it_lets_them_save(tmp_path, number):
+    process, pid = begun(tmp_path)
+    process.send_signal(number)
+    if number == signal.SIGHUP:  # it comes twice, from the shell and from the kernel
+        process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode not in (0, None) and "stopping: pretrain/b" in out
+    assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
+    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/b"))[-1].how == stage_log.STOPPED
+
+
+def test_whoever_reads_may_leave(tmp_path):
+    """As `| head -1` does: the study goes on, and when it is told to stop lets them save."""
+    process, pid = begun(tmp_path)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) not in (0, None)
+    assert (tmp_path / "pretrain_b.made.saved").exists() and not is_alive(int(pid.read_text()))
+
+
+def test_what_is_said_to_nobody_ends_nothing(tmp_path):
+    code = WORKER.format(tests=str(Path(__file__).parents[1]), study=str(tmp_path)).replace("{saves}", "")
+    code = code.replace("saves + WELL", "'sleep 0.2; ' + WELL")
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=runs.surroundings(), stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert calls(tmp_path)[-1] == "end pretrain/b"
+
+
+def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, capsys):
+    stale = Fake("export/a", tmp_path, ("pretrain/a",), wrong="hf/a: made of another a")
+    right = Fake("export/b", tmp_path, ("pretrain/a",))
+    nodes = [Fake("pretrain/a", tmp_path), stale, right, Fake("finetune/a", tmp_path, ("export/a",))]
+    for made in (stale.made, right.made, nodes[-1].made):
+        made.touch()
+    assert finished(nodes) == set()
+    assert execute(nodes, tmp_path, [""]) == {"export/a": "hf/a: made of another a"}
+    assert calls(tmp_path) == ["begin pretrain/a", "end pretrain/a"]
+    conclude = "export/a: failed: hf/a: made of another a"
+    assert conclude in capsys.readouterr().out
+
+
+@pytest.mark.multiprocess
+def test_a_stop_under_torchrun_is_no_crash(tmp_path):
+    """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
+    told = conclusion(15, 300, 2.5, "runs/a", "SIGTERM")
+    script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
+    node = Fake("pretrain/a", tmp_path, script=script, processes=2)
+    [why] = execute([node], tmp_path, ["", ""]).values()
+    assert why.startswith("was told to stop, and has saved (") and calls(tmp_path) == ["begin pretrain/a"]
+    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/a"))[-1].how == stage_log.STOPPED
+    assert float(environment(["", ""], 2)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 60  # seconds, where its own are 30
+
+
+def test_killed_it_takes_them_along_and_goes_on(tmp_path):
+    process, pid = begun(tmp_path)
+    process.kill()
+    process.wait()
+    wait_until(lambda: not is_alive(int(pid.read_text())))
+    assert not (tmp_path / "pretrain_b.made.saved").exists() and not stage_log.is_locked(tmp_path, "pretrain/b")
+    assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/b"))[-1].how == ""
+    again = [Fake("pretrain/a", tmp_path), Fake("pretrain/b", tmp_path, ("pretrain/a",))]
+    assert execute(again, tmp_path, [""]) == {}
+    assert calls(tmp_path).count("begin pretrain/a") == 1
+
+
+def test_what_another_process_is_at_is_waited_for(tmp_path, capsys):
+    node, child = Fake("pretrain/a", tmp_path), Fake("export/a", tmp_path, ("pretrain/a",))
+    hold = f"import time; from pathlib import Path; from megaenc.study import journal; study = Path({str(tmp_path)!r})\n"
+    hold += "with journal.lock(study, 'pretrain/a'):\n    (study / 'held').touch(); time.sleep(2); "
+    hold += f"Path({str(node.made)!r}).touch()"
+    other = subprocess.Popen([sys.executable, "-c", hold], env=runs.surroundings())
+    wait_until((tmp_path / "held").exists, other)
+    assert execute([node, child], tmp_path, [""]) == {}
+    assert other.wait() == 0 and "another process is at it" in capsys.readouterr().out
+    assert calls(tmp_path) == ["begin export/a", "end export/a"]
+
+
+SMALLEST = {
+    "sizes": {
+        "toy": {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 2, "num_query_groups": 1}
+    },
+    "pretrain": {
+        "seq_length": 32,
+        "micro_batch_size": 4,
+        "global_batch_size": 4,
+        "lr": 1e-3,
+        "bf16": False,
+        "lr_warmup_iters": 1,
+        "lr_wsd_decay_iters": 2,
+        "eval_interval": 0,
+        "log_interval": 1,
+    },
+    "corpus": {"text": ["text.jsonl"], "vocab_size": 300},
+    "models": [
+        {"size": "toy", "steps": 6, "clm_share": 1},
+        {"size": "toy", "steps": 6, "clm_share": 0.5, "mask": 0.4, "evaluate": False},
+    ],
+    "finetune": {"datasets": ["toy_sc=sc"], "learning_rates": [1e-3], "seeds": 1, "max_steps": 2, "max_length": 32},
+}
+
+
+def write_smallest(folder: Path) -> Path:
+    """A parent, a branch, an export and a fine-tuning run of two steps, on local data."""
+    runs.write_text(folder / "text.jsonl", documents=60)
+    (folder / "sc").mkdir()
+    for split, count in (("train", 64), ("validation", 6), ("test", 6)):
+        rows = [{"id": str(n), "text": f"stan plerk {'mon' if n % 2 else 'thath'}", "label": n % 2} for n in range(count)]
+        (folder / "sc" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(SMALLEST))
+    return path
+
+
+def test_a_real_study_killed_on_the_way_and_finished(tmp_path, capsys):
+    manifest, study = write_smallest(tmp_path), tmp_path / "study"
+    command = [sys.executable, "-m", "megaenc", "study", "run", str(manifest), "--output", str(study), "--jobs", "2"]
+    killed = subprocess.Popen(command, env=runs.surroundings(), stdout=subprocess.PIPE, text=True)
+    wait_until((study / "runs" / "toy-clm-6" / "metrics.jsonl").exists, killed, 300)
+    with pytest.raises(SystemExit) as refused:
+        main([str(manifest), "--output", str(study)])
+    assert refused.value.code == 2 and "another `megaenc study run` is at this folder" in capsys.readouterr().err
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    tokenizer = (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns
+    said = runs.run(command, timeout=900).stdout
+    assert "5 stages, 1 done, 4 to do, 2 at a time" in said and "5 of 5 stages are done" in said
+    assert (study / "corpus" / "tokenizer" / "tokenizer.json").stat().st_mtime_ns == tokenizer
+    assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-6")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in runs.metrics(study / "runs" / "toy-clm-3-mlm40-6")] == [4, 5, 6]
+    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["step"] == 6
+    [result] = (study / "results").rglob("results.json")
+    assert result.parts[-5:-1] == ("toy-clm-6", "SC", "toy_sc", "lr1e-03_sd0")
+    written = {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")}
+    main([str(manifest), "--output", str(study)])
+    assert "5 stages, 5 done, 0 to do" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in study.rglob("*.json*")} == written
+    refuses_what_has_changed(manifest, study, capsys)
+
+
+def refuses_what_has_changed(manifest: Path, study: Path, capsys) -> None:
+    """A finished study, and a manifest that says something else now: one line, whatever it is."""
+    changes = [
+        ({"pretrain": {**SMALLEST["pretrain"], "lr": 2e-3}}, "runs/toy-clm-6: made from another manifest: lr is 0.001 there"),
+        ({"finetune": {**SMALLEST["finetune"], "max_steps": 3}}, "finetune: max_steps is 2 there, 3 here"),
+        ({"corpus": {"text": ["text.jsonl"], "vocab_size": 310}}, "corpus: vocab_size is 300 there, 310 here"),
+    ]
+    assert json.loads((study / "hf" / "toy-clm-6" / "conversion.json").read_text())["identity"] == digest(
+        json.loads((study / "runs" / "toy-clm-6" / "run.json").read_text())["identity"]
+    )
+    for change, expected in changes:
+        manifest.write_text(yaml.safe_dump(SMALLEST | change))
+        with pytest.raises(SystemExit) as refused:
+            main([str(manifest), "--output", str(study)])
+        [line] = capsys.readouterr().err.splitlines()
+        assert refused.value.code == 2 and expected in line
+    # A branch at a step that was not kept is no branch; one more model has its own run.
+    manifest.write_text(yaml.safe_dump(SMALLEST | {"models": [*SMALLEST["models"], {"size": "toy", "steps": 4, "clm_share": 1}]}))
+    main([str(manifest), "--output", str(study), "--dry-run"])
+    *done, pretrain, _, _ = sorted(capsys.readouterr().out.splitlines(), key=lambda line: "would run" in line)
+    assert len(done) == 5 and "pretrain/toy-clm-4: would run" in pretrain and "--branch-from" not in pretrain
+    manifest.write_text(yaml.safe_dump(SMALLEST))
+    with (manifest.parent / "sc" / "train.jsonl").open("a") as stream:
+        stream.write('{"id": "more", "text": "stan plerk", "label": 0}\n')
+    with pytest.raises(SystemExit):
+        main([str(manifest), "--output", str(study)])
+    assert "results/toy-clm-6: made otherwise than now: finetune: dataset is" in capsys.readouterr().err

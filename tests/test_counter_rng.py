@@ -1,0 +1,138 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from megaenc import counter_rng
+
+RECORDED_WORDS = [4828913470595837631, 3462368833318434761, 8292579981473784798]
+RECORDED_UNIFORMS = [0.7248031023066969, 0.9054130136190416]
+RECORDED_PERMUTATION = [1, 3, 7, 4, 6, 0, 2, 5]
+RECORDED_NORMALS = [-0.6716915965080261, 0.7982447147369385, 2.0430784225463867]
+
+
+def test_numbers_are_the_same_for_ever():
+    """Recorded values: masks and initial weights of old runs must stay what they were."""
+    assert counter_rng.words(1, "mask", 3).tolist() == RECORDED_WORDS
+    assert counter_rng.uniforms(1, "mask", 2, counters=(5, 0)).tolist() == RECORDED_UNIFORMS
+    assert counter_rng.permutation(1, "order", 8).tolist() == RECORDED_PERMUTATION
+    assert counter_rng.normal_rows(1, "embedding", range(2, 3), 3).tolist() == [RECORDED_NORMALS]
+
+
+def test_another_process_draws_the_same():
+    code = "from megaenc import randomness; print(randomness.words(7, 'mask', 5, counters=(3, 1)).tolist())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str(counter_rng.words(7, "mask", 5, counters=(3, 1)).tolist())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(8, "mask", (3, 1)), (7, "order", (3, 1)), (7, "mask", (4, 1)), (7, "mask", (3, 2)), (7, "mask", (31,)), (7, "mask", ())],
+)
+def test_seed_purpose_and_counters_all_matter(other):
+    one = counter_rng.words(7, "mask", 64, counters=(3, 1))
+    seed, purpose, counters = other
+    two = counter_rng.words(seed, purpose, 64, counters=counters)
+    assert not np.intersect1d(one, two).size
+
+
+def test_a_longer_draw_begins_with_the_shorter_and_blocks_skip_words():
+    long = counter_rng.words(1, "mask", 100)
+    assert (counter_rng.words(1, "mask", 30) == long[:30]).all()
+    assert (counter_rng.words(1, "mask", 60, block=10) == long[40:]).all()
+
+
+def test_uniforms_are_uniform():
+    sample = counter_rng.uniforms(3, "mask", 200_000)
+    assert sample.min() >= 0 and sample.max() < 1
+    histogram = np.histogram(sample, bins=20, range=(0, 1))[0]
+    chi_squared = ((histogram - 10_000) ** 2 / 10_000).sum()
+    assert chi_squared < 44  # 19 degrees of freedom: exceeded once in 1,000
+    assert abs(np.corrcoef(sample[:-1], sample[1:])[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-300, 2.0**-53, 0.15, 0.4, 0.5, 1 - 2.0**-53, 1.0])
+def test_chances_are_uniforms_below_a_probability(probability):
+    drawn = counter_rng.uniforms(3, "mask", 100_000, counters=(2, 0))
+    for least in (probability, float(drawn[7]), float(np.nextafter(drawn[7], 1))):  # a draw itself is not below itself
+        assert (counter_rng.chances(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
+
+
+def test_threads_draw_at_once_what_one_draws():
+    def draw(number):
+        return counter_rng.words(1, "mask", 500 + number, counters=(number,))
+
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(draw, range(200)))
+    assert all((found == draw(number)).all() for number, found in enumerate(together))
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000])
+def test_permutation_holds_every_number_once(count):
+    order = counter_rng.permutation(3, "order", count, counters=(0,))
+    assert sorted(order.tolist()) == list(range(count))
+    if count > 1:
+        assert (order != np.arange(count)).any()
+        assert (order != counter_rng.permutation(3, "order", count, counters=(1,))).any()
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 513])
+def test_a_row_of_normals_depends_on_its_number_alone(columns):
+    whole = counter_rng.normal_rows(5, "layer.weight", range(50), columns)
+    assert whole.shape == (50, columns) and whole.dtype == np.float32
+    parts = [counter_rng.normal_rows(5, "layer.weight", rows, columns) for rows in (range(13), range(13, 14), range(14, 50))]
+    assert (np.concatenate(parts) == whole).all()
+    assert len(np.unique(whole, axis=0)) == 50
+    assert (whole != counter_rng.normal_rows(5, "other.weight", range(50), columns)).any()
+
+
+def test_rows_do_not_depend_on_how_many_are_drawn_at_a_time():
+    columns = 40_000  # fewer than 30 rows fit into one round of drawing
+    whole = counter_rng.normal_rows(5, "wide", range(60), columns)
+    assert (counter_rng.normal_rows(5, "wide", range(57, 60), columns) == whole[57:]).all()
+
+
+def test_normals_are_normal():
+    sample = counter_rng.normal_rows(5, "layer.weight", range(1000), 400).astype(np.float64).ravel()
+    assert abs(sample.mean()) < 0.006
+    assert abs(sample.var() - 1) < 0.01
+    assert abs((sample**3).mean()) < 0.03
+    assert abs((sample**4).mean() - 3) < 0.06
+    assert np.isfinite(sample).all() and 4 < np.abs(sample).max() < 7
+    rows = sample.reshape(1000, 400)
+    assert abs(np.corrcoef(rows[:, 0], rows[:, 1])[0, 1]) < 0.15  # the two of one Box-Muller pair
+
+
+def test_rows_with_a_step_are_refused():
+    with pytest.raises(ValueError, match="contiguous"):
+        counter_rng.normal_rows(1, "x", range(0, 10, 2), 4)
+
+
+def test_a_sample_has_numbers_of_its_own():
+    one = counter_rng.SampleRandomness(seed=1, sample=5, epoch=0)
+    assert (one.uniforms("mask", 4) == counter_rng.uniforms(1, "mask", 4, counters=(5, 0))).all()
+    assert (one.uniforms("mask", 4) != counter_rng.SampleRandomness(seed=1, sample=5, epoch=1).uniforms("mask", 4)).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 1000, 70_000])
+@pytest.mark.parametrize("kinds", [None, 1, 2, 300])
+def test_a_permutation_is_the_stable_order_of_its_words(monkeypatch, count, kinds):
+    """As written at first, `np.argsort(words, kind="stable")`; also where words are alike, in their high bits or in all."""
+    words = counter_rng.words(3, "order", count, counters=(4,))
+    if kinds:
+        few = np.random.default_rng(0).integers(0, kinds, count, dtype=np.uint64)
+        words = few << np.uint64(40) | (words & np.uint64(3))
+    monkeypatch.setattr(counter_rng, "words", lambda *_, **__: words)
+    found = counter_rng.permutation(3, "order", count, counters=(4,))
+    assert found.dtype == np.int64
+    assert np.array_equal(found, np.argsort(words, kind="stable"))
+
+
+@pytest.mark.parametrize("count", [999, 1000, 1001, 5003])
+def test_a_permutation_of_more_than_is_looked_at_together(monkeypatch, count):
+    monkeypatch.setattr(counter_rng, "_AT_ONCE", 1000)
+    words = counter_rng.words(1, "order", count) >> np.uint64(50)  # so that some are alike across the parts
+    monkeypatch.setattr(counter_rng, "words", lambda *_, **__: words)
+    assert np.array_equal(counter_rng.permutation(1, "order", count), np.argsort(words, kind="stable"))

@@ -1,0 +1,40 @@
+"""What a process leaves for those that torchrun starts in its place."""
+
+import pytest
+
+from megaenc.torchelastic import for_good, leave_if_told
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Make this process look like a worker of an attempt of a launch."""
+
+    def be(launch: str, attempt: int) -> None:
+        folder = tmp_path / launch / f"attempt_{attempt}" / "0"
+        folder.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+
+    return be
+
+
+def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
+    worker("one", 0)
+    leave_if_told()
+    for_good(75)
+    worker("one", 1)
+    with pytest.raises(SystemExit) as stop:
+        leave_if_told()
+    assert stop.value.code == 75
+    worker("another", 0)
+    leave_if_told()
+
+
+@pytest.mark.parametrize("error_file", [None, "/dev/null", "error.json"])
+def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    if error_file:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+    for_good(2)
+    leave_if_told()
+    assert not list(tmp_path.iterdir())

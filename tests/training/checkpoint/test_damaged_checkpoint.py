@@ -1,0 +1,149 @@
+"""A damaged newest checkpoint is named, the one before it is used; without another the run ends with one line."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import runs
+from checkpoint_helpers import change_state, flip_a_bit
+
+from megaenc.convert.command import main as convert
+from megaenc.training.checkpoint_dir import CheckpointFolder, Damaged
+from megaenc.training.command import main
+
+
+@pytest.fixture
+def copy(saved_run, tmp_path):
+    """The run, its checkpoints to be damaged."""
+    return shutil.copytree(saved_run, tmp_path / "run")
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"iter_{step:07d}"
+
+
+def shard(run: Path, step: int) -> Path:
+    return sorted(checkpoint(run, step).glob("*.distcp"))[0]
+
+
+def flags(corpus, folder: Path) -> list[str]:
+    return [*corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder)]
+
+
+def test_state_lists_every_file_with_its_checksum(saved_run):
+    folder = checkpoint(saved_run, 12)
+    state = json.loads((folder / "state.json").read_text())
+    assert sorted(state["files"]) == sorted(set(os.listdir(folder)) - {"state.json"})
+    assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in state["files"].items())
+
+
+def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
+    """Alone in its folder: of the other files only the sizes are looked at."""
+    checkpoints = CheckpointFolder(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
+    file, expected = checkpoints.path(12) / "state.json", checkpoints.state(12)
+    content, changed = file.read_bytes(), []
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(flipped)
+        try:
+            if checkpoints.state(12) != expected:
+                changed.append(bit)
+        except Damaged:
+            pass
+    assert changed == []
+
+
+@pytest.mark.multiprocess
+def test_training_goes_on_from_the_one_before_and_ends_the_same(small_corpus, saved_run, copy):
+    """A flipped bit in one, a file cut short in another: found by two ranks, and the third goes on to the same end."""
+    damaged, cut = shard(copy, 12), checkpoint(copy, 8) / "common.pt"
+    flip_a_bit(damaged)
+    cut.write_bytes(cut.read_bytes()[:100])
+    more = ["--tensor-model-parallel-size", "2", "--exit-interval", "12"]
+    said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), *more], processes=2).stdout.splitlines()
+    assert [line for line in said if str(damaged) in line and "its content changed" in line and "trying that of step 8" in line]
+    assert [line for line in said if f"{cut}: found 100 bytes" in line and "trying that of step 4" in line]
+    assert "going on after step 4" in "\n".join(said)
+    assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 13))
+    assert [row["step"] for row in runs.validations(copy)] == [0, 10]
+    runs.assert_same_curve(copy, saved_run)
+    shutil.rmtree(checkpoint(copy, 8))  # the new one of step 12 has taken the damaged one's place, and is whole
+    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+
+
+@pytest.mark.parametrize("field", [b'"seed": 1', b'"tokens": 6144'])
+def test_a_flipped_bit_in_what_the_run_has_come_to_is_damage(field, small_corpus, saved_run, copy):
+    file = checkpoint(copy, 12) / "state.json"
+    content = file.read_bytes()
+    assert field in content
+    file.write_bytes(content.replace(field, field[:-1] + bytes([field[-1] ^ 1])))
+    said = runs.script(runs.PRETRAIN, [*flags(small_corpus, copy), "--exit-interval", "12"]).stdout
+    assert f"{file}: its content changed; the checkpoint is damaged: trying" in said
+    assert "going on after step 8" in said
+    runs.assert_same_curve(copy, saved_run)
+
+
+def no_state(run, step):
+    (checkpoint(run, step) / "state.json").unlink()
+
+
+def no_shard(run, step):
+    shard(run, step).unlink()
+
+
+def odd_state(run, step):
+    (checkpoint(run, step) / "state.json").write_text('{"step": 7}')
+
+
+def no_folder(run, step):
+    shutil.rmtree(checkpoint(run, step))
+
+
+def test_without_a_good_one_left_the_run_ends_with_one_line(small_corpus, copy, capfd):
+    flip_a_bit(checkpoint(copy, 12) / ".metadata")
+    no_state(copy, 8)
+    no_folder(copy, 4)
+    with pytest.raises(SystemExit) as stop:
+        main(flags(small_corpus, copy))
+    said = capfd.readouterr()
+    assert stop.value.code == 2
+    assert f"{checkpoint(copy, 12) / '.metadata'}: its content changed" in said.out
+    assert said.err == (
+        f"error: {checkpoint(copy, 8) / 'state.json'}: No such file or directory; the checkpoint is incomplete; "
+        f"no other is there; delete {copy / 'checkpoints'} to start anew\n"
+    )
+
+
+@pytest.mark.parametrize("damage", [no_state, odd_state, no_shard, no_folder])
+def test_export_names_the_damage_and_the_others(damage, copy, tmp_path, refusal):
+    damage(copy, 12)
+    line = refusal(convert, ["to-hf", "--load", copy, "--output", tmp_path / "hf"])
+    assert str(checkpoint(copy, 12)) in line
+    assert "checkpoints are there of steps 4, 8 (--ckpt-step)" in line
+
+
+def test_checkpoint_of_another_run_is_refused(small_corpus, copy, refusal):
+    """Even where the one before it would do: it is no damage but a mistake."""
+    change_state(checkpoint(copy, 12), lambda state: state["identity"].update(hidden_size=32))
+    line = refusal(main, flags(small_corpus, copy))
+    assert f"{checkpoint(copy, 12)} is a checkpoint of a different run: hidden_size is 32 there, 64 here" in line
+
+
+def test_a_tracker_that_is_no_number_is_refused(small_corpus, copy, refusal):
+    tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
+    tracker.write_text("twelve")
+    assert f"{tracker}: found 'twelve', expected the number of a step" in refusal(main, flags(small_corpus, copy))
+
+
+def test_a_save_that_was_killed_before_its_tracker_is_used(small_corpus, copy):
+    tracker = copy / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert tracker.read_text() == "12\n"
+    tracker.unlink()
+    left = copy / "checkpoints" / ".iter_0000016.0123456789abcdef"
+    left.mkdir()
+    assert "going on after step 12" in runs.script(runs.PRETRAIN, flags(small_corpus, copy)).stdout
+    assert not left.exists()
+    assert tracker.read_text() == "20\n"

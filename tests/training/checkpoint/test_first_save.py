@@ -1,0 +1,30 @@
+"""A save before the first update, in which the optimizer has no state yet: what it leaves is as good as any other."""
+
+import pytest
+import runs
+import torch
+
+from megaenc.training.config import read_settings
+from megaenc.training.planning import make_plan
+
+
+def weights(engine) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
+@pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]])
+def test_what_goes_on_from_it_is_what_was_never_saved(precision, optimizer, one_process, small_corpus, tmp_path):
+    from megaenc.training.checkpoint.manager import OwnCheckpoints
+    from megaenc.training.engine import Engine
+
+    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, precision, *optimizer], "test"))
+    saved, checkpoints = Engine(plan, one_process), OwnCheckpoints(tmp_path)
+    checkpoints.save(saved, 0, {})
+    loaded, untouched = Engine(plan, one_process), Engine(plan, one_process)
+    checkpoints.load(loaded, 0)
+    for step in (1, 2, 3):
+        norms = [engine.update(step).grad_norm for engine in (saved, loaded, untouched)]
+        assert len(set(norms)) == 1, norms
+    for engine in (saved, loaded):
+        assert all(map(torch.equal, weights(engine), weights(untouched)))

@@ -1,0 +1,123 @@
+"""A run that stands still ends with every rank's stacks and exit code 70; what is merely slow to begin is left alone."""
+
+import json
+import re
+import sys
+
+import psutil
+import pytest
+import runs
+
+from megaenc.training.dist.watchdog import HUNG, _line, _standing
+
+SECONDS = 6  # a step takes a hundredth of it
+
+
+def processes_of(folder):
+    """Command lines of processes that work for the run in `folder`."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in found if str(folder) in line]
+
+
+def hang(small_corpus, folder, fault):
+    """Two ranks, the second of which hangs in step 5: what was printed, and the line of it that matters."""
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--distributed-timeout-minutes", str(SECONDS / 60)]
+    fault = f"{fault}:1:5:{folder.with_name('struck')}"
+    worker = runs.WORKERS / "fault_at_step.py"
+    flags += ["--save", str(folder)]
+    result = runs.script(worker, [fault, *flags], processes=2, expect=1, fresh=True)  # torchrun reports the exit codes
+    assert [row["step"] for row in runs.metrics(folder)] == [1, 2, 3, 4]
+    assert not processes_of(folder)
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert line.startswith("error: no progress for ")
+    assert line.endswith(f"; stacks of all threads in {folder / 'stacks'}")
+    return result, line
+
+
+def exit_codes(result):
+    """Those that torchrun reports."""
+    return [line.split()[2] for line in result.stderr.splitlines() if line.strip().startswith("exitcode  :")]
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_hangs_ends_the_run_with_the_stacks_of_both(small_corpus, tmp_path):
+    folder = tmp_path / "run"
+    result, line = hang(small_corpus, folder, "stand_still")
+    assert "rank 1 in stand_still (fault_at_step.py:" in line
+    assert "rank 0 in " in line
+    assert str(HUNG) == "70" in exit_codes(result)
+
+    assert sorted(file.name for file in (folder / "stacks").iterdir()) == ["rank_00000.txt", "rank_00001.txt"]
+    stacks = [(folder / "stacks" / f"rank_{rank:05d}.txt").read_text() for rank in range(2)]
+    for rank, text in enumerate(stacks):
+        assert f"rank {rank} of 2, " in text.splitlines()[0]
+        assert text.splitlines()[0].endswith(", step 5")
+        assert "in update" in text  # of the loop's own thread
+    assert "in stand_still" in stacks[1]
+    assert "torch/distributed/distributed_c10d.py" in stacks[0]
+    assert "stand_still" not in stacks[0]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_rank_that_holds_the_lock_of_the_interpreter_is_ended_by_the_fallback(small_corpus, tmp_path):
+    folder = tmp_path / "run"
+    result, line = hang(small_corpus, folder, "hold_the_lock")
+    assert "rank 1 silent" in line
+    assert "Timeout (0:00:" in result.stderr
+    assert "in hold_the_lock" in result.stderr
+    assert "1" in exit_codes(result)
+    assert "torch/distributed/distributed_c10d.py" in (folder / "stacks" / "rank_00000.txt").read_text()
+
+
+ALONE = f"""
+import time
+import torch.distributed as dist
+from megaenc.training import watchdog
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with watchdog.Watchdog({SECONDS / 60}, None) as dog:
+    dog.beat("step", 1)
+    time.sleep({SECONDS + 1})
+    dog.beat("step", 2)
+    print("the first step was let be", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_first_step_has_time_and_a_second_one_has_not():
+    result = runs.run([sys.executable, "-c", ALONE], expect=HUNG, timeout=60)
+    assert result.stdout == "the first step was let be\n"
+    said = (
+        r"error: no progress for \d+ seconds: rank 0 in <module> \(<string>:11\), step 2; stacks of all threads in standard error"
+    )
+    assert re.search(said, result.stderr), result.stderr
+    assert 'File "<string>", line 11 in <module>' in result.stderr
+
+
+def test_the_line_names_the_odd_rank_first_and_who_is_silent(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "12")
+    waiting = {"at": "all_reduce (distributed_c10d.py:3252)", "doing": "step 7", "quiet": 600.0, "stacks": "runs/a/stacks"}
+    found = {rank: waiting for rank in range(12) if rank not in (3, 9)}
+    found[3] = waiting | {"at": "read (packs.py:80)", "quiet": 601.3}
+    assert _line(found) == (
+        "error: no progress for 10 minutes: rank 9 silent (stacks follow on standard error, unless the process is gone); "
+        "rank 3 in read (packs.py:80), step 7; ranks 0-2, 4-8, 10-11 in all_reduce (distributed_c10d.py:3252), step 7; "
+        "stacks of all threads in runs/a/stacks"
+    )
+
+
+HUGE = b'{"quiet": 1' + b"0" * 400 + b"}"
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\x80\x04.", b"[1]", b"[" * 100_000, b'{"at": 3, "quiet": true}', b'{"quiet": NaN}', HUGE]
+)
+def test_what_no_rank_has_told_is_unknown(value):
+    assert _line({0: _standing(value)}).startswith("error: no progress for ")
+    assert _standing(value) | {"quiet": 0.0} == {"doing": "unknown", "at": "unknown", "stacks": "unknown", "quiet": 0.0}
+
+
+def test_what_a_rank_tells_is_kept_but_for_what_steers_a_terminal():
+    told = {"doing": "step 5", "at": "\x1b[2Jread (a.py:1)", "quiet": 3.5, "stacks": "/runs/a"}
+    assert _standing(json.dumps(told).encode()) == told | {"at": r"\x1b[2Jread (a.py:1)"}

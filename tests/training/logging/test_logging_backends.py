@@ -1,0 +1,145 @@
+"""Every number of the run folder stands in TensorBoard and in Weights & Biases too, also where steps were made again."""
+
+import os
+import shutil
+import time
+
+import pytest
+import runs
+import wandb
+from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
+
+from megaenc.errors import InputError
+from megaenc.training.command import main
+from megaenc.training.config_groups import MonitoringSettings
+from megaenc.training.logging.backends import Background, TensorBoard, WeightsAndBiases
+
+
+@pytest.fixture(scope="module")
+def shown_run(small_corpus, tmp_path_factory):
+    """Stopped after step 12, gone on with from the checkpoint of step 10: steps 11 and 12 were made twice."""
+    folder = tmp_path_factory.mktemp("shown") / "run"
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(folder), "--save-interval", "10"]
+    flags += ["--tensorboard-dir", str(folder / "events"), "--wandb-project", "encoders", "--wandb-exp-name", "short"]
+    environment = {"WANDB_MODE": "offline"}
+    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"], environment=environment)
+    shutil.rmtree(folder / "checkpoints" / "iter_0000012")
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    runs.script(runs.PRETRAIN, flags, environment=environment)
+    return folder
+
+
+def test_tensorboard_holds_every_number_and_no_step_twice(shown_run):
+    events, shown = tensorboard_shows(shown_run / "events")
+    assert shown == numbers(shown_run)
+    assert {"train/loss", "train/tokens", "validation/mlm/loss"} <= shown.keys()
+    assert list(shown["train/loss"]) == list(range(1, 21))
+    objective = [(event.step, event.tensor_proto.string_val[0]) for event in events.Tensors("train/objective/text_summary")]
+    assert objective == [(1, b"clm"), (11, b"mlm")]
+    assert b"global_batch_size: 8" in events.Tensors("config/text_summary")[-1].tensor_proto.string_val[0]
+
+
+def test_steps_that_are_made_again_within_a_run_replace_those_before(tmp_path):
+    board = TensorBoard(str(tmp_path), "0123456789abcdef", {"seed": 1})
+    board.cut(-1)
+    for step in range(1, 6):
+        board.log("train", {"step": step, "loss": 1.0 * step})
+    board.cut(3)
+    for step in range(4, 7):
+        board.log("train", {"step": step, "loss": 10.0 * step})
+    board.close()
+    _, shown = tensorboard_shows(tmp_path)
+    assert shown == {"train/loss": {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: 50.0, 6: 60.0}}
+
+
+def test_wandb_goes_on_in_one_run_and_the_later_row_is_that_of_the_folder(shown_run):
+    (first_id, config, before), (second_id, _, after) = wandb_records(shown_run)
+    assert first_id == second_id == (shown_run / "wandb_run_id").read_text().strip()
+    assert (config["global_batch_size"], config["identity"]["train_iters"]) == (8, 20)
+    assert [row["step"] for row in before if "train/loss" in row] == list(range(1, 13))
+    assert [row["step"] for row in after if "train/loss" in row] == list(range(11, 21))
+    assert wandb_shows([*before, *after]) == numbers(shown_run)
+
+
+def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    board = WeightsAndBiases(MonitoringSettings(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
+    board.log("train", {"step": 3, "loss": 0.1})
+    board.close()
+    wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
+    [(_, config, rows)] = wandb_records(tmp_path)
+    assert (config["seed"], rows) == (1, [{"step": 3, "train/loss": 0.1}])
+    assert f"kept in {tmp_path / 'wandb'}, `wandb sync` sends it" in capfd.readouterr().out
+
+
+def test_the_events_of_another_run_are_left_alone(tmp_path):
+    TensorBoard(str(tmp_path), "0123456789abcdef", {})
+    TensorBoard(str(tmp_path), "0123456789abcdef", {})
+    with pytest.raises(InputError, match="holds the events of another run"):
+        TensorBoard(str(tmp_path), "fedcba9876543210", {})
+
+
+def test_a_board_that_fails_is_one_line_and_the_run_goes_on(tmp_path, capfd):
+    (tmp_path / "file").write_text("")
+    board = Background("TensorBoard", lambda: TensorBoard(str(tmp_path / "file"), "0123456789abcdef", {}))
+    board.do("cut", -1)
+    for step in range(5):
+        board.do("log", "train", {"step": step, "loss": 1.0})
+    board.flush()
+    board.close()
+    out = capfd.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith("TensorBoard: ") and "the run goes on without it" in out
+
+
+def test_a_board_that_hangs_holds_nothing_up(capfd):
+    class Hanging:
+        def log(self, group, row): ...
+        def cut(self, step): ...
+        def close(self): ...
+        def flush(self):
+            time.sleep(60)
+
+    board = Background("slow", Hanging)
+    began = time.monotonic()
+    board.do("cut", -1)
+    while not board._opened.is_set():
+        time.sleep(0.01)
+    board.flush(seconds=0.1)
+    board.close(seconds=0.1)
+    assert time.monotonic() - began < 30
+    assert "slow: not done after 0 seconds, left to itself" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--wandb-exp-name", "a"], "--wandb-exp-name a: found no --wandb-project"),
+        (["--wandb-project", "a"], "--wandb-project a: found neither --save nor --wandb-save-dir"),
+    ],
+)
+def test_flags_that_say_nothing_are_refused(flags, complaint, small_corpus, refusal):
+    assert complaint in refusal(main, [*small_corpus.flags, *runs.SHORT_RUN, *flags])
+
+
+def test_neither_is_imported_unless_asked_for(small_corpus, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import sys\n"
+        "from megaenc.training.command import main\n"
+        "if __name__ == '__main__':\n"
+        "    main()\n"
+        "    print([name for name in ('wandb', 'tensorboard', 'torch.utils.tensorboard') if name in sys.modules])\n"
+    )
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--train-iters", "2", "--lr-warmup-iters", "0", "--lr-wsd-decay-iters", "0"]
+    assert runs.script(worker, flags, fresh=True).stdout.splitlines()[-1] == "[]"
+
+
+def test_the_environment_decides_over_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    board = WeightsAndBiases(MonitoringSettings(wandb_project="encoders"), str(tmp_path), "abcd1234", {})
+    board.log("train", {"step": 3, "loss": 0.1})
+    board.close()
+    assert not any("offline-run" in name for _, names, _ in os.walk(tmp_path) for name in names)

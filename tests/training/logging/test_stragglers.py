@@ -1,0 +1,110 @@
+"""The rank that holds the others up is named, in whatever layout they wait for it."""
+
+import json
+from statistics import median, mode
+
+import pytest
+import runs
+import torch
+
+from megaenc.training.logging.stragglers import ForwardTime, compared, probe
+
+
+def reports(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "stragglers.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("slow", "layout", "processes", "place"),
+    [
+        ("1:data:0.2", ["--pipeline-model-parallel-size", "2"], 2, "(tensor 0, pipeline 1, data 0)"),
+        (
+            "2:compute:0.08",  # far above what four ranks on two busy cores differ by
+            ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+            4,
+            "(tensor 0, pipeline 1, data 0)",
+        ),
+    ],
+    ids=["data under pipeline parallelism", "compute under tensor and pipeline parallelism"],
+)
+def test_the_slow_rank_is_named(slow, layout, processes, place, small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--eval-interval", "0"]
+    flags += ["--log-straggler", "--straggler-interval", "4", *layout]
+    result = runs.script(runs.WORKERS / "slow_rank.py", [slow, *flags], processes=processes)
+    rank, where, _ = slow.split(":")
+    found = reports(tmp_path / "run")
+    assert [(report["step"], report["steps"]) for report in found] == [(4, 3), (8, 4), (12, 4), (16, 4), (20, 4)]
+    # A busy machine may slow another rank, or this one's probe, for an interval or two; not for most of them.
+    assert mode(report["slowest_rank"] for report in found) == int(rank)
+    assert mode(report["ranks"][0]["slow_in"] for report in found) == where
+    assert median(report["slowest_ratio"] for report in found) > 1.5
+    lines = [line for line in result.stdout.splitlines() if line.startswith(f"straggler: rank {rank} on ")]
+    assert len(lines) == 1 and place in lines[0] and ", most of it in " in lines[0], result.stdout
+
+
+def test_reports_beyond_the_checkpoint_are_cut(small_corpus, tmp_path):
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run")]
+    flags += ["--log-straggler", "--straggler-interval", "2"]
+    runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "8"])
+    with open(tmp_path / "run" / "stragglers.jsonl", "a") as file:
+        file.write('{"step": 10, "ranks": []}\n')
+    result = runs.script(runs.PRETRAIN, [*flags, "--exit-interval", "12"])
+    assert [report["step"] for report in reports(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]
+    assert "straggler:" not in result.stdout, "one rank has nobody to be slower than"
+
+
+def rank(number, pipeline=0, data=1.0, compute=4.0, probed=0.1):
+    return {
+        "rank": number,
+        "pipeline": pipeline,
+        "data_seconds": data,
+        "compute_seconds": compute,
+        "probe_seconds": probed,
+    }
+
+
+def test_stages_may_hold_more_and_are_compared_among_themselves():
+    even = [rank(0), rank(1), rank(2, 1, compute=8.0), rank(3, 1, compute=8.0)]
+    assert {each["ratio"] for each in compared(even)["ranks"]} == {1.0}
+    slow = compared([*even[:3], rank(3, 1, compute=13.5)])
+    assert (slow["slowest_rank"], slow["slowest_ratio"], slow["ranks"][0]["slow_in"]) == (3, 14.5 / 9, "compute")
+
+
+def test_a_slow_device_is_found_by_the_probe_where_all_of_its_group_are_slow():
+    found = compared([rank(0, compute=6.0), rank(1, compute=6.0, probed=0.2), rank(2), rank(3)])
+    assert [each["rank"] for each in found["ranks"]][:2] == [1, 0]
+    assert (found["slowest_ratio"], found["ranks"][0]["slow_in"]) == (2.0, "the probe")
+
+
+def test_twice_as_slow_in_a_small_part_is_not_slow():
+    assert compared([rank(0, data=0.02), rank(1, data=0.01), rank(2, data=0.01)])["slowest_ratio"] < 1.01
+
+
+def test_forward_passes_of_training_alone_are_timed(monkeypatch):
+    """On an accelerator, by events; here they stand at 0, 1, 2, ... milliseconds."""
+    clock = iter(range(100))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(clock)
+
+        def elapsed_time(self, end):
+            return float(end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    chunk = torch.nn.Linear(2, 2)
+    timed = ForwardTime([chunk])
+    for _ in range(3):
+        chunk(torch.ones(1, 2))
+    with torch.no_grad():
+        chunk(torch.ones(1, 2))
+    assert timed.take() == pytest.approx(0.003)
+    assert timed.take() == 0
+
+
+def test_the_probe_needs_nobody():
+    assert 0 < probe(torch.device("cpu")) < 60

@@ -1,0 +1,199 @@
+"""Losses that leap are found alike in every run of the same steps, and a run can go back and leave out what led to them."""
+
+import json
+import shutil
+import signal
+
+import numpy as np
+import pytest
+import runs
+from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
+from workers.bad_packs import spoil
+
+from megaenc.counter_rng import uniforms
+from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.command import main
+from megaenc.training.trainer import SHORTEST, WINDOW, RecentLosses, deviations
+
+# Eight packs a step: step 40 reads packs 312 to 319.
+RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "48", "--objective-schedule", "clm", "--eval-interval", "20"]
+SPIKE = {315: 30.0}
+
+
+def noise(count: int) -> list[float]:
+    """Normal, of mean 3 and deviation 0.1."""
+    one, other = (uniforms(0, name, count) for name in ("radius", "angle"))
+    return (3 + 0.1 * np.sqrt(-2 * np.log(1 - one)) * np.cos(2 * np.pi * other)).tolist()
+
+
+def test_deviations_are_those_of_normal_noise_and_a_spike_does_not_hide_the_next():
+    assert deviations(3.6, noise(2000)) == pytest.approx(6, rel=0.1)
+    assert deviations(2.4, noise(2000)) == pytest.approx(-6, rel=0.1)
+    assert deviations(3.6, noise(120) + [30.0] * 8) == pytest.approx(deviations(3.6, noise(128)), rel=0.25)
+    assert deviations(2.0, [2.0] * 50) == 0 and deviations(2.0 + 1e-6, [2.0] * 50) < 1 < deviations(2.1, [2.0] * 50)
+
+
+def test_each_objective_has_its_own_losses_and_comes_back_anew():
+    losses = RecentLosses()
+    found = [losses.add(step, "clm", 3.0 + 0.01 * (step % 7)) for step in range(1, 41)]
+    assert [step for step, number in enumerate(found, start=1) if number is None] == list(range(1, SHORTEST + 1))
+    assert losses.add(41, "mlm", 9.0) is None and losses.add(42, "clm", 9.0) > 6
+    assert losses.add(43, "clm", None) is None and losses.add(44, "clm", float("nan")) is None
+    assert losses.add(42 + SHORTEST, "clm", 3.0) is not None and losses.add(43 + 2 * SHORTEST, "clm", 9.0) is None
+
+
+def test_what_is_saved_is_all_there_is_and_stays_small():
+    whole, values = RecentLosses(), noise(400)
+    found = [whole.add(step, "clm", value) for step, value in enumerate(values, start=1)]
+    first = RecentLosses()
+    for step in range(1, 301):
+        first.add(step, "clm", values[step - 1])
+    assert len(first.state["clm"]["losses"]) == WINDOW
+    second = RecentLosses(json.loads(json.dumps(first.state)))
+    assert [second.add(step, "clm", values[step - 1]) for step in range(301, 401)] == found[300:]
+
+
+def assert_same_run(here, there):
+    assert runs.curve(here) == runs.curve(there)
+    assert runs.validations(here) == runs.validations(there)
+    runs.assert_same_weights(here, there, 48)
+
+
+@pytest.fixture(scope="module")
+def without(small_corpus, tmp_path_factory):
+    """The run from the beginning without what steps 38 to 40 of RUN read."""
+    folder = tmp_path_factory.mktemp("without") / "run"
+    main([*small_corpus.flags, *RUN, "--skip-packs", "296-319", "--save", str(folder), "--save-interval", "5"])
+    return folder
+
+
+REWIND = ["--max-rewinds", "1", "--rewind-skip-iters", "3", "--save-interval", "5"]
+
+
+@pytest.fixture(scope="module")
+def rewound(small_corpus, tmp_path_factory):
+    """RUN with a spike at step 40, after which it goes back to its checkpoint of step 35; and what it said."""
+    folder = tmp_path_factory.mktemp("rewound") / "run"
+    flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save", str(folder)]
+    flags += ["--tensorboard-dir", str(folder / "events"), "--wandb-project", "encoders"]
+    return folder, runs.script(runs.WORKERS / "bad_packs.py", flags, environment={"WANDB_MODE": "offline"}).stdout
+
+
+def test_a_rewind_makes_the_run_that_never_read_those_packs(rewound, without):
+    folder, said = rewound
+    assert_same_run(folder, without)
+    [line] = [line for line in said.splitlines() if line.startswith("step 40: ")]
+    assert "is a spike, " in line and line.endswith(" deviations above the recent ones; rewind 1 of 1")
+    assert "going on after step 35" in said and "; 24 packs left out: 296-319" in said
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["skip_packs"] == facts["rewinds"] == ["296-319"]
+    assert "skip_packs:\n- 296-319\n" in (folder / "config.yaml").read_text()
+
+
+def test_boards_show_the_run_as_it_was_made_in_the_end(rewound):
+    folder, _ = rewound
+    _, shown = tensorboard_shows(folder / "events")
+    assert shown == numbers(folder)
+    (_, _, before), (_, _, after) = wandb_records(folder)
+    assert [row["step"] for row in before if "train/loss" in row][-1] == 40
+    assert [row["step"] for row in after if "train/loss" in row] == list(range(36, 49))
+    assert wandb_shows([*before, *after]) == numbers(folder)
+
+
+@pytest.mark.slow
+def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_path, monkeypatch):
+    """With the list written and nothing else done, beside checkpoints that have read what is left out now."""
+    folder = tmp_path / "run"
+    flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save-interval", "3", "--skip-packs", "900"]
+    monkeypatch.setenv("KILLED", "1")
+    runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    assert checkpoints.latest() == 39 and runs.metrics(folder)[-1]["step"] == 40
+    monkeypatch.delenv("KILLED")
+    said = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout
+    assert "going on after step 36" in said and "25 packs left out: 296-319 900" in said
+    assert_same_run(folder, without)
+    assert json.loads((folder / "run.json").read_text())["rewinds"] == ["296-319"]
+
+
+def test_a_branch_leaves_out_what_rewinds_did(small_corpus, rewound, without, tmp_path):
+    start = ["--branch-from", str(rewound[0]), "--branch-at", "35", "--save", str(tmp_path / "run")]
+    main([*small_corpus.flags, *RUN, *start])
+    assert runs.curve(tmp_path / "run") == runs.curve(without, after=35)
+    runs.assert_same_weights(tmp_path / "run", without, 48)
+
+
+def test_a_step_that_a_rewind_made_void_cannot_be_branched(small_corpus, rewound, tmp_path, refusal):
+    folder = shutil.copytree(rewound[0], tmp_path / "parent")
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(facts | {"skip_packs": ["200", "296-319"]}))
+    start = ["--branch-from", folder, "--branch-at", "35", "--save", tmp_path / "run"]
+    assert "has gone back since and left packs out that this step read" in refusal(main, [*small_corpus.flags, *RUN, *start])
+
+
+def test_without_a_checkpoint_it_begins_again(small_corpus, without, tmp_path, monkeypatch):
+    spoil(SPIKE, monkeypatch.setattr)
+    main([*small_corpus.flags, *RUN, *REWIND[:4], "--save", str(tmp_path / "run")])
+    assert_same_run(tmp_path / "run", without)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_two_processes_go_back_together(small_corpus, tmp_path):
+    """Each with half of the optimizer's state."""
+    layout = ["--use-distributed-optimizer", "--bf16"]
+    flags = [*small_corpus.flags, *RUN[:-2], *layout, "--eval-interval", "0"]
+    rewind = [*REWIND[:4], "--save-interval", "20", "--save", str(tmp_path / "run")]
+    runs.script(runs.WORKERS / "bad_packs.py", [json.dumps(SPIKE), *flags, *rewind], processes=2)
+    runs.script(runs.PRETRAIN, [*flags, "--skip-packs", "296-319", "--save", str(tmp_path / "whole")], processes=2)
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
+    runs.assert_same_weights(tmp_path / "run", tmp_path / "whole", 48)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["rewinds"] == ["296-319"]
+
+
+def test_rewinds_are_used_up_and_a_checkpoint_in_the_midst_is_enough(small_corpus, tmp_path, monkeypatch, capsys):
+    """Step 40 reads other packs after the first rewind, and one of those is bad too; then a third."""
+    spoil({315: 30.0, 339: 30.0, 345: 30.0}, monkeypatch.setattr)
+    flags = [*small_corpus.flags, *RUN, "--max-rewinds", "2", "--save-interval", "13", "--keep-last", "1", "--async-save"]
+    main([*flags, "--save", str(tmp_path / "run")])
+    lines = [line for line in capsys.readouterr().out.splitlines() if " is a spike, " in line]
+    assert [line.rpartition("; ")[2] for line in lines] == ["rewind 1 of 2", "rewind 2 of 2", "all of --max-rewinds 2 are made"]
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["rewinds"] == ["312-319", "320-343"] and facts["skip_packs"] == ["312-343"]
+    assert [row["loss_spikes"] for row in runs.metrics(tmp_path / "run")][-1] == 1
+
+
+def test_spikes_are_counted_and_found_again_after_a_stop(small_corpus, tmp_path, monkeypatch, capsys):
+    spoil(SPIKE, monkeypatch.setattr)
+    flags = [*small_corpus.flags, *RUN, "--log-interval", "3", "--save"]
+    main([*flags, str(tmp_path / "whole")])
+    assert " deviations above the recent ones\n" in capsys.readouterr().out
+    for _ in range(2):
+        main([*flags, str(tmp_path / "run"), "--exit-interval", "36"])
+    assert runs.curve(tmp_path / "run") == runs.curve(tmp_path / "whole")
+    rows = {row["step"]: row for row in runs.metrics(tmp_path / "whole")}
+    assert list(rows) == [*range(3, 40, 3), 40, 42, 45, 48]  # the spike has a row of its own
+    assert rows[40]["loss_deviations"] > 6 and [rows[step]["loss_spikes"] for step in (39, 40, 42, 48)] == [0, 1, 1, 1]
+
+
+def test_a_switch_of_objective_is_no_spike(small_corpus, tmp_path, monkeypatch):
+    flags = [*small_corpus.flags, *RUN, "--objective-schedule", "clm:36,mlm:12"]
+    main([*flags, "--save", str(tmp_path / "run")])
+    rows = runs.metrics(tmp_path / "run")
+    assert rows[36]["loss"] > rows[35]["loss"]
+    assert rows[35]["loss_deviations"] is not None and rows[36]["loss_deviations"] is None
+    assert rows[-1]["loss_spikes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--max-rewinds", "1"], "--max-rewinds 1: expected --save: a run goes back to its checkpoints"),
+        (["--max-rewinds", "1", "--save", "x", "--loss-spike-sigmas", "0"], "expected --loss-spike-sigmas above 0"),
+        (["--rewind-skip-iters", "0"], "--rewind-skip-iters: found 0, expected 1 or more"),
+        (["--loss-spike-sigmas", "-1"], "--loss-spike-sigmas: found -1.0, expected a number of 0 or more"),
+        (["--max-skipped-updates", "-1"], "--max-skipped-updates: found -1, expected 0 or more"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags, words, small_corpus, refusal):
+    assert words in refusal(main, [*small_corpus.flags, *RUN, *flags])

@@ -1,0 +1,92 @@
+"""Micro-batches made ahead are those that are asked for, in order, whatever was begun."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import runs
+
+from megaenc.training.micro_batches import DEPTH, Ahead
+
+
+def test_results_come_in_order_and_the_next_are_begun():
+    made = []
+    ahead = Ahead(lambda key: made.append(key) or 10 * key)
+    assert list(ahead.over([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
+    deadline = time.monotonic() + 10
+    while len(made) < 3 + DEPTH and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert made == [1, 2, 3, 4, 5]  # two ahead, and no further
+    assert list(ahead.over([4, 5, 6], following=[])) == [40, 50, 60]
+    assert made == [1, 2, 3, 4, 5, 6]  # none twice
+
+
+def test_a_wrong_guess_is_forgotten():
+    ahead = Ahead(lambda key: 10 * key)
+    assert list(ahead.over([1], following=[2, 3])) == [10]
+    assert list(ahead.over([2, 9], following=[5])) == [20, 90]
+    assert list(ahead.over([7], following=[])) == [70]
+    assert list(ahead.over([])) == []
+
+
+def test_they_are_made_while_others_are_used():
+    begun = threading.Event()
+    ahead = Ahead(lambda key: begun.set() if key == 2 else key)
+    results = ahead.over([1, 2])
+    assert next(results) == 1
+    assert begun.wait(10)  # though nobody has asked for the second
+
+
+def test_an_error_arrives_in_its_place():
+    def make(key):
+        if key == 2:
+            raise ValueError("no such document")
+        return key
+
+    results = Ahead(make).over([1, 2, 3])
+    assert next(results) == 1
+    with pytest.raises(ValueError, match="no such document"):
+        next(results)
+
+
+def test_the_thread_is_set_up_and_leaves_with_its_owner():
+    threads = []
+    ahead = Ahead(lambda key: key, set_up=lambda: threads.append(threading.current_thread()))
+    assert list(ahead.over([1, 2], following=[3, 4, 5])) == [1, 2]
+    assert len(threads) == 1 and threads[0].name.startswith("micro-batches")
+    del ahead
+    threads[0].join(60)
+    assert not threads[0].is_alive()
+
+
+def test_a_process_ends_though_more_was_begun_than_is_taken():
+    code = "from megaenc.training.micro_batches import Ahead\nprint(next(Ahead(abs).over(range(100), range(100, 200))))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stdout == "0\n", ended.stderr
+
+
+WITH_A_THREAD = """
+from megaenc.training import engine
+from megaenc.training.micro_batches import Ahead
+if __name__ == '__main__':
+    build = engine.Engine.__init__
+    def with_a_thread(self, *arguments):
+        build(self, *arguments)
+        assert self._ahead is None  # on processors
+        self._ahead = Ahead(self._make)
+    engine.Engine.__init__ = with_a_thread
+    from megaenc.training.command import main
+    main()
+"""
+
+
+def test_a_run_is_the_same_with_and_without(small_corpus, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(WITH_A_THREAD)
+    flags = [*small_corpus.flags, *runs.SHORT_RUN, "--eval-interval", "2", "--objective-schedule", "clm:0.5,mlm:0.5"]
+    runs.script(runs.PRETRAIN, [*flags, "--save", str(tmp_path / "without")])
+    runs.script(worker, [*flags, "--save", str(tmp_path / "with")])
+    assert runs.curve(tmp_path / "with") == runs.curve(tmp_path / "without")
+    assert runs.validations(tmp_path / "with") == runs.validations(tmp_path / "without")

@@ -1,0 +1,112 @@
+"""What a full disk makes of the rows of a run folder."""
+
+import errno
+import json
+import os
+import threading
+
+import pytest
+
+from megaenc.errors import InputError, LocalInputError
+from megaenc.training.run_dir import METRICS, RunFolder
+from megaenc.training.run_lock import FolderLock
+
+
+def opened(path) -> RunFolder:
+    """A run folder whose rows can be read and written; nothing else of it is there."""
+    folder = object.__new__(RunFolder)
+    folder.path, folder.lock = path, FolderLock(path)
+    return folder
+
+
+def test_a_disk_that_is_full_when_rows_are_cut_is_told_to_the_other_ranks(tmp_path, monkeypatch):
+    """Rank 0 alone notices: an error that all ranks are taken to have would leave them waiting for it."""
+    folder = opened(tmp_path)
+    (tmp_path / METRICS).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("megaenc.atomic_io.os.fsync", full)
+    with pytest.raises(LocalInputError, match="cannot be written to: No space left on device"):
+        folder.cut(2)
+    monkeypatch.undo()
+    folder.cut(2)
+    assert [json.loads(row)["step"] for row in (tmp_path / METRICS).read_text().splitlines()] == [1, 2]
+
+
+ODD = [
+    b"\xff\xfe",
+    b"[1]",
+    b"3",
+    b"null",
+    b'"step"',
+    b'{"step": "x"}',
+    b'{"step": true}',
+    b"{}",
+    b"[" * 100_000,
+    b'{"step": 2',
+    b"\0" * 9,
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: repr(odd[:9]))
+def test_an_odd_row_is_refused_but_at_the_end_where_a_kill_may_have_left_it(odd, tmp_path):
+    folder, file = opened(tmp_path), tmp_path / METRICS
+    file.write_bytes(b'{"step": 1}\n' + odd + b'\n{"step": 3}\n')
+    before = file.read_bytes()
+    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: line 2: found b'.*expected an object with a `step`") as error:
+        folder.cut(3)
+    assert len(str(error.value)) < 500 and file.read_bytes() == before
+    folder.cut(2)
+    assert file.read_bytes() == b'{"step": 1}\n'
+    file.write_bytes(b'{"step": 1}\n' + odd)
+    folder.cut(3)
+    assert file.read_bytes() == b'{"step": 1}\n'
+
+
+def test_rows_are_no_pipe(tmp_path):
+    os.mkfifo(tmp_path / METRICS)
+    with pytest.raises(LocalInputError, match=r"metrics\.jsonl: not a regular file"):
+        opened(tmp_path).cut(3)
+
+
+def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
+    folder = opened(tmp_path)
+    folder.log(METRICS, {"step": 1})
+    (tmp_path / ".lock").unlink()
+    for write in (lambda: folder.log(METRICS, {"step": 2}), lambda: folder.cut(0), folder.sync):
+        with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
+            write()
+    other = opened(tmp_path)
+    with pytest.raises(LocalInputError, match=r"\.lock: found it removed or replaced"):
+        folder.log(METRICS, {"step": 2})
+    other.log(METRICS, {"step": 2})
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
+    """As by a command that was refused: the file that it has locked is no longer the lock."""
+    first = FolderLock(tmp_path / "a" / "b")
+    threading.Timer(0.3, lambda: (first.undo(), first.close())).start()
+    second = FolderLock(tmp_path / "a" / "b", patience=20)
+    second.check()
+    with pytest.raises(InputError, match="another process is training in this folder"):
+        FolderLock(tmp_path / "a" / "b")
+    second.undo()
+    # Empty folders stay if the second has its file in them before the first has removed them.
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+
+
+def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(tmp_path):
+    folder = opened(tmp_path)
+    os.utime(tmp_path / ".lock", (1, 1))
+    folder.lock.refresh()
+    assert (tmp_path / ".lock").stat().st_mtime > 1
+
+
+def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderLock, "is_held", lambda *_: False)
+    with pytest.raises(InputError, match=r"cannot be locked \(its inode number changes"):
+        FolderLock(tmp_path / "new" / "run")
+    assert list(tmp_path.iterdir()) == []

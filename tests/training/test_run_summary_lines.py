@@ -1,0 +1,28 @@
+"""The first lines of a run say by what it is computed."""
+
+from dataclasses import replace
+
+import pytest
+import runs
+import torch
+
+
+@pytest.mark.parametrize(
+    ("machine", "used", "said"),
+    [
+        ("cuda", {"norm": True, "rotary": False, "loss": True}, "attention by flash; fused kernels: norm, loss)"),
+        ("rocm", {"norm": False, "rotary": False}, "attention by flash; fused kernels: none)"),
+        ("cpu", {"norm": False, "rotary": False}, "attention by flash)"),  # where there are none
+    ],
+)
+def test_fused_kernels_are_named_where_there_is_an_accelerator(machine, used, said, small_corpus, one_process, monkeypatch):
+    from megaenc.backend import Kernels
+    from megaenc.training.config import read_settings
+    from megaenc.training.dry_run import introduction
+    from megaenc.training.planning import make_plan
+
+    plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: machine)
+    backend = replace(one_process, name=machine)
+    first = introduction(plan, backend, Kernels(attention_backend="flash"), used, resumed=0).splitlines()[0]
+    assert said in first

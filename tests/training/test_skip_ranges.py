@@ -1,0 +1,134 @@
+"""Packs that are left out: a run that was told so from the beginning, or later, reads the others in the same order."""
+
+import json
+import shutil
+
+import pytest
+import runs
+from workers.bad_packs import spoil
+
+from megaenc.counter_rng import uniforms
+from megaenc.errors import InputError
+from megaenc.training.command import main
+from megaenc.training.config import read_settings
+from megaenc.training.planning import make_plan
+from megaenc.training.skip_ranges import SkippedPacks
+
+RUN = [*runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--lr-wsd-decay-iters", "2", "--eval-interval", "0"]
+
+
+def random_packs(number: int) -> SkippedPacks:
+    """Up to six ranges of up to eight samples, among the first 60."""
+    draws = uniforms(number, "skipped", 13)
+    ranges = [(int(60 * a), int(60 * a) + int(8 * b)) for a, b in zip(draws[1::2], draws[2::2], strict=True)]
+    return SkippedPacks.of(ranges[: int(7 * draws[0])])
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_samples_are_those_that_are_not_left_out_in_order(number):
+    packs = random_packs(number)
+    left_out = {sample for first, last in packs.ranges for sample in range(first, last + 1)}
+    for first in (0, 1, 17, 40, 70):
+        read = [sample for sample in range(first, 200) if sample not in left_out][:60]
+        assert [packs.sample(first, position) for position in range(60)] == read
+        assert [packs.end(first, count) for count in range(61)] == [first, *(sample + 1 for sample in read)]
+    assert packs.size == len(left_out) and packs.between(10, 30).size == len(left_out & set(range(10, 30)))
+    assert all(last + 1 < first for (_, last), (first, _) in zip(packs.ranges, packs.ranges[1:], strict=False))
+    assert SkippedPacks.read(packs.texts) == packs
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_two_lists_agree_where_the_samples_read_are_the_same(number):
+    one, other = (
+        random_packs(number),
+        random_packs(number + 1000) if number % 2 else random_packs(number) | SkippedPacks(((44, 45),)),
+    )
+    for first in (0, 9):
+        for count in range(60):
+            same = [one.sample(first, p) for p in range(count)] == [other.sample(first, p) for p in range(count)]
+            assert one.agrees(other, first, count) == other.agrees(one, first, count) == same
+
+
+def test_texts_are_put_in_order_and_what_is_no_range_is_refused():
+    assert SkippedPacks.read(["9", "3-5", "6", "20-30", "25-27"]).texts == ("3-6", "9", "20-30")
+    assert (SkippedPacks.read(["3-5", "9"]) | SkippedPacks.read(["6-8"])).texts == ("3-9",)
+    for text in ("5-3", "a", "-4", "3-", "1,2", ""):
+        with pytest.raises(InputError, match="expected the number of a pack"):
+            SkippedPacks.read([text])
+
+
+def plan_of(*flags):
+    return make_plan(read_settings([*map(str, flags)], "test"))
+
+
+def test_plan_counts_on_over_what_is_left_out(small_corpus):
+    plan = plan_of(*small_corpus.flags, *RUN, "--skip-packs", "10", "12-13", "--skip-samples", "4")
+    assert [plan.first_sample(step) for step in (1, 2, 3)] == [4, 15, 23]
+    assert [plan.sample(position) for position in range(9)] == [4, 5, 6, 7, 8, 9, 11, 14, 15]
+    plain = plan_of(*small_corpus.flags, *RUN, "--skip-samples", "4")
+    assert plan.identity == plain.identity and plan.step_tokens(1) == plain.step_tokens(1)
+    assert [row.packs for row in plan.reading] == [row.packs for row in plain.reading] == [96]
+
+
+@pytest.fixture(scope="module")
+def without(small_corpus, tmp_path_factory):
+    """All 12 steps, told from the beginning to leave out pack 37 of step 5 and packs 80 to 83."""
+    folder = tmp_path_factory.mktemp("without") / "run"
+    flags = [*small_corpus.flags, *RUN, "--skip-packs", "37", "80-83", "--save", str(folder), "--save-interval", "3"]
+    main(flags)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_pack_that_was_named_is_left_out_and_the_run_goes_on(small_corpus, without, tmp_path, monkeypatch, capfd, refusal):
+    """As if it had been left out from the beginning."""
+    flags = [*small_corpus.flags, *RUN, "--save", str(tmp_path / "run"), "--save-interval", "3"]
+    spoil({37: "loss"}, monkeypatch.setattr)
+    line = refusal(main, [*flags, "--max-skipped-updates", "0"])
+    assert "step 5: loss is no finite number, from pack 37 " in line and "with --skip-packs 37" in line
+    main([*flags, "--skip-packs", "37", "--exit-interval", "6"])
+    assert "going on after step 3" in capfd.readouterr().out
+    # What has been read cannot be chosen anew; what has not, can.
+    assert "skip_packs is 37 there, 36-37 here; expected the same up to" in refusal(main, [*flags, "--skip-packs", "36-37"])
+    assert "skip_packs is 37 there, 80-83 here" in refusal(main, [*flags, "--skip-packs", "80-83"])
+    main([*flags, "--skip-packs", "80-83", "37"])
+    said = capfd.readouterr().out
+    assert "going on after step 6" in said and "; 5 packs left out: 37 80-83" in said
+    assert runs.curve(tmp_path / "run") == runs.curve(without)
+    runs.assert_same_weights(tmp_path / "run", without, 12)
+
+
+def test_resumed_without_the_flag_it_leaves_out_what_it_did(small_corpus, without, tmp_path):
+    folder = shutil.copytree(without, tmp_path / "run")
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("9")
+    main([*small_corpus.flags, *RUN, "--save", str(folder), "--save-interval", "3"])
+    assert runs.curve(folder) == runs.curve(without)
+    assert json.loads((folder / "run.json").read_text())["skip_packs"] == ["37", "80-83"]
+
+
+def test_what_has_not_been_read_can_be_put_back(small_corpus, without, tmp_path, refusal):
+    """The run of before at its step 3, which has read none of it yet; a list that is `none` is another than no flag."""
+    folder = shutil.copytree(without, tmp_path / "run")
+    flags = [*small_corpus.flags, *RUN, "--save", str(folder)]
+    assert "skip_packs is 37 80-83 there, not given here" in refusal(main, [*flags, "--skip-packs", "none"])
+    (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("3")
+    assert plan_of(*flags).skipped.texts == ("37", "80-83")
+    assert plan_of(*flags, "--skip-packs", "none").skipped.texts == ()
+
+
+def test_a_branch_leaves_out_what_its_parent_does(small_corpus, without, tmp_path, refusal):
+    start = ["--branch-from", str(without), "--branch-at", "6"]
+    flags = [*small_corpus.flags, *RUN, *start]
+    main([*flags, "--save", str(tmp_path / "run")])
+    assert runs.curve(tmp_path / "run") == runs.curve(without, after=6)
+    line = refusal(main, [*flags, "--skip-packs", "80-83", "--save", tmp_path / "other"])
+    assert "--branch-at 6: skip_packs is 37 80-83 there, 80-83 here" in line
+    assert plan_of(*flags, "--skip-packs", "37").first_sample(12) == 8 * 11 + 1
+
+
+def test_new_data_begin_after_what_the_parent_has_read(small_corpus, without):
+    flags = [*small_corpus.flags, *RUN, "--init-from", without, "--skip-samples", "parent"]
+    plan = plan_of(*flags, "--init-at", 3)
+    assert (plan.start.skip_samples, plan.skipped.ranges) == (24, ())
+    plan = plan_of(*flags)
+    assert (plan.start.skip_samples, plan.start.before[0].tokens) == (12 * 8 + 5, 12 * 8 * 64)

@@ -1,0 +1,111 @@
+"""Runs laid over each other: each line is a run's held-out losses, each panel an objective that all runs have."""
+
+import numpy as np
+import pytest
+from run_folders import write_rows, write_run
+
+from megaenc.viz import plot, run_metrics
+from megaenc.viz.run_metrics import read_validations
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Run `long` of 40 steps and run `short` of 20."""
+    return [write_run(tmp_path / "long"), write_run(tmp_path / "short", train_iters=20)]
+
+
+def curves(runs, against="step"):
+    return {run.name: run_metrics.curves_of(read_validations(run), against) for run in runs}
+
+
+@pytest.mark.parametrize(
+    ("against", "long", "short"),
+    [
+        ("step", [0, 10, 20, 30, 40], [0, 10, 20]),
+        ("tokens", [0, 10_000, 20_000, 30_000, 40_000], [0, 10_000, 20_000]),
+        ("predicted_tokens", [0, 10_000, 13_000, 16_000, 19_000], [0, 6_500, 9_500]),
+    ],
+)
+def test_a_panel_an_objective_and_a_line_a_run(runs, against, long, short):
+    picture, shown = plot.comparison(curves(runs, against), against)
+    assert shown == "the held-out losses of 2 runs under clm, mlm(mask=0.3)"
+    assert [panel.get_title(loc="left") for panel in picture.axes] == ["clm", "mlm(mask=0.3)"]
+    for panel, slope in zip(picture.axes, (0.05, 0.09), strict=True):
+        lines = panel.get_lines()
+        assert [line.get_xdata().tolist() for line in lines] == [long, short]
+        np.testing.assert_allclose(lines[0].get_ydata(), 9 - slope * np.arange(0, 41, 10))
+        np.testing.assert_allclose(lines[1].get_ydata(), 9 - slope * np.arange(0, 21, 10))
+        legend = [text.get_text() for text in panel.get_legend().get_texts()]
+        assert legend == [f"long  ({9 - 40 * slope:.3f})", f"short  ({9 - 20 * slope:.3f})"]
+        assert panel.get_xlabel() == against.replace("_", " ")
+        assert panel.get_xlim() == (0, long[-1])
+        assert lines[0].get_color() != lines[1].get_color()
+    assert len({line.get_color() for panel in picture.axes for line in panel.get_lines()}) == 2  # a run keeps its colour
+
+
+def test_an_objective_that_a_run_lacks_is_named(runs):
+    rows = read_validations(runs[1])
+    for row in rows:
+        row["objectives"]["mntp"] = row["objectives"].pop("clm")
+    write_rows(runs[1] / "validation.jsonl", rows)
+    picture, shown = plot.comparison(curves(runs), "step")
+    assert len(picture.axes) == 1
+    assert shown == ("the held-out losses of 2 runs under mlm(mask=0.3); left out, as a run lacks it: clm (short), mntp (long)")
+
+
+def test_no_objective_in_common_is_one_line(runs, refusal, tmp_path):
+    rows = read_validations(runs[1])
+    for row in rows:
+        row["objectives"] = {"mntp": row["objectives"]["clm"]}
+    write_rows(runs[1] / "validation.jsonl", rows)
+    line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
+    assert "no objective that all runs were validated under: long has clm, mlm(mask=0.3); short has mntp" in line
+    assert not (tmp_path / "runs.png").exists()
+
+
+def test_a_validation_without_a_target_has_no_point(runs):
+    rows = read_validations(runs[0])
+    rows[1]["objectives"]["clm"]["loss"] = None
+    assert run_metrics.curves_of(rows)["clm"][0] == [0, 20, 30, 40]
+
+
+def test_a_run_without_validation_is_one_line(runs, refusal, tmp_path):
+    (runs[1] / "validation.jsonl").unlink()
+    line = refusal(plot.main, [*runs, "--output", tmp_path / "runs.png"])
+    assert f"{runs[1]}: holds no validation" in line
+
+
+def test_five_objectives_are_two_rows_without_an_empty_frame(runs):
+    each = run_metrics.curves_of(read_validations(runs[0]))
+    many = {f"mlm(mask=0.{digit})": each["clm"] for digit in range(1, 6)}
+    picture, _ = plot.comparison({"a": many, "b": many}, "step")
+    assert [panel.get_visible() for panel in picture.axes] == [True] * 5 + [False]
+
+
+def test_names_are_those_of_the_folders_and_as_much_before_as_it_takes(tmp_path, refusal):
+    assert list(plot.named(["runs/a", "runs/b/"])) == ["a", "b"]
+    assert list(plot.named(["x/run", "y/run", "y/other"])) == ["x/run", "y/run", "y/other"]
+    assert "b/../a: given twice" in refusal(plot.main, ["a", "b/../a", "--output", tmp_path / "runs.png"])
+
+
+def test_a_name_with_dollar_signs_is_written_as_it_is(tmp_path):
+    """And not as a formula, which `$_$` is not one of."""
+    runs = [write_run(tmp_path / name) for name in ("$a_1$", "$_$")]
+    picture, _ = plot.comparison(curves(runs), "step")
+    picture.savefig(tmp_path / "runs.png")
+    texts = picture.axes[0].get_legend().get_texts()
+    assert [text.get_text().split()[0] for text in texts] == ["$a_1$", "$_$"]
+    assert not any(text.get_parse_math() for text in texts)
+
+
+def test_the_command_writes_a_picture(runs, tmp_path, capsys):
+    plot.main([*map(str, runs), "--output", str(tmp_path / "runs.png"), "--against", "flops"])
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out == f"{tmp_path / 'runs.png'}: the held-out losses of 2 runs under clm, mlm(mask=0.3)\n"
+
+
+def test_runs_on_different_held_out_text_are_told_apart(runs, tmp_path):
+    path = runs[0] / "validation.jsonl"
+    write_rows(path, [{**row, "held_out": "another"} for row in read_validations(runs[0])])
+    assert "NOT on the same held-out text" in plot.plot(runs, tmp_path / "x.png")
+    assert "NOT on the same" not in plot.plot(runs[1:], tmp_path / "y.png")
