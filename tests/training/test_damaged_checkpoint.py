@@ -39,6 +39,7 @@ def test_state_lists_every_file_with_its_checksum(saved_run):
     assert all(entry["bytes"] == (folder / name).stat().st_size for name, entry in state["files"].items())
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
     """Alone in its folder: of the other files only the sizes are looked at."""
     checkpoints = CheckpointFolder(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))

@@ -80,6 +80,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_run_goes_on(small_corpus, u
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_run_that_was_to_stop_is_not_begun_again_by_its_launcher(small_corpus, tmp_path):
     folder = tmp_path / "run"
     given = flags(small_corpus, folder, *ENDLESS, "--exit-duration-in-mins", "0.01")
@@ -170,6 +171,7 @@ class Nodes:
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:
@@ -183,6 +185,7 @@ def test_a_node_that_is_lost_and_comes_back_is_joined_by_the_other(small_corpus,
 
 
 @pytest.mark.multiprocess
+@pytest.mark.slow
 def test_the_node_that_holds_the_rendezvous_is_lost_and_both_are_started_again(small_corpus, undisturbed, tmp_path):
     folder = tmp_path / "run"
     with Nodes(folder, flags(small_corpus, folder)) as nodes:

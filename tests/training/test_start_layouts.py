@@ -9,7 +9,7 @@ import runs
 import torch
 from runs import Job
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 LAYOUTS = {
     "DP2": ["--use-distributed-optimizer"],

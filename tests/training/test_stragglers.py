@@ -28,6 +28,7 @@ def reports(folder) -> list[dict]:
     ],
     ids=["data under pipeline parallelism", "compute under tensor and pipeline parallelism"],
 )
+@pytest.mark.slow
 def test_the_slow_rank_is_named(slow, layout, processes, place, small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--eval-interval", "0"]
     flags += ["--log-straggler", "--straggler-interval", "4", *layout]

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import pytest
 import runs
 
 from megaenc.training.checkpoint import Checkpoints
@@ -44,6 +45,7 @@ def start(command: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=runs.surroundings())
 
 
+@pytest.mark.slow
 def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_path):
     """Somebody removes `.lock` while it trains, and gives the command again."""
     folder = tmp_path / "run"

@@ -15,6 +15,7 @@ FILES = sorted(map(str, (Path(__file__).parent / "interpreted").glob("*.py")))
 INTERPRETER = {"TRITON_INTERPRET": "1"}
 
 
+@pytest.mark.slow
 def test_by_the_interpreter():
     assert len(FILES) == 3
     runs.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES], environment=INTERPRETER, timeout=480)
