@@ -43,7 +43,7 @@ def closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 def first_line(error: BaseException, most: int = 200) -> str:
     """Return the first line of an error's message that says something, at most so long, or the error's type."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:most]
+    return shortened(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__), most)
 
 
 def one_line_errors(main: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import secrets
@@ -228,7 +229,10 @@ class FileLock:
                 self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
                 self.created = True
             except FileExistsError:
-                self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    self._descriptor = os.open(self.path, os.O_RDWR)
+                except FileNotFoundError:  # its process has just removed it
+                    continue
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self.is_held():
@@ -270,19 +274,20 @@ def locked(path: Path) -> Iterator[bool]:
         except OSError as error:
             if error.filename is not None:
                 raise InputError(f"{path.parent}: cannot be written to: {error.strerror}") from None
-            mine = True
+            mine = error.errno != errno.ESTALE
         if mine:
             stack.callback(path.unlink, missing_ok=True)
         yield mine
 
 
 @contextlib.contextmanager
-def wait_for_lock(path: Path) -> Iterator[None]:
-    """Run the block under the lock `path` (see `locked`), after the processes that hold it. Raises InputError like `locked`."""
+def wait_for_lock(path: Path, seconds: float = math.inf) -> Iterator[bool]:
+    """Run the block under the lock `path` (see `locked`), after the processes that hold it; False if that takes `seconds`."""
+    deadline = time.monotonic() + seconds
     while True:
         with locked(path) as mine:
-            if mine:
-                yield
+            if mine or time.monotonic() > deadline:
+                yield mine
                 return
         time.sleep(0.2)
 

@@ -68,9 +68,15 @@ def _is_below_python() -> bool:
     """Whether a program above this process is Python, as torchrun is and the likes of init are not; True if it cannot be told."""
     import psutil
 
-    own = os.path.basename(psutil.Process().cmdline()[0])
+    def program_of(process: psutil.Process) -> str:
+        try:
+            return process.exe()  # the program itself: a process may give itself another title
+        except psutil.AccessDenied:
+            return next(iter(process.cmdline()), "")
+
     try:
-        programs = [os.path.basename(next(iter(parent.cmdline()), "")) for parent in psutil.Process().parents()]
+        own = psutil.Process().exe()
+        programs = [program_of(parent) for parent in psutil.Process().parents()]
     except psutil.Error:  # hidden, or just ended: then the kernel ends this process too
         return True
-    return any(program == own or program.startswith("python") for program in programs)
+    return any(program == own or os.path.basename(program).startswith("python") for program in programs)

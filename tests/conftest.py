@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ def shared_folder(tmp_path_factory):
         with open(root / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not (root / f"{name}.whole").exists():
+                shutil.rmtree(root / name, ignore_errors=True)  # of a `make` that failed
                 (root / name).mkdir()
                 make(root / name)
                 (root / f"{name}.whole").touch()

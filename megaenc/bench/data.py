@@ -24,7 +24,7 @@ from megaenc import flags
 from megaenc.bench import report, ways
 from megaenc.console import ProgressLine, quiet
 from megaenc.data import inputs
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, one_line, one_line_errors
 from megaenc.output_paths import check_output_file
 from megaenc.processes import Worker, check_process_count, python_environment, usable_cores
 
@@ -111,14 +111,14 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
 def _turn(way: str, text: Path, tokenizer: str, workers: int) -> dict[str, Any]:
     """Return what one process finds (`ways.turn`), and the most memory, in MiB, that it and those below it had together."""
     began = time.perf_counter()
-    with report.at_work(ways.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
-        peak = _watched(worker)
-        try:
+    try:
+        with report.at_work(ways.turn, (way, str(text), tokenizer, workers), python_environment()) as [worker]:
+            peak = _watched(worker)
             [found] = worker.results()
-        except InputError:
-            raise
-        except Exception as error:  # of whichever library
-            raise InputError(f"{way}: {type(error).__name__}: {error}") from None
+    except InputError:
+        raise
+    except Exception as error:  # of whichever library
+        raise InputError(f"{way}: {type(error).__name__}: {one_line(error, 1000)}") from None
     return {**found, "process_seconds": time.perf_counter() - began, "peak_mib": max(peak, found["peak_mib"])}
 
 

@@ -26,7 +26,7 @@ from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet
 from megaenc.data.indexed import IndexedWriter
 from megaenc.data.packs import CorpusPacks
-from megaenc.errors import InputError, one_line_errors
+from megaenc.errors import InputError, one_line, one_line_errors
 from megaenc.output_paths import check_output_file
 from megaenc.processes import WorkerEnded, check_process_count, python_environment
 
@@ -131,13 +131,13 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
         "LOCAL_WORLD_SIZE": str(processes),
         "TORCHELASTIC_RUN_ID": f"bench-{os.getpid()}",
     }
-    with report.at_work(MEASURES[what], (str(prefix), packing, settings), *[environment] * processes) as workers:
-        try:
+    try:
+        with report.at_work(MEASURES[what], (str(prefix), packing, settings), *[environment] * processes) as workers:
             found = [row for worker in workers for row in worker.results()]
-        except (InputError, WorkerEnded) as error:
-            raise InputError(f"{packing}, {what}: {error}") from None
-        # All are there still, each with what it holds: of what several hold, each has its part.
-        memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
+            # All are there still, each with what it holds: of what several hold, each has its part.
+            memory = [psutil.Process(worker.process.pid).memory_full_info().pss / 2**30 for worker in workers]
+    except (InputError, WorkerEnded) as error:
+        raise InputError(f"{packing}, {what}: {one_line(error, 1000)}") from None
     if processes == 1:
         return found[0]
     seconds, computed = ([row[name] for row in found] for name in ("seconds", "processor_seconds"))

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from megaenc.console import say
 from megaenc.errors import InputError
 from megaenc.files import stopped_by_sigterm, write_whole
 from megaenc.output_paths import make_parent
-from megaenc.processes import Worker, processor_name, usable_cores
+from megaenc.processes import Worker, WorkerEnded, processor_name, usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
+_LAST_BYTES = 3000  # printed by a process that failed
 
 
 def machine() -> dict[str, Any]:
@@ -42,15 +44,22 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def at_work(work: Callable[[Any], Any], item: Any, *environments: Mapping[str, str]) -> Iterator[list[Worker]]:
-    """Have a process in each of `environments` call `work(item)`; what they print is dropped, and they end with the block."""
+    """Have a process in each of `environments` call `work(item)`, which ends with the block.
+
+    Raises WorkerEnded with the last that they printed if one ends before it is done.
+    """
     with contextlib.ExitStack() as stack:
-        nowhere = stack.enter_context(open(os.devnull, "wb"))
+        output = stack.enter_context(tempfile.TemporaryFile())
         workers = []
-        for environment in environments:
-            workers.append(Worker(work, environment, nowhere))
-            stack.callback(workers[-1].kill)
-            workers[-1].send(item)
-        yield workers
+        try:
+            for environment in environments:
+                workers.append(Worker(work, environment, output))
+                stack.callback(workers[-1].kill)
+                workers[-1].send(item)
+            yield workers
+        except WorkerEnded as error:
+            output.seek(max(0, output.seek(0, os.SEEK_END) - _LAST_BYTES))
+            raise WorkerEnded(error.worker, f"{error}\n{output.read().decode(errors='replace')}".rstrip()) from None
 
 
 def check_positive(settings: Any, *names: str) -> None:

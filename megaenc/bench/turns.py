@@ -243,10 +243,10 @@ def turn(side: Callable[[Work], dict[str, Any]], work: Work) -> dict[str, Any]:
             environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(server.getsockname()[1])}
         environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {} for rank in range(count)]
-    with report.at_work(side, work, *(environment | rank for rank in ranks)) as workers:
-        try:
+    try:
+        with report.at_work(side, work, *(environment | rank for rank in ranks)) as workers:
             answers = multiprocessing.connection.wait([worker.connection for worker in workers])
             # All find the same; one that fails leaves the others waiting for it.
             return next(found for worker in workers if worker.connection in answers for found in worker.results())
-        except Exception as error:  # of whichever library
-            raise RuntimeError(f"{side.__name__}: {type(error).__name__}: {error}") from None
+    except Exception as error:  # of whichever library
+        raise RuntimeError(f"{side.__name__}: {type(error).__name__}: {error}") from None

@@ -129,6 +129,8 @@ def find_demo_corpus(folder: Path) -> Demo | None:
         expected = "the record of a demo corpus; move the file or name another folder"
         content = read_json_object(record, expected)
         hashes = content.get("sha256")
+        if isinstance(files := content.get("files"), dict):  # as earlier versions recorded it
+            hashes = {name: entry.get("sha256") for name, entry in files.items() if isinstance(entry, dict)}
         if content.get("generator") != "megaenc demo" or not isinstance(hashes, dict):
             raise InputError(f"{record}: found a file that `megaenc demo` did not write; expected {expected}")
     for path in present:
@@ -165,8 +167,12 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
 
     folder = Path(folder)
     demo = Demo.of(folder)
-    find_demo_corpus(folder)  # refuses other files before anything is made
     last = Path(f"{demo.data_prefix}.idx")  # of the three files the last to get its name
+    if find_demo_corpus(folder) is None:  # refuses other files before anything is made
+        for path in (demo.tokenizer, last):
+            if os.path.lexists(path):
+                found = "found a file that `megaenc demo` did not make, for its corpus is missing"
+                raise InputError(f"{path}: {found}; expected no file; move the file or name another folder")
     if local_rank():  # the first process of each machine builds, and says so
         while not last.exists():
             time.sleep(0.2)
@@ -192,7 +198,7 @@ def _sources() -> Iterator[tuple[str, str]]:
     for package, folder in roots:
         for path in Path(folder).rglob("*.py"):
             inner = path.relative_to(folder)
-            if not _LEFT_OUT.intersection(inner.parts) and os.access(path, os.R_OK):
+            if not _LEFT_OUT.intersection(inner.parts) and path.is_file() and os.access(path, os.R_OK):
                 yield f"{package}/{inner.as_posix()}", str(path)
 
 
@@ -200,9 +206,12 @@ def _documents(sources: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield (id, text) in the order of `sources`, without paragraphs that differ from an earlier one only in names or numbers."""
     seen: set[str] = set()
     for (name, _), found in zip(sources, read_sources(_paragraphs, sources, "reading documentation"), strict=True):
-        fresh = {key: paragraph for paragraph, key in reversed(found) if key not in seen}  # the first of those that are alike
+        fresh: dict[str, str] = {}
+        for paragraph, key in found:
+            if key not in seen:
+                fresh.setdefault(key, paragraph)  # the first of those that are alike
         seen.update(fresh)
-        text = "\n\n".join(reversed(fresh.values()))
+        text = "\n\n".join(fresh.values())
         if len(text) >= 200:
             yield name, text
 

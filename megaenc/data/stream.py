@@ -32,10 +32,12 @@ class Stream:
         self.corpus = corpus
         self.seed = seed
         self._key = (*corpus.key, digest(documents), seed) if sharing() and hasattr(corpus, "key") else None
-        lengths = corpus.document_lengths[documents]
-        self.documents, self._lengths = self.shared(
-            ("documents",), lambda: (narrow(documents[lengths > 0]), narrow(lengths[lengths > 0]))
-        )
+
+        def with_tokens() -> tuple[np.ndarray, np.ndarray]:
+            lengths = corpus.document_lengths[documents]
+            return narrow(documents[lengths > 0]), narrow(lengths[lengths > 0])
+
+        self.documents, self._lengths = self.shared(("documents",), with_tokens)
         self.tokens_per_epoch = int(self._lengths.sum(dtype=np.int64))
         if self.tokens_per_epoch == 0:
             raise InputError(

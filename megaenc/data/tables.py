@@ -84,7 +84,12 @@ class ParquetFile(Source):
             for group in range(start, stop):
                 rows = self._batch_rows(self._footer.row_group(group))
                 for batch in file.iter_batches(rows, row_groups=[group], columns=list(self._keys), use_threads=False):
-                    yield batch
+                    # Without its dictionary, which would go with every few rows of it.
+                    columns = [
+                        each.dictionary.take(each.indices) if pa.types.is_dictionary(each.type) else each
+                        for each in batch.columns
+                    ]
+                    yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
                     row += batch.num_rows
         except (pa.ArrowException, OSError) as error:
             raise InputError(f"{self.name}: row {row}: cannot be read as Parquet ({first_line(error)})") from None

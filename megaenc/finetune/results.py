@@ -304,7 +304,9 @@ def read_examples(path: Path, metric: str | None) -> list[float]:
         if not all(-1e100 <= number <= 1e100 for number in numbers):  # with more cannot be computed
             raise ValueError("found a score of an example that is no number")
         return numbers if numbers and abs(math.fsum(numbers) / len(numbers) - mean) <= 1e-6 else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}; expected what a run wrote there") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise InputError(f"{path}: field `test`: {error!r}; expected what a run wrote there; remove it") from None
 
 

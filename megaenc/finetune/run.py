@@ -74,6 +74,7 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
         for what, value in (("loss", loss), ("norm of the gradient", norm)):
             if not math.isfinite(value):
                 results.write_failure(job, f"the {what} is {value} in step {step}", step=step, protocol=protocol)
+                optimizer.close()
                 return False
         told(Progress("training", step, steps, {"loss": loss}))
     optimizer.close()

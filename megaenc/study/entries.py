@@ -273,7 +273,8 @@ def _schedules(entry: Entry, steps: int) -> list[str]:
         raise InputError(f"field `clm_steps`: found {max(entry.clm_steps)}, expected at most the {steps} steps of the run")
     clm = entry.clm_steps or [math.floor(share * steps + 0.5) for share in entry.clm_share or (0.0,)]
     if min(clm) < steps and not entry.mask:
-        raise InputError("field `mask`: missing, expected the share of the tokens that MLM hides")
+        expected = "the share that MLM hides, or a `schedule`" if entry.after else "the share of the tokens that MLM hides"
+        raise InputError(f"field `mask`: missing, expected {expected}")
     found = []
     for count, mask in itertools.product(clm, entry.mask or (None,)):
         mlm = f"mlm(mask={mask:g})" if count < steps else ""

@@ -282,5 +282,5 @@ class ExportNode(Node):
         made_of, identity = read_json_object(self._certificate, "the certificate of an export"), identity_of(self._run)
         if (found := made_of.get("step", self.step)) != self.step:
             raise changed(self.folder, f"step is {found} there, {self.step} here")
-        if identity is not None and made_of.get("identity") != digest(identity):
+        if "identity" not in made_of or (identity is not None and made_of["identity"] != digest(identity)):
             raise Changed(self.folder, f"made of another {self.run} than {self._run} is now")

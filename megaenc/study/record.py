@@ -30,8 +30,9 @@ def record(study: Path) -> None:
     A file that somebody has made unreadable is left alone, and said by the report.
     """
     if _extended(study / NOTES):
-        with wait_for_lock(study / ".locks" / "record"):  # jobs of a cluster begin at the same time
-            if values := _extended(study / NOTES):
+        # Jobs of a cluster begin at the same time; one that hangs must not hold up the others for a note.
+        with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
+            if mine and (values := _extended(study / NOTES)):
                 write_whole(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 

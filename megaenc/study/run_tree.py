@@ -59,9 +59,8 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
         raise InputError(f"--runs {folder}: {error.strerror}; expected a folder of run folders") from None
     found = {}
     for path in places:
-        facts, steps = read_run_json(path), read_steps(path, required=False)
-        if steps:
-            found[path.name] = TrainedRun(path.name, facts, steps, read_validations(path), read_beginning(path))
+        if steps := read_steps(path, required=False):
+            found[path.name] = TrainedRun(path.name, read_run_json(path), steps, read_validations(path), read_beginning(path))
     if not found:
         raise InputError(f"--runs {folder}: holds no run with a step, expected folders with {FACTS} and {METRICS}")
     return found

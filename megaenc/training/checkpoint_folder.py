@@ -10,9 +10,12 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
+from megaenc.training.start import PROGRESS
 
 TRACKER = "latest_checkpointed_iteration.txt"
 STATE = "state.json"
+_WITHOUT_DIGEST = {"step", *PROGRESS, "losses", "skip_packs", "identity", "files"}
+"""The fields of a `state.json` without a digest, as runs once wrote it: any other is a damaged name."""
 
 
 class Damaged(InputError):
@@ -57,10 +60,15 @@ class CheckpointFolder:
             raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = parse_json(read_regular(path / STATE))
-            if state.pop(DIGEST, None) != json_digest(state):
+            expected = state.pop(DIGEST, None)
+            if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
                 raise Damaged(f"{path / STATE}: its content changed; the checkpoint is damaged")
             if state["step"] != step:
                 raise ValueError(f"step {state['step']}")
+            texts = [*state.get("skip_packs", ()), *(entry["sha256"] for entry in state["files"].values())]
+            kinds = isinstance(state["identity"], dict) and state["files"] and all(isinstance(text, str) for text in texts)
+            if not (kinds and all(type(state.get(name, 0)) in (int, float) for name in PROGRESS)):
+                raise ValueError("fields of another kind")
             damage = size_damage(path, state["files"])
         except OSError as error:
             kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable

@@ -53,8 +53,11 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         check_alike(plan)
         watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
-        stop = Stop(output.exit_duration_in_mins, backend.device, by_signals=checkpoints is not None)
-        with _open_folder(plan) as folder, watchdog, stop:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(_open_folder(plan))
+            stack.enter_context(watchdog)
+            # Its time begins here: waiting for the folder is no training.
+            stop = stack.enter_context(Stop(output.exit_duration_in_mins, backend.device, checkpoints is not None))
             while True:
                 try:
                     return _pretrain(plan, backend, folder, checkpoints, stop, watchdog)

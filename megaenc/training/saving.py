@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megaenc.errors import InputError, LocalInputError
+from megaenc.errors import InputError, LocalInputError, first_line
 from megaenc.files import remove, sync, write_whole
 from megaenc.ranks import rank
 from megaenc.training.checkpoint import Checkpoints, sharded_state
@@ -99,7 +99,7 @@ def cannot_be_written(folder: Path, error: Exception) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):  # torch's writer stumbles over what the failed write left
         cause = cause.__cause__ or cause.__context__
-    reason = cause.strerror if cause is not None and cause.strerror else str(error).splitlines()[0]
+    reason = cause.strerror if cause is not None and cause.strerror else first_line(error)
     return f"{folder}: cannot be written to: {reason}"
 
 

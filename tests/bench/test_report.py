@@ -5,6 +5,7 @@ import pytest
 
 from megaenc.bench import report
 from megaenc.errors import InputError
+from megaenc.processes import WorkerEnded, python_environment
 
 
 def test_machine_is_this_one_and_goes_into_json():
@@ -33,3 +34,12 @@ def test_a_place_that_cannot_be_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--output .*file/bench.json: cannot create the folder"):
         report.write(tmp_path / "file" / "bench.json", {})
+
+
+def test_what_a_process_that_dies_printed_is_in_the_error():
+    code = "import os; print('last words', flush=True); os._exit(3)"
+    with (
+        pytest.raises(WorkerEnded, match=r"ended with exit code 3\nlast words"),
+        report.at_work(exec, code, python_environment()) as [worker],
+    ):
+        list(worker.results())

@@ -142,6 +142,14 @@ def test_files_of_others_are_refused_and_kept(two_documents, tmp_path, capsys, b
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer", "corpus_text_document.idx"])
+def test_a_tokenizer_or_corpus_of_others_is_refused_and_kept(two_documents, tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(InputError, match=f"{name}: found a file that `megaenc demo` did not make"):
+        demo.ensure_demo(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("link", [True, False])
 def test_links_and_folders_are_refused(two_documents, tmp_path, link):
     (tmp_path / "corpus.jsonl").symlink_to("elsewhere") if link else (tmp_path / "corpus.jsonl").mkdir()

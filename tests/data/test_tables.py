@@ -71,7 +71,12 @@ def test_rows_of_a_saved_data_set_that_repeat_come_in_blocks(tmp_path):
     column = pa.array(["a" * 100_000] * 100 + ["b", None, "c"]).dictionary_encode()
     with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pa.ipc.new_stream(file, pa.schema([("text", column.type)])) as out:
         out.write_batch(pa.record_batch([column], ["text"]))
+    usual = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(usual)
+    pa.set_memory_pool(pool)
     blocks = list(tables.SavedFile(str(tmp_path / "a.arrow"), ["text"]).blocks(0, 103, 0))
+    pa.set_memory_pool(usual)
+    assert pool.max_memory() < 4 << 20, "decoded, the rows take 10 MB"
     assert [len(block.documents(["text"], True).texts) for block in blocks] == [10] * 9 + [12]
     assert all(len(block.data) < 200_000 for block in blocks)
     last = blocks[-1].documents(["text"], True)

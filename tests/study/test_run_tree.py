@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from run_folders import write_run
 from study_folders import settings, write_runs
 
 from megaenc.errors import InputError
@@ -68,9 +69,11 @@ def test_a_folder_without_runs_is_one_line(tmp_path):
         read_runs(tmp_path)
     with pytest.raises(InputError, match=r"--runs .*missing: No such file"):
         read_runs(tmp_path / "missing")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/run.json").write_text("{")
-    (tmp_path / "run/metrics.jsonl").write_text("{}\n")
+    write_run(tmp_path / "good", made=0)
+    (tmp_path / "good/run.json").write_text("{")
+    with pytest.raises(InputError, match="holds no run with a step"):  # one that has done nothing spoils nothing
+        read_runs(tmp_path)
+    (write_run(tmp_path / "run") / "run.json").write_text("{")
     with pytest.raises(InputError, match=r"run/run.json: .*expected what a run wrote there"):
         read_runs(tmp_path)
 

@@ -69,6 +69,17 @@ def test_results_of_another_export_are_not_this_models(study):
         found["finetune/more"].check()
 
 
+def test_an_export_that_does_not_say_of_which_run_it_is(study):
+    found = nodes(study)
+    certificate = found["export/base"].folder / "conversion.json"
+    certificate.write_text(json.dumps({"run": "base", "step": 100}))
+    with pytest.raises(Changed, match="made of another base"):
+        found["export/base"].check()
+    shutil.rmtree(study / STUDY / "runs" / "base")
+    with pytest.raises(Changed, match="made of another base"):
+        found["export/base"].check()
+
+
 def test_every_result_is_compared_and_not_the_first_alone(study):
     two_seeds = {**GRID, "seeds": 2}
     found = nodes(study, finetune=two_seeds)

@@ -10,7 +10,7 @@ import runs
 from checkpoint_helpers import change_state, flip_a_bit
 
 from megaenc.convert.command import main as convert
-from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged
+from megaenc.training.checkpoint_folder import CheckpointFolder, Damaged, json_digest
 from megaenc.training.command import main
 
 
@@ -55,6 +55,29 @@ def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tm
         except Damaged:
             pass
     assert changed == []
+
+
+def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(saved_run, tmp_path):
+    shutil.copytree(checkpoint(saved_run, 12), tmp_path / "iter_0000012")
+    file = tmp_path / "iter_0000012" / "state.json"
+    state = json.loads(file.read_text())
+    digest = state.pop("sha256")
+    file.write_text(json.dumps(state, indent=1))
+    assert CheckpointFolder(tmp_path).state(12) == state
+    file.write_text(json.dumps(state | {"sah256": digest}))
+    with pytest.raises(Damaged, match="its content changed"):
+        CheckpointFolder(tmp_path).state(12)
+
+
+@pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
+def test_a_state_with_fields_of_another_kind_is_damage(saved_run, tmp_path, wrong):
+    shutil.copytree(checkpoint(saved_run, 12), tmp_path / "iter_0000012")
+    file = tmp_path / "iter_0000012" / "state.json"
+    state = json.loads(file.read_text()) | wrong
+    del state["sha256"]
+    file.write_text(json.dumps(state | {"sha256": json_digest(state)}))
+    with pytest.raises(Damaged, match="not what a save wrote"):
+        CheckpointFolder(tmp_path).state(12)
 
 
 @pytest.mark.multiprocess

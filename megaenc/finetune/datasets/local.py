@@ -57,10 +57,12 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
         raise InputError(f"--task IR: {path} holds no corpus.jsonl, queries.jsonl and qrels/, expected BEIR's layout")
     files = _find(path)
     first = files.get("train") or next(iter(files.values()))
-    _, row = next(formats.rows_of(first), ("", {}))
+    place, row = next(formats.rows_of(first), ("", {}))
     if not row:
         raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
     family = Family(flags.task) if flags.task else formats.family_of(first, row)
+    if family is Family.SC and isinstance(row.get("label"), float):
+        formats.spelled(row["label"], place)  # refuses it before a grid is planned
     template = pair_template if family is Family.SC else ""
     labels = _labels(path / "meta.json", family, first)
     content = {key: sha256_of(file) for key, file in sorted(files.items())}
