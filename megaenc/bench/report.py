@@ -21,6 +21,7 @@ from megaenc.output_paths import make_parent
 from megaenc.processes import Worker, WorkerEnded, processor_name, usable_cores
 
 _PACKAGES = ("megaenc", "torch", "megatron-core", "transformers", "tokenizers", "gigatoken", "datasets", "numpy")
+_LAST_BYTES = 3000  # printed by a process that failed
 
 
 def machine() -> dict[str, Any]:

@@ -29,7 +29,7 @@ UPDATES = 1 << 20  # more than any benchmark makes
 class Documents:
     """Documents 0..count - 1 of `shortest` to `longest` tokens, the last of them EOS.
 
-    They have the interface of `packed_dataset.Packs`, each document a pack of its own, whose numbers repeat from `count` on, and of
+    They have the interface of `packed_dataset.Packs`, each document a pack of its own, whose numbers repeat from `count`, and of
     `token_stream.Documents`, for packs that hold several. Lengths, tokens and masks follow from the seed and the document's
     number alone: any order and any grouping in batches has the same predictions. A few ids are far more frequent than most, as in
     text (u^3 of the vocabulary for a uniform u): that can be learnt, and an embedding's gradient meets the same row many times.
