@@ -103,20 +103,20 @@ def train_and_note(file: str, flags: list[str]) -> None:
     prepare_megatron()
     from megaenc.training.command import main
     from megaenc.training.engine import Engine
-    from megaenc.training.logging.metrics_logger import Monitor
+    from megaenc.training.logging.metrics_logger import MetricsLogger
 
-    begun, update, monitor, show = [], Engine.update, [], Monitor.step
+    begun, update, monitor, show = [], Engine.update, [], MetricsLogger.step
 
     def noted(engine: Engine, step: int):
         begun.append(time.perf_counter())
         return update(engine, step)
 
-    def shown(self: Monitor, *arguments):
+    def shown(self: MetricsLogger, *arguments):
         clock = time.perf_counter()
         show(self, *arguments)
         monitor.append(time.perf_counter() - clock)
 
-    Engine.update, Monitor.step = noted, shown
+    Engine.update, MetricsLogger.step = noted, shown
     main(flags)
     Path(file).write_text(json.dumps({"begun": begun, "monitor": monitor}))
 

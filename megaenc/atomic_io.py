@@ -27,7 +27,7 @@ def resolved(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_files(*paths: Path, last_look: Callable[[], None] | None = None) -> Iterator[list[Path]]:
+def atomic_files(*paths: Path, last_look: Callable[[], None] | None = None) -> Iterator[list[Path]]:
     """Yield a temporary name next to each of `paths`; rename all to `paths`, in order, if the block succeeds, else remove them.
 
     Files that `paths` name already are replaced, all of them or none, and never removed: a signal, an error or a kill leaves the
@@ -105,7 +105,7 @@ def _uninterrupted(call: Callable[[], None]) -> None:
         raise errors[0]
 
 
-def left_behind(*paths: Path) -> list[Path]:
+def stale_temp_files(*paths: Path) -> list[Path]:
     """The temporary files and folders of `paths`, all of one folder, that attempts at work or killed have put beside them."""
     names = "|".join(re.escape(path.name) for path in paths)
     temporary = re.compile(rf"\.({names})\.\d+-[0-9a-f]{{8}}\.tmp")
@@ -135,7 +135,7 @@ def temporary_path(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_dir(path: Path) -> Iterator[Path]:
     """Give a temporary folder beside `path`; when the block ends well, rename it to `path` (absent or empty), else remove it.
 
     All of it is on the disk before it is renamed. Raises InputError where the folder cannot be written, or something has taken
@@ -332,7 +332,7 @@ def stopped_by_sigterm() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def write_whole(path: Path, text: str) -> None:
+def atomic_write(path: Path, text: str) -> None:
     """Write `text` to `path` so that a crash leaves the old content or the new."""
-    with whole_files(path) as [temporary]:
+    with atomic_files(path) as [temporary]:
         temporary.write_text(text, encoding="utf-8")

@@ -82,7 +82,7 @@ def rich_console(**options: Any) -> Any:
     return Printable(file=sys.stdout, **options)
 
 
-def say(text: str) -> None:
+def print_rank_0(text: str) -> None:
     """Print one line on standard output, from rank 0 only."""
     if not rank():
         text = printable(text, keep="\n\t")
@@ -95,8 +95,8 @@ _LISTENERS: list[Callable[[str], None]] = []
 
 
 @contextmanager
-def overheard(listener: Callable[[str], None]) -> Iterator[None]:
-    """Give `listener` each line that `say` prints in this process meanwhile, lines of progress aside."""
+def capture_messages(listener: Callable[[str], None]) -> Iterator[None]:
+    """Give `listener` each line that `print_rank_0` prints in this process meanwhile, lines of progress aside."""
     _LISTENERS.append(listener)
     try:
         yield
@@ -196,7 +196,7 @@ class ProgressLine:
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            say(text)
+            print_rank_0(text)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._live is not None:

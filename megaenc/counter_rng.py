@@ -40,7 +40,7 @@ def uniforms(seed: int, purpose: str, count: int, *, counters: tuple[int, ...] =
     return (words(seed, purpose, count, counters=counters) >> np.uint64(11)) * 2.0**-53
 
 
-def chances(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
+def bernoulli(seed: int, purpose: str, count: int, probability: float, *, counters: tuple[int, ...] = ()) -> np.ndarray:
     """bool[count], `uniforms(...) < probability`, without making numbers of the words first."""
     drawn = words(seed, purpose, count, counters=counters)
     if probability >= 1:
@@ -118,4 +118,4 @@ class SampleRandomness:
 
     def chances(self, purpose: str, count: int, probability: float) -> np.ndarray:
         """bool[count], each true with `probability`: `uniforms(purpose, count) < probability`."""
-        return chances(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))
+        return bernoulli(self.seed, purpose, count, probability, counters=(self.sample, self.epoch))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from megaenc.console import printable, shortened
 from megaenc.dist_env import local_rank, rank
-from megaenc.torchelastic import for_good, started_by_torchrun
+from megaenc.torchelastic import exit_without_restart, started_by_torchrun
 
 _TIME_TO_SAY = 3.0
 _LONGEST = 4000  # letters of an error: what was found may be a file's only line
@@ -97,7 +97,7 @@ def _report(error: InputError) -> None:
     elif started_by_torchrun():
         time.sleep(_TIME_TO_SAY)  # torchrun ends the others when the first leaves
     if local_rank() == 0 or isinstance(error, LocalInputError):
-        for_good(2)
+        exit_without_restart(2)
 
 
 def _print_error(text: str) -> None:

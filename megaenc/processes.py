@@ -62,7 +62,7 @@ def accelerators() -> list[str]:
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return []
     ask = "import torch; [print(torch.cuda.get_device_name(each)) for each in range(torch.cuda.device_count())]"
-    asked = subprocess.run(below(python_command("-c", ask)), env=python_environment(), capture_output=True, text=True)
+    asked = subprocess.run(with_pdeathsig(python_command("-c", ask)), env=python_environment(), capture_output=True, text=True)
     if asked.returncode:
         said = asked.stderr.strip().splitlines()
         raise InputError(f"the accelerators could not be counted: {said[-1] if said else 'torch said nothing'}")
@@ -115,16 +115,18 @@ def environment_for_children(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def below(command: Sequence[str]) -> list[str]:
+def with_pdeathsig(command: Sequence[str]) -> list[str]:
     """`command` as words that, started in this process's main thread, have the kernel kill it when this process ends.
 
     They are to be started in a `python_environment`.
     """
-    return python_command("-c", "from megaenc.processes import become; become()", str(os.getpid()), *command)
+    return python_command(
+        "-c", "from megaenc.processes import exec_with_pdeathsig; exec_with_pdeathsig()", str(os.getpid()), *command
+    )
 
 
-def become() -> None:
-    """What `below` starts: `argv` holds the parent's process id and the words of the command that takes this process over."""
+def exec_with_pdeathsig() -> None:
+    """Replace this process, started by `with_pdeathsig`, by the command in `argv`, after the parent's process id."""
     begin_child(int(sys.argv[1]))
     os.execvp(sys.argv[2], sys.argv[2:])
 
@@ -146,7 +148,7 @@ def how_it_ended(code: int) -> str:
 class Child:
     """A process in a session of its own, so that Ctrl-C reaches its parent alone and `kill` everything that it has started.
 
-    `command` is to be one that ends with this process, as of `below`, and is started in the main thread. `output` takes both of
+    `command` is to be one that ends with this process, as of `with_pdeathsig`, started in the main thread. `output` takes both of
     its streams; without it they are this process's own.
     """
 

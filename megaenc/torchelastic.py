@@ -11,7 +11,7 @@ _FILE = "megaenc_exit_code"
 _PR_SET_PDEATHSIG = 1
 
 
-def for_good(code: int) -> None:
+def exit_without_restart(code: int) -> None:
     """Have every process that this torchrun starts from now on, on this machine, end at once with `code`.
 
     torchrun takes whatever is not 0 for a failure and, given `--max-restarts`, would go on with a run that was asked to stop.
@@ -23,7 +23,7 @@ def for_good(code: int) -> None:
 
 
 def leave_if_told() -> None:
-    """Exit with the code that a process before this one gave `for_good`, if one did; called before anything that takes time."""
+    """Exit with the code that an earlier process gave `exit_without_restart`, if one did. Call it first."""
     file = _memory()
     if file and file.exists():
         with contextlib.suppress(OSError, ValueError):

@@ -103,5 +103,5 @@ def one_process():
     """megatron-core in this very process, as a world of one."""
     from megaenc import backend
 
-    yield backend.start(backend.Layout(), seed=0)
-    backend.stop()
+    yield backend.init_distributed(backend.ParallelConfig(), seed=0)
+    backend.destroy_distributed()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaenc.atomic_io import left_behind, locked, longest_name, stopped_by_sigterm, whole_files, whole_folder, write_whole
+from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, locked, longest_name, stale_temp_files, stopped_by_sigterm
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
 from megaenc.output_paths import check_output_file, check_parent, created_parent, make_parent, refuse_existing
@@ -22,7 +22,7 @@ def names(folder):
 
 def test_files_appear_together_or_not_at_all(tmp_path):
     wanted = [tmp_path / "a.bin", tmp_path / "a.json"]
-    with whole_files(*wanted) as temporary:
+    with atomic_files(*wanted) as temporary:
         for path in temporary:
             path.write_text("whole")
         assert all(name.startswith(".a.") and name.endswith(".tmp") for name in names(tmp_path))
@@ -31,10 +31,10 @@ def test_files_appear_together_or_not_at_all(tmp_path):
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_block_that_fails_leaves_nothing(tmp_path, error):
-    with pytest.raises(error), whole_files(tmp_path / "a", tmp_path / "b") as temporary:
+    with pytest.raises(error), atomic_files(tmp_path / "a", tmp_path / "b") as temporary:
         temporary[0].write_text("half")
         raise error
-    with pytest.raises(error), whole_folder(tmp_path / "folder") as folder:
+    with pytest.raises(error), atomic_dir(tmp_path / "folder") as folder:
         (folder / "a").write_text("half")
         raise error
     assert names(tmp_path) == []
@@ -49,7 +49,7 @@ def test_a_stop_between_the_renames_leaves_nothing(tmp_path, monkeypatch):
         rename(here, there)
 
     monkeypatch.setattr(os, "replace", stop_at_the_second)
-    with pytest.raises(KeyboardInterrupt), whole_files(tmp_path / "a", tmp_path / "b") as temporary:
+    with pytest.raises(KeyboardInterrupt), atomic_files(tmp_path / "a", tmp_path / "b") as temporary:
         for path in temporary:
             path.write_text("whole")
     assert names(tmp_path) == []
@@ -113,14 +113,14 @@ def test_a_rename_that_fails_keeps_every_old_file(tmp_path, monkeypatch, fails_a
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match=os.strerror(number)), whole_files(*paths) as temporary:
+    with pytest.raises(OSError, match=os.strerror(number)), atomic_files(*paths) as temporary:
         for path in temporary:
             path.write_text("new")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old", "c": "old"}
 
     calls[:] = [None] * (fails_at - 1)
     with pytest.raises(OSError, match=os.strerror(number)):
-        write_whole(tmp_path / "b", "new")
+        atomic_write(tmp_path / "b", "new")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old", "c": "old"}
 
 
@@ -130,7 +130,7 @@ def test_a_set_is_replaced_without_hard_links_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", no_links)
     (tmp_path / "a").write_text("old")
-    with whole_files(tmp_path / "a", tmp_path / "b") as temporary:
+    with atomic_files(tmp_path / "a", tmp_path / "b") as temporary:
         for path in temporary:
             path.write_text("new")
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
@@ -163,7 +163,7 @@ def test_json_that_cannot_be_read_is_one_line(tmp_path):
 
 
 def test_a_full_disk_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="cannot be written to: No space left"), whole_files(tmp_path / "a"):
+    with pytest.raises(InputError, match="cannot be written to: No space left"), atomic_files(tmp_path / "a"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -174,13 +174,13 @@ def test_a_disk_that_becomes_read_only_is_one_line_too(tmp_path, monkeypatch):
     with (
         monkeypatch.context() as patch,
         pytest.raises(InputError, match="cannot be written to: Read-only file system"),
-        whole_files(tmp_path / "a", tmp_path / "b") as temporary,
+        atomic_files(tmp_path / "a", tmp_path / "b") as temporary,
     ):
         temporary[0].write_text("half")
         patch.setattr(os, "unlink", read_only)
         read_only()
     monkeypatch.setattr(os, "mkdir", read_only)
-    with pytest.raises(InputError, match="cannot be written to: Read-only file system"), whole_folder(tmp_path / "c"):
+    with pytest.raises(InputError, match="cannot be written to: Read-only file system"), atomic_dir(tmp_path / "c"):
         pass
 
 
@@ -193,27 +193,27 @@ def test_the_last_look_comes_when_all_is_on_the_disk_and_before_any_name(tmp_pat
         steps.append("looked")
         raise InputError("not now")
 
-    with pytest.raises(InputError, match="not now"), whole_files(tmp_path / "a", tmp_path / "b", last_look=look) as temporary:
+    with pytest.raises(InputError, match="not now"), atomic_files(tmp_path / "a", tmp_path / "b", last_look=look) as temporary:
         for path in temporary:
             path.write_text("whole")
     assert steps == ["on the disk", "on the disk", "looked"] and names(tmp_path) == []
 
 
 def test_what_an_attempt_left_behind_is_found_by_its_name(tmp_path):
-    with whole_files(tmp_path / "a.bin") as (path,), whole_folder(tmp_path / "a_parts") as folder:
+    with atomic_files(tmp_path / "a.bin") as (path,), atomic_dir(tmp_path / "a_parts") as folder:
         path.write_text("half")
         for name in (".a.bin.tmp", ".b.bin.12-0123abcd.tmp", "a.bin"):
             (tmp_path / name).touch()
-        assert left_behind(tmp_path / "a.bin", tmp_path / "a_parts") == sorted([path, folder])
+        assert stale_temp_files(tmp_path / "a.bin", tmp_path / "a_parts") == sorted([path, folder])
         assert longest_name(tmp_path / "a", tmp_path / "a.bin").startswith(".a.bin.")
         assert len(longest_name(tmp_path / "a.bin")) == len(path.name)
-    assert left_behind(tmp_path / "none" / "a.bin") == []
+    assert stale_temp_files(tmp_path / "none" / "a.bin") == []
 
 
 def test_a_folder_appears_whole_in_place_of_an_empty_one(tmp_path):
     (tmp_path / "folder").mkdir()
     refuse_existing(tmp_path / "folder", "--output")
-    with whole_folder(tmp_path / "folder") as folder:
+    with atomic_dir(tmp_path / "folder") as folder:
         (folder / "a").write_text("whole")
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == ["a"]
     with pytest.raises(InputError, match=r"--output .*folder: exists already"):
@@ -222,18 +222,18 @@ def test_a_folder_appears_whole_in_place_of_an_empty_one(tmp_path):
 
 def test_a_place_that_is_taken_meanwhile_keeps_what_is_there(tmp_path):
     for name, take in {"folder": lambda path: (path / "a").mkdir(parents=True), "file": lambda path: path.touch()}.items():
-        with pytest.raises(InputError, match=rf"{name}: .* meanwhile .*; choose another name"), whole_folder(tmp_path / name):
+        with pytest.raises(InputError, match=rf"{name}: .* meanwhile .*; choose another name"), atomic_dir(tmp_path / name):
             take(tmp_path / name)
     assert names(tmp_path) == ["file", "folder"] and names(tmp_path / "folder") == ["a"]
 
 
 def test_a_name_that_no_file_system_takes_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="cannot be written to: File name too long"), whole_folder(tmp_path / ("x" * 250)):
+    with pytest.raises(InputError, match="cannot be written to: File name too long"), atomic_dir(tmp_path / ("x" * 250)):
         raise AssertionError("the block is not begun")
 
 
 def test_a_place_where_nothing_can_be_made_is_one_line():
-    with pytest.raises(InputError, match="cannot be written to: No such file"), whole_folder(Path("/proc/nowhere")):
+    with pytest.raises(InputError, match="cannot be written to: No such file"), atomic_dir(Path("/proc/nowhere")):
         raise AssertionError("the block is not begun")
 
 
@@ -244,17 +244,17 @@ def test_a_name_that_is_no_text_is_one_line(name):
 
 
 def test_an_error_of_the_block_stays_what_it_is(tmp_path):
-    with pytest.raises(FileNotFoundError), whole_folder(tmp_path / "folder"):
+    with pytest.raises(FileNotFoundError), atomic_dir(tmp_path / "folder"):
         (tmp_path / "missing").read_text()
-    with pytest.raises(RuntimeError, match="a bug"), whole_folder(tmp_path / "folder"):
+    with pytest.raises(RuntimeError, match="a bug"), atomic_dir(tmp_path / "folder"):
         raise RuntimeError("a bug")
 
 
 def test_a_full_disk_is_one_line_from_libraries_that_hide_the_number(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
+    with pytest.raises(InputError, match="cannot be written to: No space left"), atomic_dir(tmp_path / "a"):
         raise Exception("No space left on device (os error 28)")
     monkeypatch.setattr(os, "statvfs", lambda place: SimpleNamespace(f_blocks=8, f_bavail=0))
-    with pytest.raises(InputError, match="cannot be written to: No space left"), whole_folder(tmp_path / "a"):
+    with pytest.raises(InputError, match="cannot be written to: No space left"), atomic_dir(tmp_path / "a"):
         raise RuntimeError("basic_ios::clear: iostream error")
     assert not names(tmp_path)
 
@@ -263,7 +263,7 @@ def test_a_link_to_an_empty_folder_stays_a_link(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     refuse_existing(tmp_path / "link", "--output")
-    with whole_folder(tmp_path / "link") as folder:
+    with atomic_dir(tmp_path / "link") as folder:
         (folder / "a").touch()
     assert (tmp_path / "link").is_symlink() and names(tmp_path / "real") == ["a"]
 
@@ -272,7 +272,7 @@ def test_a_name_that_goes_up_is_that_of_the_folder_it_leads_to(tmp_path):
     path = tmp_path / "new" / "folder" / ".."
     refuse_existing(path, "--output")
     make_parent(path, "--output")
-    with whole_folder(path) as folder:
+    with atomic_dir(path) as folder:
         (folder / "a").touch()
     assert names(tmp_path) == ["new"] and names(tmp_path / "new") == ["a"]
     (tmp_path / "file").touch()
@@ -298,7 +298,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
         rename(here, there)
 
     monkeypatch.setattr(os, "rename", renamed)
-    with whole_folder(tmp_path / "folder") as folder:
+    with atomic_dir(tmp_path / "folder") as folder:
         (folder / "inner").mkdir()
         (folder / "a").write_text("whole")
         (folder / "inner" / "b").write_text("whole")
@@ -306,7 +306,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 
 def test_sigterm_runs_the_finally_clauses(tmp_path):
-    with pytest.raises(SystemExit) as stop, stopped_by_sigterm(), whole_files(tmp_path / "a") as (path,):
+    with pytest.raises(SystemExit) as stop, stopped_by_sigterm(), atomic_files(tmp_path / "a") as (path,):
         path.write_text("half")
         signal.raise_signal(signal.SIGTERM)
     assert stop.value.code == 143
@@ -377,7 +377,7 @@ def test_commands_that_write_into_one_new_folder_do_not_disturb_each_other(tmp_p
         path = folder / "deep" / f"file{number}"
         check_output_file(path, "--output")
         with created_parent(path, "--output"):
-            write_whole(path, "text")
+            atomic_write(path, "text")
 
     with ThreadPoolExecutor(8) as pool:
         for turn in range(30):
@@ -401,30 +401,30 @@ def test_folders_that_were_created_for_what_failed_are_removed_unless_a_file_is_
 
 
 @pytest.mark.parametrize("name", [300 * "x", "file/x", "none/x"])
-@pytest.mark.parametrize("write", [whole_files, whole_folder])
+@pytest.mark.parametrize("write", [atomic_files, atomic_dir])
 def test_a_name_that_cannot_be_is_one_line_with_that_name(tmp_path, name, write):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=f"{tmp_path / name}: cannot be written to: "), write(tmp_path / name) as made:
-        (made[0] if write is whole_files else made / "x").write_text("whole")
+        (made[0] if write is atomic_files else made / "x").write_text("whole")
     assert names(tmp_path) == ["file"]
 
 
 def test_a_folder_in_the_place_of_a_file_is_one_line(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(InputError, match="folder: cannot be written to: Is a directory"):
-        write_whole(tmp_path / "folder", "text")
+        atomic_write(tmp_path / "folder", "text")
     assert names(tmp_path) == ["folder"]
 
 
 def test_an_error_about_another_file_stays_one(tmp_path):
-    with pytest.raises(FileNotFoundError), whole_files(tmp_path / "a"):
+    with pytest.raises(FileNotFoundError), atomic_files(tmp_path / "a"):
         (tmp_path / "b").read_text()
 
 
 def test_a_full_disk_that_a_library_in_rust_ran_into_is_one_line(tmp_path):
     for text, error in (("No space left on device (os error 28)", InputError), ("bad merges (os error 2)", ValueError)):
-        with pytest.raises(error, match=r"No space left on device$|bad merges"), whole_folder(tmp_path / "folder"):
+        with pytest.raises(error, match=r"No space left on device$|bad merges"), atomic_dir(tmp_path / "folder"):
             raise ValueError(text)
-    with pytest.raises(InputError, match=r"^wrong"), whole_folder(tmp_path / "folder"):
+    with pytest.raises(InputError, match=r"^wrong"), atomic_dir(tmp_path / "folder"):
         raise InputError("wrong (os error 28)")
     assert not names(tmp_path)

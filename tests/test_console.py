@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megaenc import console
-from megaenc.console import ProgressLine, printable, rich_console, say
+from megaenc.console import ProgressLine, print_rank_0, printable, rich_console
 from megaenc.errors import InputError, one_line_errors
 
 
@@ -53,12 +53,12 @@ def test_a_closing_line_can_be_left_out(capsys):
 
 def test_other_ranks_are_silent(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    say("hello")
+    print_rank_0("hello")
     with ProgressLine("reading", total=2, every=0) as progress:
         progress.update(1)
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("RANK", "0")
-    say("hello")
+    print_rank_0("hello")
     assert capsys.readouterr().out == "hello\n"
 
 
@@ -103,13 +103,13 @@ SHOWN = r"a\x1b[2J\rb\x9b31mc\u202ed\u2066e\x07\u2028f\udcffg"
 @pytest.mark.parametrize("text", ["naïve 文 ✓ █▉ 👩‍👩‍👧 μ ß", "55 %  loss 3.21", r"a\x1b", "עברית and العربية"])
 def test_text_that_a_terminal_only_shows_stays_as_it_is(text, capsys):
     assert printable(text) is text or printable(text) == text
-    say(f"{text}\n\tmore")
+    print_rank_0(f"{text}\n\tmore")
     rich_console(width=200, highlight=False).print(text)
     assert capsys.readouterr().out == f"{text}\n\tmore\n{text}\n"
 
 
 def test_text_that_a_terminal_acts_on_is_spelled(capsys):
-    say(HOSTILE)
+    print_rank_0(HOSTILE)
     with ProgressLine(HOSTILE, total=None, every=0) as progress:
         progress.update(1, **{"model\x1b": "x\ny\x1b"})
     rich_console(width=200, markup=False, highlight=False).print(HOSTILE)

@@ -22,7 +22,7 @@ def test_numbers_are_the_same_for_ever():
 
 
 def test_another_process_draws_the_same():
-    code = "from megaenc import randomness; print(randomness.words(7, 'mask', 5, counters=(3, 1)).tolist())"
+    code = "from megaenc import counter_rng; print(counter_rng.words(7, 'mask', 5, counters=(3, 1)).tolist())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == str(counter_rng.words(7, "mask", 5, counters=(3, 1)).tolist())
 
@@ -57,7 +57,7 @@ def test_uniforms_are_uniform():
 def test_chances_are_uniforms_below_a_probability(probability):
     drawn = counter_rng.uniforms(3, "mask", 100_000, counters=(2, 0))
     for least in (probability, float(drawn[7]), float(np.nextafter(drawn[7], 1))):  # a draw itself is not below itself
-        assert (counter_rng.chances(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
+        assert (counter_rng.bernoulli(3, "mask", 100_000, least, counters=(2, 0)) == (drawn < least)).all()
 
 
 def test_threads_draw_at_once_what_one_draws():

@@ -12,7 +12,16 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.processes import Child, Threads, Worker, Workers, below, check_process_count, how_it_ended, python_environment
+from megaenc.processes import (
+    Child,
+    Threads,
+    Worker,
+    Workers,
+    check_process_count,
+    how_it_ended,
+    python_environment,
+    with_pdeathsig,
+)
 
 # The helpers import what they run by name, so these tests use functions of the standard library.
 
@@ -96,7 +105,7 @@ def test_a_dead_worker_is_an_error_that_names_it(work, item, message):
 @pytest.mark.parametrize(("then", "code"), [("wait", None), ("exit 3", 3)])
 def test_what_a_child_has_begun_ends_with_it(then, code, tmp_path):
     with open(tmp_path / "said", "wb") as stream:
-        child = Child(below(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
+        child = Child(with_pdeathsig(["bash", "-c", f"sleep 600 > /dev/null & echo $!; {then}"]), python_environment(), stream)
     try:
         deadline = time.monotonic() + 60
         while not (said := (tmp_path / "said").read_text()).endswith("\n"):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megaenc.torchelastic import for_good, leave_if_told
+from megaenc.torchelastic import exit_without_restart, leave_if_told
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def worker(tmp_path, monkeypatch):
 def test_later_attempts_of_one_launch_leave_with_the_code_that_was_left(worker):
     worker("one", 0)
     leave_if_told()
-    for_good(75)
+    exit_without_restart(75)
     worker("one", 1)
     with pytest.raises(SystemExit) as stop:
         leave_if_told()
@@ -35,6 +35,6 @@ def test_without_a_folder_of_torchrun_nothing_is_left_or_found(error_file, monke
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     if error_file:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
-    for_good(2)
+    exit_without_restart(2)
     leave_if_told()
     assert not list(tmp_path.iterdir())

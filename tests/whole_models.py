@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from megaenc.convert.param_mapping import hf_tensors, lines
-from megaenc.convert.run_checkpoint import SavedRun
+from megaenc.convert.run_checkpoint import RunCheckpoint
 from megaenc.model import ModelConfig
 
 
-def load_weights(run: SavedRun, step: int | None) -> tuple[int, dict[str, Tensor]]:
+def load_weights(run: RunCheckpoint, step: int | None) -> tuple[int, dict[str, Tensor]]:
     """The step (None: the newest) and all weights of its checkpoint under megatron-core's names, in this one process."""
     with run.loaded(step) as (found, encoder):
         return found, {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Literal
 
 from megaenc import flags
-from megaenc.console import quiet, say
-from megaenc.data.sources.resolve import InputFlags, find_inputs
+from megaenc.console import print_rank_0, quiet
+from megaenc.data.sources.resolve import InputConfig, find_inputs
 from megaenc.errors import one_line_errors
 from megaenc.output_paths import refuse_existing
 from megaenc.processes import python_command, python_environment
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = flags.parse(Settings, argv, prog="continue_pretraining.py", description=__doc__)
     out = Path(settings.output)
     refuse_existing(out, "--output")
-    find_inputs(InputFlags((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
+    find_inputs(InputConfig((settings.input,)), ["text"])  # before there is a folder: the commands look at what they need
     source = settings.model or str(make_model(settings.family, settings.input, out / "source"))
     mask = ["--add-mask-token"] if settings.add_mask_token else []
     megaenc("convert", "from-hf", "--input", source, "--output", out / "core", *mask)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "hf")
     megaenc("convert", "to-hf", "--load", out / "run", "--output", out / "sentences", "--sentence-transformers")
-    say(f"{out / 'hf'} loads with transformers, {out / 'sentences'} with sentence-transformers")
+    print_rank_0(f"{out / 'hf'} loads with transformers, {out / 'sentences'} with sentence-transformers")
 
 
 def make_model(family: str, text: str, folder: Path) -> Path:
@@ -110,7 +110,7 @@ def pretrain(processes: int, *words: object) -> None:
 
 def run(words: list[object], shown: str) -> None:
     """Show and run a command of this Python; an error ends this program with its exit code."""
-    say(f"$ {shown}")
+    print_rank_0(f"$ {shown}")
     code = subprocess.run(python_command(*map(str, words)), env=python_environment()).returncode
     if code:
         sys.exit(code)

@@ -6,15 +6,15 @@ from typing import Any
 _MODULES = {
     "Backend": "device",
     "detect": "device",
-    "Kernels": "parallel_config",
-    "Layout": "parallel_config",
+    "KernelConfig": "parallel_config",
+    "ParallelConfig": "parallel_config",
     "prepare_megatron": "megatron",
 }
-_MODULES |= {"start": "initialize", "stop": "initialize"}
+_MODULES |= {"init_distributed": "initialize", "destroy_distributed": "initialize"}
 
 
 def __getattr__(name: str) -> Any:
-    """Each when it is asked for: a `Layout` can be spoken of without torch."""
+    """Each when it is asked for: a `ParallelConfig` can be spoken of without torch."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -11,17 +11,17 @@ import torch.distributed as dist
 
 from megaenc.backend.device import Backend, detect
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.backend.parallel_config import Layout
+from megaenc.backend.parallel_config import ParallelConfig
 from megaenc.dist_env import local_world_size, world_size
 from megaenc.processes import usable_cores
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 
-def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
+def init_distributed(layout: ParallelConfig, seed: int, chunks: int = 1, timeout: timedelta = timedelta(minutes=10)) -> Backend:
     """Join the process groups of this run, under torchrun or alone; return the backend. InputError if they do not fit `layout`.
 
-    `chunks`: parts of the model on each pipeline stage (`Layout.chunks`). `timeout`: how long a collective waits for processes.
+    `chunks`: parts of the model on each pipeline stage (`ParallelConfig.chunks`). `timeout`: of each collective.
     """
     layout.check(world_size())
     backend = detect()
@@ -35,7 +35,7 @@ def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timed
         torch.cuda.set_device(backend.device)
     if "RANK" in os.environ:
         device = None if backend.is_host else backend.device
-        store, rank, size = meet(timeout)
+        store, rank, size = rendezvous(timeout)
         dist.init_process_group(backend.process_group, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device)
     else:
         dist.init_process_group(backend.process_group, store=dist.HashStore(), rank=0, world_size=1)
@@ -50,7 +50,7 @@ def start(layout: Layout, seed: int, chunks: int = 1, timeout: timedelta = timed
     return backend
 
 
-def stop() -> None:
+def destroy_distributed() -> None:
     """Leave the process groups."""
     from megatron.core import parallel_state
 
@@ -81,7 +81,7 @@ def keep_freed_memory() -> bool:
 _POLL_SECONDS = 0.05
 
 
-def meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
+def rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return a store with nothing but the keys of this attempt, the rank, and the number of processes.
 
     torchrun's store lives through restarts: so each attempt puts a name of its own in front of every key. RuntimeError if not all

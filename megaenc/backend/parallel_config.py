@@ -10,7 +10,7 @@ FLOAT8_WIDTH = 16
 
 
 @dataclass(frozen=True)
-class Kernels:
+class KernelConfig:
     """By which kernels the layers are computed; every process of a run computes by the same."""
 
     attention_backend: Literal["auto", "flash", "varlen", "cudnn", "sdpa"] = "auto"
@@ -30,7 +30,7 @@ class Kernels:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelConfig:
     """How a model is spread over processes (what remains is data parallel), and what each keeps in memory."""
 
     tensor_model_parallel_size: int = 1

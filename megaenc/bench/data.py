@@ -38,7 +38,7 @@ _RATIOS = {
 
 
 @dataclass(frozen=True)
-class DataBenchFlags:
+class DataBenchConfig:
     """What the benchmark takes."""
 
     output: str = "bench.json"
@@ -57,7 +57,7 @@ class DataBenchFlags:
     """Threads or processes of each way."""
 
 
-def bench(settings: DataBenchFlags) -> dict[str, Any]:
+def bench(settings: DataBenchConfig) -> dict[str, Any]:
     """Compare the ways; return what goes into the JSON. Raises InputError for wrong input, and where ids differ."""
     report.check_positive(settings, "rounds", "workers", "megabytes")
     check_process_count("--workers", settings.workers)
@@ -75,14 +75,14 @@ def bench(settings: DataBenchFlags) -> dict[str, Any]:
         return {"settings": asdict(settings), "machine": report.machine(), **_figures(text.stat().st_size, turns)}
 
 
-def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
+def _prepared(settings: DataBenchConfig, folder: Path) -> tuple[Path, str]:
     """(the JSONL that all read, the tokenizer)."""
     given = settings.input
     if not given:
         from megaenc.data.demo import build_demo_corpus
 
         given = (str(build_demo_corpus(folder / "demo").corpus),)
-    found = resolve.find_inputs(resolve.InputFlags(given), [settings.json_key])
+    found = resolve.find_inputs(resolve.InputConfig(given), [settings.json_key])
     documents, size, limit = [], 0, 1e6 * settings.megabytes
     for text in resolve.read_texts(found, settings.json_key):
         if text:
@@ -102,9 +102,11 @@ def _prepared(settings: DataBenchFlags, folder: Path) -> tuple[Path, str]:
             order.shuffle(documents)
     if settings.tokenizer:
         return path, settings.tokenizer
-    from megaenc.data.tokenizer.train_command import TokenizerFlags, make_tokenizer
+    from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, make_tokenizer
 
-    make_tokenizer(TokenizerFlags(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key))
+    make_tokenizer(
+        TrainTokenizerConfig(input=given, output=str(folder / "tokenizer"), vocab_size=8192, json_key=settings.json_key)
+    )
     return path, str(folder / "tokenizer")
 
 
@@ -187,5 +189,5 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench data`."""
     quiet()
-    settings = flags.parse(DataBenchFlags, argv, prog="megaenc bench data", description=__doc__)
+    settings = flags.parse(DataBenchConfig, argv, prog="megaenc bench data", description=__doc__)
     report.run(bench, table, settings)

@@ -25,7 +25,7 @@ from megaenc import flags
 from megaenc.bench import report
 from megaenc.console import ProgressLine, quiet
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
-from megaenc.data.packing.packed_dataset import CorpusPacks
+from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError, one_line, one_line_errors
 from megaenc.output_paths import check_output_file
 from megaenc.processes import WorkerEnded, check_process_count, python_environment
@@ -34,11 +34,11 @@ PACKINGS = ("concat", "random-length", "sentences")
 _SENTENCE = 25  # tokens
 _IDS = 30_000
 _NO_TOKENS = np.empty(0, np.uint16)
-_HELD: list[CorpusPacks] = []
+_HELD: list[CorpusPackedDataset] = []
 
 
 @dataclass(frozen=True)
-class LoaderBenchFlags:
+class LoaderBenchConfig:
     """What the benchmark takes."""
 
     output: str = "loader.json"
@@ -80,7 +80,7 @@ def write_corpus(prefix: Path, lengths: np.ndarray, counts: np.ndarray, tokens: 
     os.truncate(files[0], 2 * writer.tokens)
 
 
-def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
+def bench(settings: LoaderBenchConfig) -> dict[str, Any]:
     """Measure; return what goes into the JSON. Raises InputError for wrong flags."""
     sizes = ("documents", "mean_length", "seq_length", "tokens", "micro_batch_size", "rounds", "seconds", "processes")
     report.check_positive(settings, *sizes)
@@ -110,7 +110,7 @@ def bench(settings: LoaderBenchFlags) -> dict[str, Any]:
     return {"settings": asdict(settings), "machine": report.machine(), **spreads}
 
 
-def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
+def _written(settings: LoaderBenchConfig, folder: Path) -> dict[str, Path]:
     """Write both corpora; return their prefixes."""
     prefixes = {what: folder / what for what in MEASURES}
     lengths = lengths_of(settings.documents, settings.mean_length)
@@ -124,7 +124,7 @@ def _written(settings: LoaderBenchFlags, folder: Path) -> dict[str, Path]:
     return prefixes
 
 
-def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, processes: int) -> dict[str, float]:
+def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchConfig, processes: int) -> dict[str, float]:
     """Return what one process measures; of several the seconds of the slowest, and processor time and memory of all."""
     environment = python_environment() | {
         "OMP_NUM_THREADS": "1",
@@ -144,7 +144,7 @@ def _turn(what: str, prefix: Path, packing: str, settings: LoaderBenchFlags, pro
     return {"seconds": max(seconds), "processor_seconds": sum(computed), "gib": sum(memory)}
 
 
-def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
+def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPackedDataset:
     from megaenc.data.indexed.corpus import Corpus, parse_split
     from megaenc.data.packing.builder import PACKINGS as kinds
     from megaenc.data.packing.builder import parts_of
@@ -157,7 +157,7 @@ def _packs(prefix: str, packing: str, seq_length: int) -> CorpusPacks:
     return packs
 
 
-def measure_index(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
+def measure_index(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
     """Return what a corpus takes from its opening to its first pack; `work`: prefix, packing and settings. The packs stay."""
     import torch  # noqa: F401 - here, so that the clock does not count it
 
@@ -175,7 +175,7 @@ def measure_index(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
     return {"seconds": seconds, "processor_seconds": computed} | gib
 
 
-def measure_reading(work: tuple[str, str, LoaderBenchFlags]) -> dict[str, float]:
+def measure_reading(work: tuple[str, str, LoaderBenchConfig]) -> dict[str, float]:
     """Measure tokens a second, as packs and as micro-batches, after a first look at each pack's neighbourhood."""
     import torch
 
@@ -231,5 +231,5 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc bench loader`."""
     quiet()
-    settings = flags.parse(LoaderBenchFlags, argv, prog="megaenc bench loader", description=__doc__)
+    settings = flags.parse(LoaderBenchConfig, argv, prog="megaenc bench loader", description=__doc__)
     report.run(bench, table, settings)

@@ -14,8 +14,8 @@ from typing import Any
 from megaenc import flags
 from megaenc.bench import report, train_worker
 from megaenc.bench.synthetic_docs import MASK
-from megaenc.bench.train_worker import Work
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.bench.train_worker import TrainingJob
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
@@ -37,7 +37,7 @@ megaenc bench pretrain --model 210m --vocab-size 128256 --longest 2048 --batch 3
 
 
 @dataclass(frozen=True)
-class BenchFlags:
+class PretrainBenchConfig:
     """What is trained on what."""
 
     output: str = ""
@@ -79,14 +79,16 @@ class BenchFlags:
         if objective.shift != (objective.attention == Attention.CAUSAL) or objective.attention == Attention.PREFIX:
             raise InputError(f"--objective {self.objective}: transformers has no loss for it, expected clm or mlm(...)")
 
-    def work(self, weights: str) -> Work:
+    def work(self, weights: str) -> TrainingJob:
         """Return what is the same for all sides."""
         names = ("vocab_size", "objective", "documents", "shortest", "batch", "passes", "bf16")
         same = {name: getattr(self, name) for name in names}
-        return Work(shape=preset(self.model), seq_length=self.longest, weights=weights, **same)
+        return TrainingJob(shape=preset(self.model), seq_length=self.longest, weights=weights, **same)
 
 
-def sides_of(settings: BenchFlags, weights: str) -> dict[str, tuple[Callable[[Work], dict[str, Any]], Work]]:
+def sides_of(
+    settings: PretrainBenchConfig, weights: str
+) -> dict[str, tuple[Callable[[TrainingJob], dict[str, Any]], TrainingJob]]:
     """Return all that are compared, in the order of a round: how each trains, and what."""
     work, parts = settings.work(weights), settings.tensor_model_parallel_size
     parallel = (train_worker.train_with_megaenc, dataclasses.replace(work, tensor_model_parallel_size=parts))
@@ -98,7 +100,7 @@ def sides_of(settings: BenchFlags, weights: str) -> dict[str, tuple[Callable[[Wo
     }
 
 
-def fastest_kernel(work: Work) -> str:
+def fastest_kernel(work: TrainingJob) -> str:
     """Return which attention of transformers takes least for one pass over a batch of the documents."""
     seconds: dict[str, float] = {}
     for kernel in ("sdpa", "eager", "flash_attention_2"):
@@ -107,7 +109,7 @@ def fastest_kernel(work: Work) -> str:
             seconds[kernel] = train_worker.turn(train_worker.train_with_transformers, tried)["seconds"]
     if not seconds:
         raise RuntimeError("transformers: none of its attentions runs here")
-    say("transformers: " + ", ".join(f"{kernel} attention {taken:.2f} s a step" for kernel, taken in seconds.items()))
+    print_rank_0("transformers: " + ", ".join(f"{kernel} attention {taken:.2f} s a step" for kernel, taken in seconds.items()))
     return min(seconds, key=seconds.__getitem__)
 
 
@@ -123,7 +125,7 @@ def check_losses(losses: dict[str, float], bf16: bool) -> None:
         raise RuntimeError(f"the sides have different losses, so they do not the same work: {told}")
 
 
-def bench(settings: BenchFlags) -> dict[str, Any]:
+def bench(settings: PretrainBenchConfig) -> dict[str, Any]:
     """All figures. Raises InputError for wrong settings, RuntimeError where a side fails or does other work."""
     settings.check()
     if settings.output:
@@ -148,7 +150,7 @@ def bench(settings: BenchFlags) -> dict[str, Any]:
     return figures(settings, kernel, found, median(rates))
 
 
-def figures(settings: BenchFlags, kernel: str, taken: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
+def figures(settings: PretrainBenchConfig, kernel: str, taken: dict[str, list[dict[str, Any]]], rate: float) -> dict[str, Any]:
     """What the turns amount to; `rate`: FLOP/s of the machine."""
     work = settings.work("")
     documents = work.read()
@@ -219,7 +221,7 @@ def table(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """`megaenc bench pretrain`."""
     quiet()
-    settings = flags.parse(BenchFlags, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
+    settings = flags.parse(PretrainBenchConfig, argv, prog="megaenc bench pretrain", description=DESCRIPTION)
     began = time.monotonic()
     try:
         found = bench(settings)

@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from megaenc.atomic_io import stopped_by_sigterm, write_whole
-from megaenc.console import say
+from megaenc.atomic_io import atomic_write, stopped_by_sigterm
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.output_paths import make_parent
 from megaenc.processes import Worker, WorkerEnded, processor_name, usable_cores
@@ -77,7 +77,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def write(path: str | Path, found: dict[str, Any]) -> None:
     """Write `found` as JSON, whole or not at all. Raises InputError where the file cannot be written."""
     make_parent(Path(path), "--output")
-    write_whole(Path(path), json.dumps(found, indent=1) + "\n")
+    atomic_write(Path(path), json.dumps(found, indent=1) + "\n")
 
 
 def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]], str], settings: Any) -> None:
@@ -85,5 +85,5 @@ def run(bench: Callable[[Any], dict[str, Any]], table: Callable[[dict[str, Any]]
     with stopped_by_sigterm():
         found = bench(settings)
         write(settings.output, found)
-        say(table(found))
-        say(f"written to {settings.output}")
+        print_rank_0(table(found))
+        print_rank_0(f"written to {settings.output}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from megaenc import counter_rng
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.packed_dataset import Pack, Packs
+from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Attention, Objective, Schedule, Targets
@@ -26,7 +26,7 @@ UPDATES = 1 << 20  # more than any benchmark makes
 
 
 @dataclass(frozen=True)
-class Documents:
+class SyntheticDocuments:
     """Documents 0..count - 1 of `shortest` to `longest` tokens, the last of them EOS.
 
     They have the interface of `packed_dataset.Packs`, each document a pack of its own, whose numbers repeat from `count`, and of
@@ -58,7 +58,7 @@ class Documents:
         return made
 
     def joined(self, documents: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """See megaenc.data.packing.token_stream.Documents."""
+        """See megaenc.data.packing.token_stream.DocumentSource."""
         return np.concatenate([self._tokens[number][a:b] for number, a, b in zip(documents, starts, stops, strict=True)])
 
     @property
@@ -109,9 +109,9 @@ class Setup:
         """What objectives know of the tokens."""
         return Vocabulary(self.vocab_size, EOS, MASK, (EOS, MASK), f"benchmark {self.vocab_size}")
 
-    def documents_of(self, count: int) -> Documents:
+    def documents_of(self, count: int) -> SyntheticDocuments:
         """So many, in the order of their numbers."""
-        return Documents(count, self.shortest, self.seq_length, self.vocab_size)
+        return SyntheticDocuments(count, self.shortest, self.seq_length, self.vocab_size)
 
     def schedule(self, *texts: str) -> Schedule:
         """Of one objective, or of several drawn by turns. Raises InputError."""
@@ -122,16 +122,16 @@ class Setup:
         """The one objective that a schedule calls `text`. Raises InputError."""
         return Schedule.build(text, 1, self.vocabulary).objective(1)
 
-    def plan(self, packs: Packs, *objectives: str, batch: int = 1) -> "Plan":
+    def plan(self, packs: PackedDataset, *objectives: str, batch: int = 1) -> "Plan":
         """A run without end of updates of `batch` packs that trains `objectives`: all of them have the attention they need."""
-        from megaenc.backend import Kernels
+        from megaenc.backend import KernelConfig
         from megaenc.data.packing.builder import RunData
         from megaenc.dist_env import world_size
-        from megaenc.training.config import PretrainSettings
+        from megaenc.training.config import PretrainConfig
         from megaenc.training.lr_schedule import LearningRate
         from megaenc.training.plan import Plan
 
-        default = PretrainSettings(bf16=self.bf16)
+        default = PretrainConfig(bf16=self.bf16)
         settings = dataclasses.replace(
             default,
             train_iters=UPDATES,
@@ -139,7 +139,7 @@ class Setup:
             global_batch_size=batch,
             seed=0,
             shape=self.shape,
-            kernels=Kernels(**self.kernels),
+            kernels=KernelConfig(**self.kernels),
             data=dataclasses.replace(default.data, seq_length=self.seq_length),
             layout=dataclasses.replace(default.layout, tensor_model_parallel_size=self.tensor_model_parallel_size),
             optimizer=dataclasses.replace(default.optimizer, lr=self.rate),

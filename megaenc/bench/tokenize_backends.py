@@ -30,9 +30,9 @@ def by_megaenc(text: str, tokenizer: str, workers: int, folder: str) -> Work:
     """`megaenc preprocess`: to .bin, .idx and .json on the disk."""
     from megaenc.data.indexed.indexed_dataset import IndexArrays
     from megaenc.data.indexed.metadata import read_sidecar
-    from megaenc.data.preprocess.command import PreprocessFlags, prepare
+    from megaenc.data.preprocess.command import PreprocessConfig, prepare
 
-    run = prepare(PreprocessFlags((text,), f"{folder}/out", tokenizer, workers=workers))
+    run = prepare(PreprocessConfig((text,), f"{folder}/out", tokenizer, workers=workers))
 
     def work() -> Callable[[], Ids]:
         (prefix,) = run()

@@ -13,20 +13,20 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megaenc.bench import report
-from megaenc.bench.synthetic_docs import EOS, MASK, Documents, Setup
+from megaenc.bench.synthetic_docs import EOS, MASK, Setup, SyntheticDocuments
 from megaenc.objectives import Attention
 from megaenc.processes import highest_resident, python_environment, usable_cores
-from megaenc.training.config_groups import OptimizerSettings
+from megaenc.training.config_groups import OptimizerConfig
 
 if TYPE_CHECKING:
     from megaenc.training.engine import Engine
 
-ADAM = OptimizerSettings()  # but for its rate, which is the work's
+ADAM = OptimizerConfig()  # but for its rate, which is the work's
 IGNORED = -100  # what transformers' losses leave out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work(Setup):
+class TrainingJob(Setup):
     """What is trained on what; the same for all sides but for the last two fields and the layout."""
 
     objective: str  # as a schedule spells it: clm or mlm(...)
@@ -37,7 +37,7 @@ class Work(Setup):
     by_length: bool = False  # documents in batches of like lengths, for transformers
     kernel: str = "sdpa"  # transformers' attention
 
-    def read(self) -> Documents:
+    def read(self) -> SyntheticDocuments:
         """Return the documents, in the order of this side."""
         found = self.documents_of(self.documents)
         return dataclasses.replace(found, order=found.by_length()) if self.by_length else found
@@ -76,31 +76,31 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def write_weights(work: Work, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
+def write_weights(work: TrainingJob, fill: Callable[[Any], None] | None = None) -> dict[str, Any]:
     """Write the weights that megaenc begins with, under transformers' names: those of the seed, or what `fill` puts in."""
     import torch
     from safetensors.torch import save_file
 
     from megaenc import backend
-    from megaenc.backend import Layout, prepare_megatron
+    from megaenc.backend import ParallelConfig, prepare_megatron
     from megaenc.convert.param_mapping import hf_tensors
 
     prepare_megatron()
-    backend.start(Layout(), 0)
+    backend.init_distributed(ParallelConfig(), 0)
     from megaenc.model.encoder import build_encoder
 
     seed = None if fill else 0
-    encoder = build_encoder(work.shape, work.vocab_size, work.seq_length, Layout(), torch.float32, seed=seed)
+    encoder = build_encoder(work.shape, work.vocab_size, work.seq_length, ParallelConfig(), torch.float32, seed=seed)
     if fill:
         fill(encoder)
     parameters = {name: parameter.detach().cpu() for name, parameter in encoder.named_parameters()}
     tensors = hf_tensors(parameters, work.shape, work.vocab_size)
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors}, work.weights)
-    backend.stop()
+    backend.destroy_distributed()
     return {}
 
 
-def train_with_megaenc(work: Work) -> dict[str, Any]:
+def train_with_megaenc(work: TrainingJob) -> dict[str, Any]:
     """Train with the run's own engine, each batch a row of documents end to end; figures are of all processes together."""
     import torch
     import torch.distributed as dist
@@ -110,18 +110,18 @@ def train_with_megaenc(work: Work) -> dict[str, Any]:
 
     prepare_megatron()
     plan = work.plan(work.read(), work.objective, batch=work.batch)
-    device = backend.start(plan.settings.layout, plan.settings.seed)
+    device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
     found = train_engine(Engine(plan, device), work)
     totals = torch.tensor([found["cpu_seconds"], found["peak_memory"]], dtype=torch.float64, device=device.device)
     dist.all_reduce(totals)
     found["cpu_seconds"], found["peak_memory"] = totals.tolist()
-    backend.stop()
+    backend.destroy_distributed()
     return found
 
 
-def train_engine(engine: "Engine", work: Work) -> dict[str, Any]:
+def train_engine(engine: "Engine", work: TrainingJob) -> dict[str, Any]:
     """Return the loss of an engine's weights over all documents of its plan, and what its updates take."""
     result = engine.evaluate(engine.plan.packs, work.documents // work.batch, work.objective_of(work.objective))
     found = {"loss": result.loss, "predicted": result.predicted}
@@ -132,7 +132,7 @@ def train_engine(engine: "Engine", work: Work) -> dict[str, Any]:
     return found
 
 
-def train_with_transformers(work: Work) -> dict[str, Any]:
+def train_with_transformers(work: TrainingJob) -> dict[str, Any]:
     """Train in a plain loop: a padded batch, bfloat16 by autocast, the model's own loss, torch's fused AdamW."""
     import torch
 
@@ -171,7 +171,7 @@ def train_with_transformers(work: Work) -> dict[str, Any]:
     return found
 
 
-def peer(work: Work) -> Any:
+def peer(work: TrainingJob) -> Any:
     """Return transformers' model with the weights that all begin with: EuroBERT to look both ways, else Llama."""
     import torch
     from safetensors.torch import load_file
@@ -204,7 +204,9 @@ def peer(work: Work) -> Any:
     return model.train().to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def padded(work: Work, documents: Documents, objective: Any, update: int, device: Any) -> tuple[dict[str, Any], int]:
+def padded(
+    work: TrainingJob, documents: SyntheticDocuments, objective: Any, update: int, device: Any
+) -> tuple[dict[str, Any], int]:
     """Return a batch for transformers, padded to its longest document, and how many tokens it predicts."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
@@ -221,7 +223,7 @@ def padded(work: Work, documents: Documents, objective: Any, update: int, device
     return {name: tensor.to(device) for name, tensor in tensors.items()}, sum(len(targets.labels) for targets in read)
 
 
-def peak_flops(work: Work) -> dict[str, Any]:
+def peak_flops(work: TrainingJob) -> dict[str, Any]:
     """Return the FLOP/s of this machine: measured on a processor, from the makers' sheets for an accelerator; 0 if not known."""
     import torch
 
@@ -230,7 +232,7 @@ def peak_flops(work: Work) -> dict[str, Any]:
     return {"peak": detect().peak_flops(torch.bfloat16 if work.bf16 else torch.float32)}
 
 
-def turn(side: Callable[[Work], dict[str, Any]], work: Work) -> dict[str, Any]:
+def turn(side: Callable[[TrainingJob], dict[str, Any]], work: TrainingJob) -> dict[str, Any]:
     """Call a function of this module in a process of its own, or in as many as share each layer, and return what it finds.
 
     RuntimeError with what it said last where it fails.

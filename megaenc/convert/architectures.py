@@ -31,7 +31,7 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 
 @dataclass(frozen=True)
-class Family:
+class Architecture:
     """What transformers calls a model type."""
 
     model_type: str
@@ -43,7 +43,7 @@ class Family:
     written_as: str = ""  # the family that stands in for it on the way out, for one that transformers does not know
 
     @property
-    def written(self) -> "Family":
+    def written(self) -> "Architecture":
         """The family as which a model of this one goes out."""
         return FAMILIES[self.written_as or self.model_type]
 
@@ -69,20 +69,20 @@ class Family:
 FAMILIES = {
     family.model_type: family
     for family in (
-        Family("eurobert", "EuroBertForMaskedLM", "optional", encoder=True),
-        Family("llama", "LlamaForCausalLM", "optional"),
-        Family("mistral", "MistralForCausalLM", "never"),
-        Family("qwen2", "Qwen2ForCausalLM", "always"),
-        Family("qwen3", "Qwen3ForCausalLM", "optional", head_norms=True),
+        Architecture("eurobert", "EuroBertForMaskedLM", "optional", encoder=True),
+        Architecture("llama", "LlamaForCausalLM", "optional"),
+        Architecture("mistral", "MistralForCausalLM", "never"),
+        Architecture("qwen2", "Qwen2ForCausalLM", "always"),
+        Architecture("qwen3", "Qwen3ForCausalLM", "optional", head_norms=True),
         # The study's released models: EuroBERT's weights under a name of their own, with code that is never run.
-        Family("sl_model", "", "optional", encoder=True, written_as="eurobert"),
+        Architecture("sl_model", "", "optional", encoder=True, written_as="eurobert"),
     )
 }
 KNOWN = ", ".join(FAMILIES)
 _NOT_IN_TENSORS = ("num_attention_heads", "rope_theta", "rms_norm_eps", "max_position_embeddings")  # no shape contradicts them
 
 
-def family_of(values: dict[str, Any], where: str) -> Family:
+def family_of(values: dict[str, Any], where: str) -> Architecture:
     """The family of a config.json that holds `values`; `where` names it. InputError lists the known ones."""
     found = values.get("model_type")
     if not isinstance(found, str) or found not in FAMILIES:
@@ -104,7 +104,7 @@ def read_config(values: dict[str, Any], where: str) -> Any:
     return build_config(values, family.written.model_type, where)
 
 
-def shape_of(config: Any, family: Family, where: str) -> ModelConfig:
+def shape_of(config: Any, family: Architecture, where: str) -> ModelConfig:
     """The shape of the model that transformers' `config` is of.
 
     InputError names the field of what cannot be computed here.
@@ -172,13 +172,13 @@ def _number(found: Any, name: str, where: str) -> float:
     return float(found)
 
 
-def reads_as(config: Any, family: Family) -> Attention:
+def reads_as(config: Any, family: Architecture) -> Attention:
     """The attention under which transformers reads a model with this `config`."""
     causal = not family.encoder and getattr(config, "is_causal", True)
     return Attention.CAUSAL if causal else Attention.BIDIRECTIONAL
 
 
-def trained_on(config: Any, family: Family) -> str:
+def trained_on(config: Any, family: Architecture) -> str:
     """The objective that a model with this `config` was last trained on, as far as its mask and `prediction_shift` tell."""
     if reads_as(config, family) == Attention.CAUSAL:
         return "clm"
@@ -186,7 +186,7 @@ def trained_on(config: Any, family: Family) -> str:
 
 
 def config_of(
-    family: Family,
+    family: Architecture,
     attention: Attention,
     model: ModelConfig,
     *,

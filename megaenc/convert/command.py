@@ -12,7 +12,7 @@ import tyro
 
 from megaenc import flags
 from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import quiet, say
+from megaenc.console import print_rank_0, quiet
 from megaenc.data.preprocess.outputs import tell_left_behind
 from megaenc.errors import InputError, closest, one_line_errors
 
@@ -26,7 +26,7 @@ directions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ToHF:
+class ToHFConfig:
     """Options of to-hf."""
 
     load: str = ""
@@ -53,7 +53,7 @@ class ToHF:
 
 
 @dataclasses.dataclass(frozen=True)
-class FromHF:
+class FromHFConfig:
     """Options of from-hf."""
 
     input: str = ""
@@ -93,19 +93,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc convert") -> No
         convert(options)
 
 
-def _to_hf(options: ToHF) -> None:
+def _to_hf(options: ToHFConfig) -> None:
     from megaenc.convert.to_hf import to_hf, to_hf_all
 
     load, output = Path(options.load), Path(options.output)
     how = {name: value for name, value in vars(options).items() if name not in ("load", "output", "ckpt_step", "all")}
     if not options.all:
         step = to_hf(load, output, step=options.ckpt_step, **how)
-        say(f"{options.output}: step {step} of {options.load} {_proof(output)}")
+        print_rank_0(f"{options.output}: step {step} of {options.load} {_proof(output)}")
         return
     if options.ckpt_step is not None:
         raise InputError(f"--ckpt-step {options.ckpt_step}: found --all too, expected one of them")
     for name in to_hf_all(load, output, **how):
-        say(f"{output / name}: {_proof(output / name)}")
+        print_rank_0(f"{output / name}: {_proof(output / name)}")
 
 
 def _proof(folder: Path) -> str:
@@ -117,18 +117,22 @@ def _proof(folder: Path) -> str:
     return f"as {proof['class']}, {proof['attention']}; {proof['compared']} differ by at most {largest:.1e}"
 
 
-def _from_hf(options: FromHF) -> None:
+def _from_hf(options: FromHFConfig) -> None:
     from megaenc.convert.from_hf import from_hf
 
     how = {"add_mask_token": options.add_mask_token, "tie": options.tie_word_embeddings, "dtype": options.dtype}
     source, mask = from_hf(Path(options.input), Path(options.output), **how)
-    say(
+    print_rank_0(
         f"{options.output}: the {source.family.model_type} model of {options.input}, {mask.describe()}\n"
         f"  a run begins with it: --config {Path(options.output) / 'config.yaml'} --init-from {options.output}"
     )
 
 
 _DIRECTIONS = {
-    "to-hf": (ToHF, "Write a run's checkpoint and tokenizer as a Hugging Face folder.", _to_hf),
-    "from-hf": (FromHF, "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.", _from_hf),
+    "to-hf": (ToHFConfig, "Write a run's checkpoint and tokenizer as a Hugging Face folder.", _to_hf),
+    "from-hf": (
+        FromHFConfig,
+        "Write a Hugging Face model and its tokenizer as a run folder that other runs start from.",
+        _from_hf,
+    ),
 }

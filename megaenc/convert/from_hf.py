@@ -12,8 +12,8 @@ import torch
 import yaml
 
 from megaenc import __version__, backend, flags
-from megaenc.atomic_io import whole_folder
-from megaenc.convert.architectures import Family, family_of, read_config, shape_of, trained_on
+from megaenc.atomic_io import atomic_dir
+from megaenc.convert.architectures import Architecture, family_of, read_config, shape_of, trained_on
 from megaenc.convert.hf_checkpoint import TrainableFolder
 from megaenc.convert.param_mapping import EMBEDDING, HEAD, VOCABULARY_ROWS, lines
 from megaenc.convert.safetensors_writer import dtype_of
@@ -25,18 +25,18 @@ from megaenc.model.config import ModelConfig
 from megaenc.output_paths import make_parent, refuse_existing
 from megaenc.training.checkpoint_dir import digests
 from megaenc.training.run_dir import CONFIG, FACTS, TOKENIZER
-from megaenc.training.run_init import Stage, Start
+from megaenc.training.run_init import Ancestor, RunInit
 
 LONGEST_PACK = 2048  # tokens, the study's context: a source that reads more is given no longer packs unless asked for
 _ROWS = 8192  # of the vocabulary that are in memory a second time: its matrices are by far the largest
 
 
 @dataclass(frozen=True)
-class Source:
+class HFSource:
     """What a Hugging Face folder holds, checked against what its config.json says."""
 
     folder: TrainableFolder
-    family: Family
+    family: Architecture
     config: Any  # transformers'
     model: ModelConfig  # with as many rows of the vocabulary as the folder has
 
@@ -62,7 +62,7 @@ class Source:
         }
 
 
-def open_source(path: Path, *, tie: bool = False) -> Source:
+def open_source(path: Path, *, tie: bool = False) -> HFSource:
     """The model in the Hugging Face folder `path`; `tie`: it has no output layer, and the embedding takes its place.
 
     InputError names the file, the field or the tensor that does not fit. No weight is read yet but the few that must be zero or
@@ -96,10 +96,10 @@ def open_source(path: Path, *, tie: bool = False) -> Source:
             raise InputError(f"{path}: tensor `{name}`: found a bias of attention's output, expected none or zeros")
     if tied and HEAD in folder.shapes and not torch.equal(folder.tensor(HEAD), folder.tensor(EMBEDDING)):
         raise InputError(f"{where}: field `tie_word_embeddings`: found true, but `{HEAD}` is not `{EMBEDDING}`")
-    return Source(folder, family, config, model)
+    return HFSource(folder, family, config, model)
 
 
-def hf_shapes(config: Any, family: Family) -> dict[str, tuple[int, ...]]:
+def hf_shapes(config: Any, family: Architecture) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight that transformers' model of `config` has; a tied output layer is not there twice."""
     import transformers
 
@@ -116,7 +116,7 @@ def from_hf(
     add_mask_token: bool = False,
     tie: bool = False,
     dtype: Literal["source", "bf16", "fp32"] = "source",
-) -> tuple[Source, MaskToken]:
+) -> tuple[HFSource, MaskToken]:
     """Write the model in the Hugging Face folder `source` as the run folder `output`, which holds one checkpoint: of step 0.
 
     It has the weights alone, in `dtype`. Runs start from it by `--init-from`, and config.yaml there has the flags that they
@@ -132,7 +132,7 @@ def from_hf(
     model = dataclasses.replace(found.model, vocab_size=max(found.model.vocab_size, mask.id + 1))
     weights = dtype_of(dtype, "source", found.dtype)
     make_parent(output, "--output")
-    with whole_folder(output) as folder:
+    with atomic_dir(output) as folder:
         write_tokenizer(tokenizer, folder / TOKENIZER)
         vocabulary = vocabulary_of(load_tokenizer(folder / TOKENIZER))
         shared = {name: value for name, value in flags.flatten(model).items() if value is not None}
@@ -145,31 +145,33 @@ def from_hf(
         facts = _facts(found, model, vocabulary, shared, mask)
         (folder / CONFIG).write_text(yaml.safe_dump(shared, sort_keys=False), encoding="utf-8")
         (folder / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-        backend.start(backend.Layout(), seed=0)
+        backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
             from megaenc.model.encoder import build_encoder
-            from megaenc.training.checkpoint.manager import OwnCheckpoints
+            from megaenc.training.checkpoint.manager import CheckpointManager
 
             # Rotary angles are no weights, so the length is of no account.
-            encoder = build_encoder(model, model.vocab_size, 1, backend.Layout(), weights, seed=None)
+            encoder = build_encoder(model, model.vocab_size, 1, backend.ParallelConfig(), weights, seed=None)
             _fill(encoder, found, model, mask, vocabulary.size)
-            OwnCheckpoints(folder / "checkpoints").save_weights(encoder, facts["identity"])
+            CheckpointManager(folder / "checkpoints").save_weights(encoder, facts["identity"])
         finally:
-            backend.stop()
+            backend.destroy_distributed()
     return found, mask
 
 
-def _facts(source: Source, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken) -> dict[str, Any]:
+def _facts(
+    source: HFSource, model: ModelConfig, vocabulary: Vocabulary, shared: dict[str, Any], mask: MaskToken
+) -> dict[str, Any]:
     """Return what run.json holds, as of a run; `source` is in no run's."""
     origin = source.facts | {"mask_token": dataclasses.asdict(mask)}
     path, made_for = str(source.folder.path.resolve()), shared["objective_schedule"]
-    stage = Stage(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
+    stage = Ancestor(path, 0, made_for, 0, origin["family"], origin["context"], source.generation)
     return {
         "megaenc": __version__,
         "vocab_size": model.vocab_size,
         "parameters": model.parameters(model.vocab_size),
         "reading": [],
-        "start": dataclasses.asdict(Start(before=(stage,))),
+        "start": dataclasses.asdict(RunInit(before=(stage,))),
         "source": origin,
         "identity": {
             **flags.flatten(model),
@@ -188,7 +190,7 @@ def _untrained(folder: TrainableFolder, row: int) -> bool:
 
 
 @torch.no_grad()
-def _fill(encoder: torch.nn.Module, source: Source, model: ModelConfig, mask: MaskToken, ids: int) -> None:
+def _fill(encoder: torch.nn.Module, source: HFSource, model: ModelConfig, mask: MaskToken, ids: int) -> None:
     """Put the weights into `encoder` one after the other; rows that pad the vocabulary are zero.
 
     A mask token without a row of its own gets the mean of the rows of the tokenizer's other `ids`.

@@ -39,7 +39,7 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
 
 
-class HFFolder:
+class HFCheckpoint:
     """The settings of a model and the headers of its weights, by the names that the files give them. No pickle is ever read.
 
     `config` is what config.json says of the model, without what it says of how to load it.
@@ -82,7 +82,7 @@ class HFFolder:
             yield {name: opened[header.file].get_slice(name) for name, header in self.headers.items()}
 
 
-class TrainableFolder(HFFolder):
+class TrainableFolder(HFCheckpoint):
     """Names, shapes and dtypes of all weights of a model that training can start from, and the weights one by one.
 
     Weights have the names that a model with an output layer gives them (`model.norm.weight`), whether the folder is of such a

@@ -11,7 +11,7 @@ import math
 from importlib.metadata import version
 from typing import Any
 
-from megaenc.convert.hf_checkpoint import HFFolder
+from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.errors import InputError, first_line, one_line
 
 _BY_HUB_KERNELS = ("mra", "rwkv", "yoso")  # models of which transformers computes a part by kernels that it fetches from the Hub
@@ -41,7 +41,7 @@ def build_config(values: dict[str, Any], model_type: str, where: str) -> Any:
         raise InputError(f"{where}: {one_line(error)}; expected the config.json of a {model_type} model") from None
 
 
-def config_of(folder: HFFolder) -> Any:
+def config_of(folder: HFCheckpoint) -> Any:
     """Build transformers' config of `folder`. InputError for a family that transformers does not know or a wrong field."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -58,7 +58,7 @@ def config_of(folder: HFFolder) -> Any:
     return build_config(folder.config, model_type, where)
 
 
-def load_model(folder: HFFolder, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def load_model(folder: HFCheckpoint, config: Any, kind: type, expected: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Load the weights of `folder` into transformers' class `kind`, in float32 and eval mode; also return its loading report.
 
     `options` go to the class, `expected` says in errors which model was. InputError for settings or weights that make no such

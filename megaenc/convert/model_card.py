@@ -11,7 +11,7 @@ from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 from megaenc.objectives import Attention, Objective, Schedule
 from megaenc.training.run_dir import METRICS, VALIDATION
-from megaenc.training.run_init import NEW_WEIGHTS, Start
+from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 
 _MOST = 1 << 30
 """The most bytes that are read of a run's metrics."""
@@ -26,7 +26,7 @@ class Provenance:
     step: int
     total_iters: int
     tokens: int
-    start: Start = NEW_WEIGHTS
+    start: RunInit = NEW_WEIGHTS
     parameters: int = 0
     data: str = ""  # the fingerprint of the corpora; empty if nothing was trained here
     tokenizer: str = ""  # the fingerprint of the tokenizer

@@ -4,14 +4,14 @@ step 10,000, then with 40 % of the tokens hidden up to 42,000."""
 import re
 from pathlib import Path
 
-from megaenc.convert.run_checkpoint import SavedRun
+from megaenc.convert.run_checkpoint import RunCheckpoint
 from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
 from megaenc.objectives import Objective, Phase, Schedule
-from megaenc.training.run_init import Stage
+from megaenc.training.run_init import Ancestor
 
 
-def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
+def study_name(run: RunCheckpoint, schedule: Schedule, step: int) -> str:
     """The name of the export of `step`; one that is not the last has its number at the end: `610m-clm-42k-1000`.
 
     Steps count on from those of the runs that the first weights come from: `610m-clm-dec42k-mlm40-64k`, where `dec` says that the
@@ -30,7 +30,7 @@ def study_name(run: SavedRun, schedule: Schedule, step: int) -> str:
     return "-".join(parts)
 
 
-def _stage(stage: Stage, schedule: Schedule, done: int) -> list[str]:
+def _stage(stage: Ancestor, schedule: Schedule, done: int) -> list[str]:
     """What a run before has trained up to where it was left; `schedule`: of the run itself, whose vocabulary it shares."""
     try:
         vocabulary = schedule.phases[0].choices[0].start.vocabulary
@@ -53,7 +53,7 @@ def _run(schedule: Schedule, text: str, done: int, last: int | None = None) -> l
     return [f"{label}-{_count(done + end)}" for (label, end), other in zip(phases, following, strict=True) if other != label]
 
 
-def _model(run: SavedRun) -> str:
+def _model(run: RunCheckpoint) -> str:
     if run.origin:
         return _slug(Path(run.origin.run).name)
     name, parameters = run.settings.model_name, run.model.parameters(run.vocab_size)

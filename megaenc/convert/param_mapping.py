@@ -13,7 +13,7 @@ from megaenc.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Rule:
+class ParamMapping:
     """One line of the table: the same tensor under another name."""
 
     core: str
@@ -28,7 +28,7 @@ class Rule:
         return tensors[0]
 
 
-class GroupedQKV(Rule):
+class QKVMapping(ParamMapping):
     """linear_qkv holds, for each key/value group, the rows of its query heads, then of its key, then of its value."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
@@ -42,7 +42,7 @@ class GroupedQKV(Rule):
         return torch.cat(groups, dim=1).flatten(0, 1)
 
 
-class GatedMLP(Rule):
+class GatedMLPMapping(ParamMapping):
     """linear_fc1 holds the rows of the gate, then those of the up projection."""
 
     def to_hf(self, tensor: Tensor, model: ModelConfig) -> tuple[Tensor, ...]:
@@ -52,36 +52,38 @@ class GatedMLP(Rule):
         return torch.cat(tensors)
 
 
-def _qkv(kind: str) -> GroupedQKV:
+def _qkv(kind: str) -> QKVMapping:
     names = tuple(f"model.layers.{{}}.self_attn.{name}_proj.{kind}" for name in "qkv")
-    return GroupedQKV(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
+    return QKVMapping(f"decoder.layers.{{}}.self_attention.linear_qkv.{kind}", names)
 
 
 # EuroBERT, Llama, Mistral and Qwen name their weights alike.
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_EMBEDDING = Rule("embedding.word_embeddings.weight", (EMBEDDING,))
-_LAYER: tuple[Rule, ...] = (
-    Rule("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
+_EMBEDDING = ParamMapping("embedding.word_embeddings.weight", (EMBEDDING,))
+_LAYER: tuple[ParamMapping, ...] = (
+    ParamMapping("decoder.layers.{}.input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
     _qkv("weight"),
-    Rule("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.self_attn.o_proj.weight",)),
-    Rule("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
-    GatedMLP(
+    ParamMapping("decoder.layers.{}.self_attention.linear_proj.weight", ("model.layers.{}.self_attn.o_proj.weight",)),
+    ParamMapping("decoder.layers.{}.pre_mlp_layernorm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    GatedMLPMapping(
         "decoder.layers.{}.mlp.linear_fc1.weight",
         ("model.layers.{}.mlp.gate_proj.weight", "model.layers.{}.mlp.up_proj.weight"),
     ),
-    Rule("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)),
+    ParamMapping("decoder.layers.{}.mlp.linear_fc2.weight", ("model.layers.{}.mlp.down_proj.weight",)),
 )
-_QKV_BIAS: tuple[Rule, ...] = (_qkv("bias"),)
-_HEAD_NORMS: tuple[Rule, ...] = tuple(
-    Rule(f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",))
+_QKV_BIAS: tuple[ParamMapping, ...] = (_qkv("bias"),)
+_HEAD_NORMS: tuple[ParamMapping, ...] = tuple(
+    ParamMapping(
+        f"decoder.layers.{{}}.self_attention.{name}_layernorm.weight", (f"model.layers.{{}}.self_attn.{name}_norm.weight",)
+    )
     for name in "qk"
 )
-_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
-_HEAD = Rule("output_layer.weight", (HEAD,))
+_NORM = ParamMapping("decoder.final_layernorm.weight", ("model.norm.weight",))
+_HEAD = ParamMapping("output_layer.weight", (HEAD,))
 VOCABULARY_ROWS = (_EMBEDDING.core, _HEAD.core)
 
 
-def lines(model: ModelConfig) -> Iterator[tuple[Rule, str, tuple[str, ...]]]:
+def lines(model: ModelConfig) -> Iterator[tuple[ParamMapping, str, tuple[str, ...]]]:
     """Yield each rule of a model for each layer, with its names filled in. A tied output layer is not there twice."""
     layer = (*_LAYER, *(_QKV_BIAS if model.add_qkv_bias else ()), *(_HEAD_NORMS if model.qk_layernorm else ()))
     for rule in (_EMBEDDING, *layer, _NORM, *((_HEAD,) if model.untie_embeddings_and_output_weights else ())):

@@ -17,17 +17,17 @@ from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
 from megaenc.model.config import ModelConfig
 from megaenc.objectives import Schedule
-from megaenc.training.checkpoint_dir import CheckpointFolder
-from megaenc.training.config import PretrainSettings, settings_from
+from megaenc.training.checkpoint_dir import CheckpointDir
+from megaenc.training.config import PretrainConfig, settings_from
 from megaenc.training.run_dir import CONFIG, FACTS, TOKENIZER
-from megaenc.training.run_init import Stage, Start
+from megaenc.training.run_init import Ancestor, RunInit
 
 if TYPE_CHECKING:
     from megaenc.model.encoder import Encoder
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class RunCheckpoint:
     """What a run folder says of its model."""
 
     folder: Path
@@ -36,12 +36,12 @@ class SavedRun:
     seq_length: int
     dtype: torch.dtype
     identity: dict[str, Any]
-    settings: PretrainSettings
-    start: Start
+    settings: PretrainConfig
+    start: RunInit
     facts: dict[str, Any]
 
     @property
-    def origin(self) -> Stage | None:
+    def origin(self) -> Ancestor | None:
         """The Hugging Face model that the weights once came from, if any."""
         return next((stage for stage in self.start.before if stage.family), None)
 
@@ -98,14 +98,14 @@ class SavedRun:
 
         InputError if there is no checkpoint, or a file of one is missing or cut short.
         """
-        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        checkpoints = CheckpointDir(self.folder / "checkpoints")
         self._newest(checkpoints)
         kept = checkpoints.up_to_tracker()
         for step in kept:
             checkpoints.state(step)
         return sorted({*kept, *([0] if self.draws_step_0 else [])})
 
-    def _newest(self, checkpoints: CheckpointFolder) -> int:
+    def _newest(self, checkpoints: CheckpointDir) -> int:
         newest = checkpoints.latest()
         if newest is None:
             unfinished = any(checkpoints.folder.glob(".iter_*"))
@@ -119,18 +119,18 @@ class SavedRun:
 
         It reads documents of `length` tokens at most. Memory holds the weights once.
         """
-        backend.start(backend.Layout(), seed=0)
+        backend.init_distributed(backend.ParallelConfig(), seed=0)
         try:
             from torch.distributed.checkpoint.api import CheckpointException
 
             from megaenc.model.encoder import build_encoder
-            from megaenc.training.checkpoint.loader import Checkpoints, load_model
+            from megaenc.training.checkpoint.loader import CheckpointLoader, load_model
 
-            checkpoints = Checkpoints(self.folder / "checkpoints")
+            checkpoints = CheckpointLoader(self.folder / "checkpoints")
             found = self._newest(checkpoints) if step is None else step
             drawn = found == 0 and self.draws_step_0 and not checkpoints.path(0).exists()
             seed = self.settings.seed if drawn else None
-            encoder = build_encoder(self.model, self.vocab_size, length, backend.Layout(), self.dtype, seed=seed)
+            encoder = build_encoder(self.model, self.vocab_size, length, backend.ParallelConfig(), self.dtype, seed=seed)
             if not drawn:
                 try:
                     load_model(checkpoints, found, encoder, identity=self.identity)
@@ -145,10 +145,10 @@ class SavedRun:
                     ) from None
             yield found, encoder.requires_grad_(False)
         finally:
-            backend.stop()
+            backend.destroy_distributed()
 
 
-def open_run(folder: Path) -> SavedRun:
+def open_run(folder: Path) -> RunCheckpoint:
     """Read config.yaml and run.json of a run folder. InputError if one is missing, or is not what the run wrote."""
     if not os.path.isfile(folder / CONFIG):
         raise InputError(f"--load {folder}: no {CONFIG} there, expected the folder that a pretraining run got as --save")
@@ -162,14 +162,14 @@ def open_run(folder: Path) -> SavedRun:
     if (given := settings.shape.vocab_size) not in (None, vocab_size):
         raise InputError(f"{folder / CONFIG}: field `vocab_size`: found {given}, expected {vocab_size} as in {FACTS}")
     dtype = torch.bfloat16 if settings.bf16 else torch.float32
-    return SavedRun(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
+    return RunCheckpoint(folder, settings.shape, vocab_size, settings.data.seq_length, dtype, identity, settings, start, facts)
 
 
-def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
+def _read_facts(file: Path) -> tuple[dict[str, Any], RunInit]:
     """What run.json holds, each part of the kind that a run writes, and the start in it."""
     try:
         facts = parse_json(read_regular(file))
-        start, identity = Start.read(facts), facts["identity"]
+        start, identity = RunInit.read(facts), facts["identity"]
         numbers = {name: facts[name] for name in ("vocab_size", "parameters")}
         if not isinstance(identity, dict):
             raise TypeError(f"identity is a {type(identity).__name__}")
@@ -189,7 +189,7 @@ def _read_facts(file: Path) -> tuple[dict[str, Any], Start]:
     return facts, start
 
 
-def _check_same(settings: PretrainSettings, identity: dict[str, Any], file: Path) -> None:
+def _check_same(settings: PretrainConfig, identity: dict[str, Any], file: Path) -> None:
     """InputError names the first flag in config.yaml, `file`, that is not what the weights were made with."""
     here = flags.flatten(settings.shape) | {"bf16": settings.bf16}
     del here["vocab_size"]  # run.json says how many rows there are, whether or not that was given

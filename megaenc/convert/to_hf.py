@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from megaenc import __version__
-from megaenc.atomic_io import whole_folder
-from megaenc.convert.architectures import FAMILIES, Family, config_of
+from megaenc.atomic_io import atomic_dir
+from megaenc.convert.architectures import FAMILIES, Architecture, config_of
 from megaenc.convert.hf_checkpoint import GENERATION
 from megaenc.convert.model_card import Provenance, card, check_license, last_rows
 from megaenc.convert.naming import study_name
 from megaenc.convert.param_mapping import HEAD, hf_tensors
-from megaenc.convert.run_checkpoint import SavedRun, open_run
+from megaenc.convert.run_checkpoint import RunCheckpoint, open_run
 from megaenc.convert.safetensors_writer import dtype_of, size_of, write_shards
 from megaenc.convert.tokenizer_io import certify_tokenizer, fit_beside, write_tokenizer
-from megaenc.convert.verify_export import LENGTH, Probe, certify, core_outputs
+from megaenc.convert.verify_export import LENGTH, ProbeBatch, certify, core_outputs
 from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.errors import InputError
 from megaenc.objectives import Attention
@@ -45,7 +45,7 @@ def to_hf(load: Path, output: Path, *, step: int | None = None, **how: Any) -> i
     refuse_existing(output, "--output")
     exporter = Exporter(open_run(load), **how)
     make_parent(output, "--output")
-    with whole_folder(output) as folder:
+    with atomic_dir(output) as folder:
         return exporter.write(folder, output.resolve().name, step)
 
 
@@ -61,14 +61,14 @@ def to_hf_all(load: Path, output: Path, **how: Any) -> list[str]:
     exporter = Exporter(run, **how)
     names = [study_name(run, exporter.schedule, step) for step in steps]
     make_parent(output, "--output")
-    with whole_folder(output) as folder:
+    with atomic_dir(output) as folder:
         for name, step in zip(names, steps, strict=True):
             (folder / name).mkdir()
             exporter.write(folder / name, name, step)
     return names
 
 
-def family_of_export(architecture: str | None, run: SavedRun) -> tuple[Family, Attention]:
+def family_of_export(architecture: str | None, run: RunCheckpoint) -> tuple[Architecture, Attention]:
     """Return the family and the attention of an export of `run` as `architecture`. InputError for a family that is not known.
 
     That is the name of a family, `source` for the one that it came as, or None: EuroBERT if that can say what the model is, else
@@ -90,7 +90,7 @@ class Exporter:
 
     def __init__(
         self,
-        run: SavedRun,
+        run: RunCheckpoint,
         architecture: str | None = None,
         dtype: str = "run",
         max_shard_size: str = "5GB",
@@ -129,7 +129,7 @@ class Exporter:
     def write(self, folder: Path, name: str, step: int | None) -> int:
         """Fill `folder` with the export of `step`, which is called `name`; return the step."""
         run = self.run
-        probe = Probe.of(run.vocab_size, run.context)
+        probe = ProbeBatch.of(run.vocab_size, run.context)
         tokens = self._write_tokenizer(folder)
         with run.loaded(step, LENGTH) as (found, encoder):
             provenance = self._provenance(found)

@@ -30,14 +30,14 @@ _ROWS = 8192  # of an output layer that are widened at once
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeBatch:
     """Fixed tokens: documents of three lengths, and a short one with each of its tokens changed in turn."""
 
     documents: tuple[Tensor, ...]  # int64[length], the longest first
     variants: Tensor  # int64[1 + n, n]; row 0 is as it was, row k has another token k - 1
 
     @classmethod
-    def of(cls, vocab_size: int, context: int) -> "Probe":
+    def of(cls, vocab_size: int, context: int) -> "ProbeBatch":
         """Return it for a model with so many rows that reads so many tokens."""
         lengths = [max(1, min(LENGTH, context) * part // 3) for part in (3, 2, 1)]
         stream = (torch.arange(sum(lengths) + _LEAK) * 7919 + 11) % vocab_size
@@ -55,14 +55,14 @@ class Outputs(NamedTuple):
     variants: Tensor  # [1 + n, n, V]
 
 
-def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -> Outputs:
+def core_outputs(encoder: Any, probe: ProbeBatch, attention: Attention, head: bool) -> Outputs:
     """What megatron-core's model makes of `probe`: all documents end to end in one pack. `head`: whether to the logits."""
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
     parts = [*probe.documents, *probe.variants]
     positions = [torch.arange(len(part)) for part in parts]
     device = next(encoder.parameters()).device
-    packing = Packing.of([0, *accumulate(map(len, parts))], attention, device)
+    packing = PackedSequences.of([0, *accumulate(map(len, parts))], attention, device)
     if not head:
         encoder.head = lambda hidden, predict_at, labels: hidden.squeeze(1)
     with torch.inference_mode(), _in_float32(encoder, encoder.output_layer if head else None):
@@ -74,7 +74,7 @@ def core_outputs(encoder: Any, probe: Probe, attention: Attention, head: bool) -
     return Outputs(documents, variants.unflatten(0, tuple(probe.variants.shape)))
 
 
-def certify(folder: Path, probe: Probe, expected: Outputs, attention: Attention, digests: dict[str, str]) -> dict[str, Any]:
+def certify(folder: Path, probe: ProbeBatch, expected: Outputs, attention: Attention, digests: dict[str, str]) -> dict[str, Any]:
     """Load the model in `folder` and compare; return what conversion.json says. InputError where anything differs."""
     from megaenc.backend.device import detect
 
@@ -141,7 +141,7 @@ def _check_weights(model: Any, digests: dict[str, str]) -> None:
 
 
 def _differences(
-    model: Any, probe: Probe, expected: Outputs, attention: Attention, who: str, tolerance: float
+    model: Any, probe: ProbeBatch, expected: Outputs, attention: Attention, who: str, tolerance: float
 ) -> dict[str, float]:
     """The largest absolute difference over all tokens: of documents of one length, and of some that have to be padded.
 

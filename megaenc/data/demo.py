@@ -17,8 +17,8 @@ from typing import Any
 
 import megaenc
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, wait_for_lock, whole_files
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.atomic_io import atomic_files, stopped_by_sigterm, wait_for_lock
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.data.preprocess.outputs import sha256_of
 from megaenc.dist_env import local_rank
 from megaenc.errors import InputError, one_line_errors
@@ -81,7 +81,7 @@ class Demo:
 
 
 @dataclass(frozen=True)
-class DemoFlags:
+class DemoConfig:
     """What `megaenc demo` takes."""
 
     output: str = "demo"
@@ -104,7 +104,7 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> Demo:
             return built
         # Renamed in this order: no file is there without its record, and the corpus is there only if the held-out documents are.
         targets = [folder / name for name in (RECORD, HELDOUT, CORPUS)]
-        with whole_files(*targets, last_look=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
+        with atomic_files(*targets, last_look=lambda: find_demo_corpus(folder)) as (record, heldout, corpus):
             with open(heldout, "w", encoding="utf-8") as held_out, open(corpus, "w", encoding="utf-8") as rest:
                 for name, text in _documents(sorted(_sources())):
                     stream = held_out if is_held_out(name) else rest
@@ -113,7 +113,7 @@ def build_demo_corpus(folder: str | Path, flag: str = "demo folder") -> Demo:
             facts["sha256"] = {HELDOUT: sha256_of(heldout), CORPUS: sha256_of(corpus)}
             record.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     size = sum((folder / name).stat().st_size for name in (HELDOUT, CORPUS)) / 1e6
-    say(f"{folder / CORPUS}: {size:.1f} MB of English, from what is installed here")
+    print_rank_0(f"{folder / CORPUS}: {size:.1f} MB of English, from what is installed here")
     return Demo.of(folder)
 
 
@@ -162,8 +162,8 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
     Processes that call it together wait for the first. Raises InputError for a demo of another vocabulary size or foreign files.
     """
     from megaenc.data.indexed.metadata import read_sidecar
-    from megaenc.data.preprocess.command import PreprocessFlags, preprocess
-    from megaenc.data.tokenizer.train_command import TokenizerFlags, make_tokenizer
+    from megaenc.data.preprocess.command import PreprocessConfig, preprocess
+    from megaenc.data.tokenizer.train_command import TrainTokenizerConfig, make_tokenizer
 
     folder = Path(folder)
     demo = Demo.of(folder)
@@ -179,9 +179,9 @@ def ensure_demo(folder: str | Path = "demo", vocab_size: int = 8192) -> Demo:
     build_demo_corpus(folder)
     with wait_for_lock(folder / LOCK):
         if not demo.tokenizer.exists():
-            make_tokenizer(TokenizerFlags(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
+            make_tokenizer(TrainTokenizerConfig(input=(str(demo.corpus),), output=str(demo.tokenizer), vocab_size=vocab_size))
         if not last.exists():
-            preprocess(PreprocessFlags((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
+            preprocess(PreprocessConfig((str(demo.corpus),), str(folder / "corpus"), str(demo.tokenizer), append_eod=True))
         found = read_sidecar(demo.data_prefix).vocab_size
         if found != vocab_size:
             hint = "remove it or name another folder"
@@ -293,6 +293,6 @@ def likeness(paragraph: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc demo`."""
     quiet()
-    settings = flags.parse(DemoFlags, argv, prog="megaenc demo", description=__doc__)
+    settings = flags.parse(DemoConfig, argv, prog="megaenc demo", description=__doc__)
     with stopped_by_sigterm():
         build_demo_corpus(settings.output, "--output")

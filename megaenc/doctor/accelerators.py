@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megaenc.dist_env import local_world_size
-from megaenc.doctor.result import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, text_of
+from megaenc.doctor.result import GIB, MIB, Finding, ProbeContext, accelerated, note, ok, problem, text_of
 
 _BUSY = GIB  # that another process has
 _TOLD = ("index", "name", "memory.total", "memory.used", "driver_version", "ecc.errors.uncorrected.volatile.total")
@@ -47,7 +47,7 @@ def told_by(command: Sequence[str], seconds: float) -> tuple[str, str]:
     return told, f"exit code {process.returncode}: {last[:200]}" if process.returncode else ""
 
 
-def driver(asked: Asked) -> list[Finding]:
+def driver(asked: ProbeContext) -> list[Finding]:
     """Tell what nvidia-smi or rocm-smi says, and how the devices are linked."""
     seconds = 0.4 * asked.seconds
     nvidia, rocm = installed("nvidia-smi"), installed("rocm-smi")
@@ -138,7 +138,7 @@ def links(command: Sequence[str], seconds: float) -> list[Finding]:
     return [note("links", text, advice, alike="note")] if kinds else []
 
 
-def seen_by_torch(asked: Asked) -> list[Finding]:
+def seen_by_torch(asked: ProbeContext) -> list[Finding]:
     """Tell how many devices torch sees, their memory, and whether there is one for each process."""
     import torch
 

@@ -8,17 +8,17 @@ from torch.utils.benchmark import Timer
 
 from megaenc.backend.device import detect
 from megaenc.dist_env import rank
-from megaenc.doctor.cross_rank import join
-from megaenc.doctor.result import Asked, Finding, ok, problem
+from megaenc.doctor.cross_rank import join_group
+from megaenc.doctor.result import Finding, ProbeContext, ok, problem
 
 _SMALL = 16  # numbers for each rank
 _MEGABYTES = {"cpu": 4, "cuda": 64}
 _MODULUS = 251  # numbers are small and whole, so that every order of adding them gives the same
 
 
-def collectives(asked: Asked) -> list[Finding]:
+def collectives(asked: ProbeContext) -> list[Finding]:
     """Try the collectives that training uses over the process group that it would use: right numbers, time, bytes a second."""
-    join(asked.seconds)
+    join_group(asked.seconds)
     backend, group, size = detect(), None, dist.get_world_size()
     if not backend.is_host:
         torch.cuda.set_device(backend.device)

@@ -20,19 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, write_whole
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.atomic_io import atomic_write, stopped_by_sigterm
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.dist_env import local_rank, rank, world_size
 from megaenc.doctor import report
-from megaenc.doctor.cross_rank import named
-from megaenc.doctor.report import Looked, from_json, to_json, together
-from megaenc.doctor.result import Asked, Finding, Probe, problem
-from megaenc.doctor.runner import NoAnswer, Prober
+from megaenc.doctor.cross_rank import format_ranks
+from megaenc.doctor.report import RankFindings, from_json, to_json, together
+from megaenc.doctor.result import Finding, Probe, ProbeContext, problem
+from megaenc.doctor.runner import ProbeRunner, ProbeTimeout
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_output_file, make_parent
-from megaenc.torchelastic import die_with_launcher, for_good, leave_if_told
+from megaenc.torchelastic import die_with_launcher, exit_without_restart, leave_if_told
 
-_MEETING = Probe("ranks", "meeting", "megaenc.doctor.cross_rank:meet", "ranks", patience=2)
+_MEETING = Probe("ranks", "meeting", "megaenc.doctor.cross_rank:join_ranks", "ranks", patience=2)
 
 PROBES = (
     # Before the ranks of this very command are on the devices, where the driver would count their memory as somebody else's.
@@ -72,7 +72,7 @@ _OTHERS = 10  # times --timeout that rank 0 waits for what other ranks have foun
 
 
 @dataclass(frozen=True)
-class DoctorFlags:
+class DoctorConfig:
     """What the doctor is told."""
 
     save: str = "."
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     die_with_launcher()
     leave_if_told()
     quiet()
-    settings = flags.parse(DoctorFlags, argv, prog="megaenc doctor", description=__doc__)
+    settings = flags.parse(DoctorConfig, argv, prog="megaenc doctor", description=__doc__)
     unknown = [name for name in settings.only if name not in SUBJECTS]
     if unknown:
         raise InputError(f"--only {unknown[0]}: expected some of {', '.join(SUBJECTS)}")
@@ -103,30 +103,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_output_file(Path(settings.json), "--json")
     findings: list[Finding] = []
     try:
-        with stopped_by_sigterm(), Prober(Asked(settings.save, settings.timeout, environment)) as prober:
+        with stopped_by_sigterm(), ProbeRunner(ProbeContext(settings.save, settings.timeout, environment)) as prober:
             looked = _of_all(prober, look(prober, settings.only or SUBJECTS, findings), settings)
     except (SystemExit, KeyboardInterrupt):  # as torchrun does to all when a rank dies
         advice = "by hand, or because another rank has died: see what was printed of it"
-        say(report.text([*findings, _between("stopped", "before all was looked at", advice)], SUBJECTS))
+        print_rank_0(report.text([*findings, _between("stopped", "before all was looked at", advice)], SUBJECTS))
         raise
     if not looked:
         return
     found = together(looked)
-    say(report.text(found, SUBJECTS))
+    print_rank_0(report.text(found, SUBJECTS))
     if settings.json:
         command = shlex.join(sys.argv[1:] if argv is None else argv)
         about = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "ranks_asked": world_size(), "command": command}
         make_parent(Path(settings.json), "--json")
         try:  # after the report: a disk that is full or broken is among what is looked for
-            write_whole(Path(settings.json), report.as_json(looked, found, about))
+            atomic_write(Path(settings.json), report.as_json(looked, found, about))
         except OSError as error:
             raise InputError(f"--json {settings.json}: cannot be written: {error.strerror}") from None
     if any(finding.level == "problem" for finding in found):
-        for_good(1)
+        exit_without_restart(1)
         sys.exit(1)
 
 
-def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Looked:
+def look(prober: ProbeRunner, subjects: Sequence[str], findings: list[Finding]) -> RankFindings:
     """Carry out this rank's probes of `subjects`, and what they ask for right after them; add to `findings` what is found."""
     waiting = deque(each for each in PROBES if each.subject in subjects and (each.where != "node" or local_rank() == 0))
     of_all = [each for each in waiting if each.where == "ranks"]
@@ -146,10 +146,10 @@ def look(prober: Prober, subjects: Sequence[str], findings: list[Finding]) -> Lo
             more = [each for each in found if isinstance(each, Probe)]
             waiting.extendleft(reversed(more))
             progress.total, done = progress.total + len(more), done + 1
-    return Looked(rank(), socket.gethostname(), tuple(findings), looked_at)
+    return RankFindings(rank(), socket.gethostname(), tuple(findings), looked_at)
 
 
-def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]:
+def _of_all(prober: ProbeRunner, mine: RankFindings, settings: DoctorConfig) -> list[RankFindings]:
     """Return on rank 0 what all ranks have found, with those missing named; elsewhere nothing."""
     if world_size() == 1:
         return [mine]
@@ -159,7 +159,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
             "megaenc.doctor.cross_rank:exchange", to_json(mine), patience, seconds=patience + settings.timeout
         )
         why = "" if told else found[0].found
-    except NoAnswer as error:
+    except ProbeTimeout as error:
         why = str(error)
     if why:
         alone = _between("comparing", why, "nothing is known of the other ranks: see what they have printed")
@@ -178,7 +178,7 @@ def _of_all(prober: Prober, mine: Looked, settings: DoctorFlags) -> list[Looked]
     missing = [each for each in range(world_size()) if each not in found]
     if missing:
         advice = "look at what was printed by those ranks and their nodes; --timeout gives slow ones longer"
-        wrong.append(_between("missing", f"nothing came from rank {named(missing)} in {patience:g} s", advice))
+        wrong.append(_between("missing", f"nothing came from rank {format_ranks(missing)} in {patience:g} s", advice))
     looked[0] = replace(mine, findings=(*mine.findings, *wrong))
     return [looked[each] for each in sorted(looked)]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from megaenc.dist_env import rank, world_size
 from megaenc.doctor.disk import existing
-from megaenc.doctor.result import Asked, Broken, Finding, note, ok, problem
+from megaenc.doctor.result import Finding, ProbeAborted, ProbeContext, note, ok, problem
 
 PINGS = 50
 _APART, _FAR_APART = 1.0, 60.0  # seconds
@@ -25,15 +25,15 @@ _SHARED = 1 << 16  # numbers
 _HOSTS = 4  # that are named
 
 
-def meet(asked: Asked) -> list[Finding]:
+def join_ranks(asked: ProbeContext) -> list[Finding]:
     """Join all processes in one group over gloo, which the probes after this one use."""
     begin = time.perf_counter()
     try:
-        join(asked.seconds)
+        join_group(asked.seconds)
     except RuntimeError as error:
         advice = "a rank is late or cannot be reached: set GLOO_SOCKET_IFNAME to the nodes' network, look for a firewall"
         found = f"{world_size()} ranks: {' '.join(str(error).split())[:200]}"
-        raise Broken(problem("meeting", found, advice)) from None
+        raise ProbeAborted(problem("meeting", found, advice)) from None
     seconds = time.perf_counter() - begin
     if world_size() == 1:
         return [ok("ranks", "1; torchrun --nproc-per-node N -m megaenc doctor tries what is between several")]
@@ -43,14 +43,14 @@ def meet(asked: Asked) -> list[Finding]:
 
 
 @functools.cache
-def join(seconds: float) -> None:
+def join_group(seconds: float) -> None:
     """Join the group of all processes, or make one of this process alone. RuntimeError where not all are there in time."""
     import torch.distributed as dist
 
-    from megaenc.backend.initialize import meet
+    from megaenc.backend.init_distributed import rendezvous
 
     timeout = timedelta(seconds=seconds)
-    store, own, size = meet(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
+    store, own, size = rendezvous(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)
     dist.init_process_group("gloo", store=store, rank=own, world_size=size, timeout=timeout)
     dist.barrier()
 
@@ -63,12 +63,12 @@ def _gather(mine: Any) -> list[Any]:
     return answers
 
 
-def clocks(asked: Asked) -> list[Finding]:
+def clocks(asked: ProbeContext) -> list[Finding]:
     """Tell how far the clocks of the ranks are apart; rank 0 measures and tells."""
     if world_size() == 1:
         return []
     hosts, offsets = _gather(socket.gethostname()), measured_offsets()
-    return [] if rank() else [apart(offsets, hosts)]
+    return [] if rank() else [clock_skew(offsets, hosts)]
 
 
 def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float, float]]:
@@ -100,7 +100,7 @@ def measured_offsets(clock: Callable[[], float] = time.time) -> list[tuple[float
     return [(0.0, 0.0), *((offset, max(seconds, 0.0) / 2) for seconds, offset in shortest)]
 
 
-def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
+def clock_skew(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     """Judge the `measured_offsets` of ranks on `hosts`."""
 
     def seconds(value: float) -> str:
@@ -119,7 +119,7 @@ def apart(offsets: list[tuple[float, float]], hosts: list[str]) -> Finding:
     return problem("clocks", text, f"{advice}; file times, certificates and Slurm's own keys are refused at minutes")
 
 
-def shared_folder(asked: Asked) -> list[Finding]:
+def shared_folder(asked: ProbeContext) -> list[Finding]:
     """Tell whether the --save folder is the same one on all ranks, and a lock of rank 0 holds for all of them."""
     if world_size() == 1:
         return []
@@ -161,14 +161,14 @@ def sharing(everywhere: list[str]) -> Finding:
     missing, unlocked = ([at for at, found in enumerate(everywhere) if found == word] for word in ("missing", "unlocked"))
     if missing:
         advice = "checkpoints are written by all ranks into one folder: give --save one that all nodes see"
-        return problem("shared by ranks", f"a file of rank 0 is not there on rank {named(missing)}", advice)
+        return problem("shared by ranks", f"a file of rank 0 is not there on rank {format_ranks(missing)}", advice)
     if unlocked:
         advice = "two commands on different nodes could train in one folder: start one, or mount it with locks across nodes"
-        return note("shared by ranks", f"a lock of rank 0 does not hold on rank {named(unlocked)}", advice)
+        return note("shared by ranks", f"a lock of rank 0 does not hold on rank {format_ranks(unlocked)}", advice)
     return ok("shared by ranks", "one folder for all, and a lock of one holds for all")
 
 
-def shared_arrays(asked: Asked) -> list[Finding]:
+def shared_arrays(asked: ProbeContext) -> list[Finding]:
     """Tell whether a node's processes have one copy of the arrays that a run keeps in memory for all of them (data.shared)."""
     if world_size() == 1:
         return []
@@ -192,7 +192,7 @@ def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Findin
     """Judge, for each rank, (its host, whether it has made the array itself) and whether that is wrong."""
     what, hosts = "shared arrays", Counter(host for host, _ in everywhere)
     if any(wrong):
-        text = f"other numbers than were written, on rank {named([at for at, bad in enumerate(wrong) if bad])}"
+        text = f"other numbers than were written, on rank {format_ranks([at for at, bad in enumerate(wrong) if bad])}"
         return [problem(what, text, "memory that processes share is broken here: try another kernel or container")]
     own = {host: count for host, count in Counter(host for host, own in everywhere if own).items() if count > 1}
     if own:
@@ -206,14 +206,14 @@ def copies(everywhere: list[tuple[str, bool]], wrong: list[bool]) -> list[Findin
     return [ok(what, "one copy for the processes of a node")] if max(hosts.values()) > 1 else []
 
 
-def named(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Write ranks for the eye: 0-3, 7."""
     starts = [each for each in sorted(ranks) if each - 1 not in ranks]
     stops = [each for each in sorted(ranks) if each + 1 not in ranks]
     return ", ".join(f"{first}-{last}" if first < last else str(first) for first, last in zip(starts, stops, strict=True))
 
 
-def exchange(asked: Asked, mine: str, patience: float) -> dict[int, bytes]:
+def exchange(asked: ProbeContext, mine: str, patience: float) -> dict[int, bytes]:
     """Return on rank 0, by rank, the text of each rank, except those that are missing after `patience` seconds.
 
     It goes through the launcher's store, which is there without a group, and which anybody who reaches its port can write to.

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
-from megaenc.doctor.result import GIB, Asked, Finding, note, ok, problem, text_of
+from megaenc.doctor.result import GIB, Finding, ProbeContext, note, ok, problem, text_of
 
 _MB = 10**6
 _PIECE = 4 * 2**20
@@ -27,7 +27,7 @@ def existing(folder: Path) -> Path:
     return next(place for place in (folder, *folder.parents) if os.path.exists(place))
 
 
-def space(asked: Asked) -> list[Finding]:
+def space(asked: ProbeContext) -> list[Finding]:
     """Tell which file system it is, with free bytes and free names."""
     place = existing(Path(asked.save))
     about, kind = os.statvfs(place), file_system(place, asked.root)
@@ -44,7 +44,7 @@ def space(asked: Asked) -> list[Finding]:
     return found
 
 
-def temporary(asked: Asked) -> list[Finding]:
+def temporary(asked: ProbeContext) -> list[Finding]:
     """Tell the room for temporary files, which launcher, compilers and tokenisers write."""
     what, advice = "temporary files", "make room there, or export TMPDIR=FOLDER"
     try:
@@ -63,7 +63,7 @@ def file_system(place: Path, root: Path = Path("/")) -> str:
     return max(reversed(holding), key=lambda each: each[0], default=(0, "an unknown file system"))[1]
 
 
-def promises(asked: Asked) -> list[Finding]:
+def promises(asked: ProbeContext) -> list[Finding]:
     """Try locks, renaming, syncing and speed in a folder of their own that is removed again."""
     place, found = existing(Path(asked.save)), []
     try:

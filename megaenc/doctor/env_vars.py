@@ -2,7 +2,7 @@
 
 import re
 
-from megaenc.doctor.result import Asked, Finding, note, ok, problem
+from megaenc.doctor.result import Finding, ProbeContext, note, ok, problem
 
 _PREFIXES = (
     "AMD_", "CUBLAS_", "CUDA_", "FI_", "GLOO_", "GPU_", "HIP_", "HSA_", "KMP_", "MIOPEN_", "MKL_", "NCCL_", "NVIDIA_", "NVTE_",
@@ -59,7 +59,7 @@ def _bites(value: str, values: str) -> bool:
     return {"on": on, "off": not on, "any": True, "not 1": value != "1"}.get(values, word in values.split())
 
 
-def variables(asked: Asked) -> list[Finding]:
+def variables(asked: ProbeContext) -> list[Finding]:
     """Show those that are set, in order of the alphabet."""
     found = [
         _variable(name, value)

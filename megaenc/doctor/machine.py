@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from megaenc.dist_env import local_world_size, world_size
-from megaenc.doctor.result import GIB, MIB, Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
+from megaenc.doctor.result import GIB, MIB, Finding, ProbeContext, accelerated, note, ok, problem, problem_between_nodes, text_of
 from megaenc.processes import processor_name, usable_cores
 
 _MUCH = 0.1  # of the memory
@@ -19,7 +19,7 @@ _FILES_A_RANK, _OTHER_FILES = 8, 512  # connections to each other rank in its gr
 _LOCKED = 16 * GIB
 
 
-def processors(asked: Asked) -> list[Finding]:
+def processors(asked: ProbeContext) -> list[Finding]:
     """Tell which they are, how many this process may use, and whether threads are too many or too few."""
     cores, share = usable_cores(), quota(asked.root)
     found = [
@@ -33,7 +33,7 @@ def processors(asked: Asked) -> list[Finding]:
     return found
 
 
-def threads(asked: Asked, cores: int) -> Finding:
+def threads(asked: ProbeContext, cores: int) -> Finding:
     """Compare OMP_NUM_THREADS, which counts for one process alone, with the cores."""
     what, processes = "threads", local_world_size()
     given = asked.environment.get("OMP_NUM_THREADS", "")
@@ -70,7 +70,7 @@ def _limits(root: Path, file: str) -> list[str]:
     return [text_of(folder / file) for folder in (top, *(folder for folder in (own, *own.parents) if top in folder.parents))]
 
 
-def memory(asked: Asked) -> list[Finding]:
+def memory(asked: ProbeContext) -> list[Finding]:
     """Tell how much there is, and what of it is somebody else's, swapped out or set apart for huge pages."""
     total, available = psutil.virtual_memory().total, psutil.virtual_memory().available
     limit, about = memory_limit(asked.root), text_of(asked.root / "proc/meminfo")
@@ -88,7 +88,7 @@ def memory(asked: Asked) -> list[Finding]:
     return found
 
 
-def shared_memory(asked: Asked) -> list[Finding]:
+def shared_memory(asked: ProbeContext) -> list[Finding]:
     """Judge the size of /dev/shm, what is free of it, and whether it can be written to."""
     place, what = asked.root / "dev/shm", "/dev/shm"
     try:
@@ -109,7 +109,7 @@ def shared_memory(asked: Asked) -> list[Finding]:
     return [note(what, text, f"enough to train on processors, too little for accelerators; {advice}")]
 
 
-def limits(asked: Asked) -> list[Finding]:
+def limits(asked: ProbeContext) -> list[Finding]:
     """Judge how many open files and how much locked memory, which InfiniBand cards read, this process may have."""
     endless, ranks = resource.RLIM_INFINITY, world_size()
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # the first may be raised to the second by the process itself

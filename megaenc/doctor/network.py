@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from megaenc.dist_env import several_nodes
-from megaenc.doctor.result import Asked, Finding, accelerated, note, ok, problem, problem_between_nodes, text_of
+from megaenc.doctor.result import Finding, ProbeContext, accelerated, note, ok, problem, problem_between_nodes, text_of
 
 _NO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _PASSED_OVER = ("lo", "docker")
@@ -15,7 +15,7 @@ _PLUGINS = ("librccl-net.so", "libnccl-net.so")
 """By which RCCL, in its versions, and NCCL speak over networks that they do not know themselves."""
 
 
-def cards(asked: Asked) -> list[Finding]:
+def cards(asked: ProbeContext) -> list[Finding]:
     """Tell which networks' cards there are to link nodes by, and whether a process may use them as it is told to."""
     classes = asked.root / "sys/class"
     slingshot = sorted(card.name for card in (classes / "cxi").glob("*"))  # HPE's, which RCCL and NCCL pass over by themselves
@@ -32,7 +32,7 @@ def cards(asked: Asked) -> list[Finding]:
     return found or [ok("InfiniBand, RoCE", "no card; needed between nodes only")]
 
 
-def _plugin(asked: Asked) -> Finding:
+def _plugin(asked: ProbeContext) -> Finding:
     what, without = "plugin for Slingshot", "without it RCCL and NCCL speak over TCP between nodes"
     name = asked.environment.get("NCCL_NET_PLUGIN", "")
     if name.lower() == "none":
@@ -47,7 +47,7 @@ def _plugin(asked: Asked) -> Finding:
     return problem_between_nodes(what, f"neither {' nor '.join(_PLUGINS)} in LD_LIBRARY_PATH", advice)
 
 
-def _port(port: Path, asked: Asked) -> Finding:
+def _port(port: Path, asked: ProbeContext) -> Finding:
     name = f"{port.parents[1].name} port {port.name}"
     state, rate, layer = (text_of(port / file) for file in ("state", "rate", "link_layer"))
     kind = "RoCE" if layer == "Ethernet" else layer or "unknown link"
@@ -70,7 +70,7 @@ def _port(port: Path, asked: Asked) -> Finding:
     return ok(name, text, alike="note")
 
 
-def interfaces(asked: Asked) -> list[Finding]:
+def interfaces(asked: ProbeContext) -> list[Finding]:
     """Tell each interface that is up, and the ones that processes would meet over."""
     addresses = {
         name: [each.address for each in given if each.family == socket.AF_INET] for name, given in psutil.net_if_addrs().items()

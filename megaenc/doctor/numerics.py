@@ -8,9 +8,9 @@ from torch.utils.benchmark import Timer
 
 from megaenc.backend import device as devices
 from megaenc.backend.device import Backend, detect
-from megaenc.backend.initialize import share_cores
+from megaenc.backend.init_distributed import share_cores
 from megaenc.backend.megatron import prepare_megatron
-from megaenc.doctor.result import Asked, Finding, Probe, note, ok, problem
+from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
 from megaenc.errors import InputError
 
 _SLOW = 0.4  # of an accelerator's peak in its data sheet
@@ -34,7 +34,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def products(asked: Asked) -> list[Finding]:
+def products(asked: ProbeContext) -> list[Finding]:
     """Compare matrix products in float32 and bfloat16 with float64 on the host, and tell how fast they are."""
     backend = detect()
     share_cores()
@@ -83,7 +83,7 @@ def rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / min(timer.timeit(1).median for _ in range(6))
 
 
-def backends(asked: Asked) -> list[Probe]:
+def backends(asked: ProbeContext) -> list[Probe]:
     """Return a probe for each attention backend."""
     _begin()
     from megaenc.model.attention.backends import ORDER
@@ -94,7 +94,7 @@ def backends(asked: Asked) -> list[Probe]:
     return [Probe("attention", name, f"{__name__}:backend", "rank", (name,), 3, advices[name]) for name in ORDER]
 
 
-def backend(asked: Asked, name: str) -> list[Finding]:
+def backend(asked: ProbeContext, name: str) -> list[Finding]:
     """Compare an attention backend with the formula under every mask, in the numbers that a run here may be made in."""
     device = _begin().device
     from megaenc.model.attention.selftest import check_backend
@@ -115,7 +115,7 @@ def backend(asked: Asked, name: str) -> list[Finding]:
     return [ok(name, f"right: {masks}; heads {widths} wide; {kinds}; {100 * worst:.0f} % of the error allowed")]
 
 
-def kernels(asked: Asked) -> list[Finding | Probe]:
+def kernels(asked: ProbeContext) -> list[Finding | Probe]:
     """Return a probe for each fused kernel, where runs would use them."""
     if detect().is_host and os.environ.get("TRITON_INTERPRET") != "1":
         return [ok("fused kernels", "for accelerators; on processors torch's operations take their place")]
@@ -126,7 +126,7 @@ def kernels(asked: Asked) -> list[Finding | Probe]:
     ]
 
 
-def kernel(asked: Asked, name: str) -> list[Finding]:
+def kernel(asked: ProbeContext, name: str) -> list[Finding]:
     """Compare a fused kernel with its formula, in both kinds of numbers that a run may be made in."""
     device = _begin().device
     from megaenc.model.kernels.selftest import Widths, check_kernel
@@ -143,7 +143,7 @@ def kernel(asked: Asked, name: str) -> list[Finding]:
     return [ok(name, f"right: output and gradients, bfloat16 and float32; {100 * worst:.0f} % of the error allowed")]
 
 
-def float8_products(asked: Asked) -> list[Finding]:
+def float8_products(asked: ProbeContext) -> list[Finding]:
     """Try what `--fp8-format` computes by, in both its formats: a note where runs with that flag would refuse to start."""
     backend, what = _begin(), "float8 products"
     from megaenc.model.fp8.linear import check_products

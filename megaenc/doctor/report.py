@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from megaenc.console import printable
-from megaenc.doctor.cross_rank import named
+from megaenc.doctor.cross_rank import format_ranks
 from megaenc.doctor.result import LEVELS, Finding
 from megaenc.json_files import parse_json
 
@@ -18,7 +18,7 @@ _SHOWN = 6  # ranks with something of their own, of one finding
 
 
 @dataclass(frozen=True)
-class Looked:
+class RankFindings:
     """What one rank has found."""
 
     rank: int
@@ -28,12 +28,12 @@ class Looked:
     """(subject, where) of the probes that it has carried out: each node's are left to its first rank."""
 
 
-def to_json(looked: Looked) -> str:
+def to_json(looked: RankFindings) -> str:
     """Return `looked` as the text that `from_json` reads."""
     return json.dumps(asdict(looked) | {"looked_at": sorted(looked.looked_at)})
 
 
-def from_json(content: bytes, rank: int) -> Looked:
+def from_json(content: bytes, rank: int) -> RankFindings:
     """Return the findings that `rank` has put into the store of the launcher. Raises ValueError for anything else.
 
     Anybody who reaches the store's port can write to it: size, types and what a terminal would not print are checked.
@@ -46,7 +46,7 @@ def from_json(content: bytes, rank: int) -> Looked:
             Finding(**{field.name: _text(row[field.name]) for field in fields(Finding)}) for row in values["findings"]
         )
         looked_at = frozenset((_text(subject), _text(where)) for subject, where in values["looked_at"])
-        looked = Looked(rank, _text(values["host"]), findings, looked_at)
+        looked = RankFindings(rank, _text(values["host"]), findings, looked_at)
     except (KeyError, TypeError) as error:
         raise ValueError(f"not the findings of a rank ({type(error).__name__}: {error})") from None
     for level in (level for finding in findings for level in (finding.level, finding.alike)):
@@ -62,7 +62,7 @@ def _text(value: Any) -> str:
     return printable(value)
 
 
-def together(looked: Sequence[Looked]) -> list[Finding]:
+def together(looked: Sequence[RankFindings]) -> list[Finding]:
     """Return the findings of all, in the order of the first that has each; of one rank alone they stay as they are."""
     found: dict[tuple[str, str], dict[int, Finding]] = {}
     for each in looked:
@@ -95,11 +95,11 @@ def _merged(by_rank: dict[int, Finding], hosts: dict[int, str], compared: bool) 
         return [usual]
     if not compared:
         return [usual] * (usual.level == "ok") + [
-            replace(finding, what=f"{usual.what}, rank {named(ranks)}", found=f"{finding.found} ({hosts[ranks[0]]})")
+            replace(finding, what=f"{usual.what}, rank {format_ranks(ranks)}", found=f"{finding.found} ({hosts[ranks[0]]})")
             for finding, ranks in [group for group in groups if group[0].level != "ok"][:_SHOWN]
         ]
     parts = [
-        f"{finding.found} on rank {named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
+        f"{finding.found} on rank {format_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))})"
         for finding, ranks in odd[:_SHOWN]
     ]
     parts += [f"{len(odd) - _SHOWN} others"] if len(odd) > _SHOWN else []
@@ -134,7 +134,7 @@ def _wrapped(words: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(words, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
-def as_json(looked: Sequence[Looked], findings: Sequence[Finding], about: dict[str, Any]) -> str:
+def as_json(looked: Sequence[RankFindings], findings: Sequence[Finding], about: dict[str, Any]) -> str:
     """Return `about` the call, the findings of all ranks together, and those of each rank."""
 
     def rows(of: Sequence[Finding]) -> list[dict[str, str]]:

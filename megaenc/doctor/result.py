@@ -51,7 +51,7 @@ def problem_between_nodes(what: str, found: str, advice: str) -> Finding:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeContext:
     """What each probe is told."""
 
     save: str = "."
@@ -84,7 +84,7 @@ class Probe:
     """What to do where it hangs or dies."""
 
 
-class Broken(Exception):
+class ProbeAborted(Exception):
     """A probe ended with a finding that leaves nothing for the like of it to go on from."""
 
     def __init__(self, finding: Finding):
@@ -100,6 +100,6 @@ def text_of(file: Path) -> str:
         return ""
 
 
-def accelerated(asked: Asked) -> bool:
+def accelerated(asked: ProbeContext) -> bool:
     """Return whether the machine has accelerators, without asking a driver."""
     return any((asked.root / "dev").glob("nvidia[0-9]*")) or (asked.root / "dev/kfd").exists()

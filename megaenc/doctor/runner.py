@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
-from megaenc.doctor.result import Asked, Broken, Finding, Probe, problem
+from megaenc.doctor.result import Finding, Probe, ProbeAborted, ProbeContext, problem
 from megaenc.errors import InputError
 from megaenc.processes import Worker, WorkerEnded, python_environment
 
 _LAST = 4096  # bytes in which its last words are looked for
 
 
-class NoAnswer(Exception):
+class ProbeTimeout(Exception):
     """A probe has hung or has taken its process with it; the message says which, and `late` whether more time might help."""
 
     def __init__(self, why: str, late: bool = False):
@@ -26,10 +26,10 @@ class NoAnswer(Exception):
         self.late = late
 
 
-class Prober:
+class ProbeRunner:
     """Carries out probes as `asked`, in a process below this one. Use as a context manager."""
 
-    def __init__(self, asked: Asked):
+    def __init__(self, asked: ProbeContext):
         self._asked = asked
         self._worker: Worker | None = None
 
@@ -43,7 +43,7 @@ class Prober:
         """What comes of `probe`, and whether it came to its end; where it did not, a finding says so."""
         try:
             found, ended = self.call(probe.function, *probe.arguments, seconds=probe.patience * self._asked.seconds)
-        except NoAnswer as error:
+        except ProbeTimeout as error:
             advice = f"{probe.advice}; --timeout gives a slow one longer" if error.late else probe.advice
             return [problem(probe.name, str(error), advice)], False
         if not ended:
@@ -72,7 +72,7 @@ class Prober:
             why, late = f"its process {error}", False
         last = self._last_words(before)
         self._give_up()
-        raise NoAnswer(why + last, late)
+        raise ProbeTimeout(why + last, late)
 
     def _give_up(self) -> None:
         """Kill the process and all that it has started."""
@@ -89,12 +89,12 @@ class Prober:
         return f"; it said last: {lines[-1].strip()[:160]}" if lines else ""
 
 
-def _outcome(call: tuple[str, Asked, Sequence[Any]]) -> tuple[Any, bool]:
+def _outcome(call: tuple[str, ProbeContext, Sequence[Any]]) -> tuple[Any, bool]:
     function, asked, arguments = call
     module, name = function.split(":")
     try:
         return getattr(importlib.import_module(module), name)(asked, *arguments), True
-    except Broken as error:
+    except ProbeAborted as error:
         return [error.finding], False
     except Exception as error:  # whatever a broken machine may raise
         return [problem(name, complaint(error), _advice(error))], False

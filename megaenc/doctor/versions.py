@@ -8,7 +8,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import megaenc
-from megaenc.doctor.result import Asked, Finding, Probe, note, ok, problem
+from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
 
 _REQUIRED = ("torch", "megatron-core", "transformers", "tokenizers", "numpy")
 _OPTIONAL = ("triton", "flash-attn", "flash-attn-3", "transformer-engine", "apex", "amdsmi")
@@ -21,7 +21,7 @@ _MODULES = {
 _OF_TRITON = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 
-def versions(asked: Asked) -> list[Finding | Probe]:
+def versions(asked: ProbeContext) -> list[Finding | Probe]:
     """Tell those of megaenc and Python, and ask for a probe to import each package that matters."""
     there = [name for name in _OPTIONAL if _version(name)]
     return [
@@ -34,7 +34,7 @@ def versions(asked: Asked) -> list[Finding | Probe]:
     ]
 
 
-def package(asked: Asked, name: str) -> list[Finding]:
+def package(asked: ProbeContext, name: str) -> list[Finding]:
     """Tell whether a package is there, can be imported, and is one that megaenc, or torch, is made for."""
     found, needed = _version(name), name in _REQUIRED
     if not found:
@@ -116,7 +116,7 @@ def _version(name: str) -> str:
     return next(filter(None, map(_installed, _OF_TRITON if name == "triton" else (name,))), "")
 
 
-def libraries(asked: Asked) -> list[Finding]:
+def libraries(asked: ProbeContext) -> list[Finding]:
     """Tell what torch was built for, and the libraries that it brings."""
     import torch
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import write_whole
+from megaenc.atomic_io import atomic_write
 from megaenc.console import quiet, rich_console
 from megaenc.errors import InputError, one_line_errors
 from megaenc.estimate.hardware import GIB, USABLE, Rates, between, inside, machine
-from megaenc.estimate.layout_case import Case, PaperLayout, phases
-from megaenc.estimate.length_model import Documents, documents, vocabulary
-from megaenc.estimate.report import Report
-from megaenc.estimate.total import Demand, best_layout, estimate
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, phases
+from megaenc.estimate.length_model import LengthModel, documents, vocabulary
+from megaenc.estimate.report import EstimateReport
+from megaenc.estimate.total import Workload, best_layout, estimate
 from megaenc.output_paths import check_output_file, make_parent
-from megaenc.training.config import PretrainSettings, has_bf16, over_defaults
+from megaenc.training.config import PretrainConfig, has_bf16, over_defaults
 
 # Vocabularies of the presets where neither a corpus nor --vocab-size says: that of the small preset's measurements, the demo
 # tokenizer's, and for the study's sizes Llama 3's.
@@ -31,7 +31,7 @@ _STUDY = 128_256
 
 
 @dataclass(frozen=True)
-class EstimateSettings:
+class EstimateConfig:
     """One estimate."""
 
     gpu: str = ""
@@ -61,7 +61,7 @@ class EstimateSettings:
     """state every term with its formula and numbers"""
     output: str = ""
     """JSON file for all of it, every term included"""
-    pretrain: PretrainSettings = field(default_factory=lambda: PretrainSettings(bf16=True))
+    pretrain: PretrainConfig = field(default_factory=lambda: PretrainConfig(bf16=True))
 
 
 @one_line_errors
@@ -76,23 +76,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     report.show(console, explain=settings.explain)
     if settings.output:
         make_parent(Path(settings.output), "--output")
-        write_whole(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
+        atomic_write(Path(settings.output), json.dumps(report.as_json(), indent=2) + "\n")
 
 
-def read(argv: Sequence[str], prog: str) -> EstimateSettings:
+def read(argv: Sequence[str], prog: str) -> EstimateConfig:
     """Return the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
     # Accelerators of the table have bf16; of this machine only itself can tell, with torch.
-    base = EstimateSettings(pretrain=PretrainSettings(bf16="--calibrate" not in argv or has_bf16()))
+    base = EstimateConfig(pretrain=PretrainConfig(bf16="--calibrate" not in argv or has_bf16()))
     default = replace(base, pretrain=over_defaults(argv, prog, base.pretrain))
-    settings = flags.parse(EstimateSettings, argv, prog=prog, description=__doc__, default=default)
-    layout = PaperLayout(**flags.flatten(settings.pretrain.layout))
+    settings = flags.parse(EstimateConfig, argv, prog=prog, description=__doc__, default=default)
+    layout = HypotheticalLayout(**flags.flatten(settings.pretrain.layout))
     settings = replace(settings, pretrain=replace(settings.pretrain, layout=layout))
     _check(settings)
     settings.pretrain.check(settings.gpus)
     return settings
 
 
-def _check(settings: EstimateSettings) -> None:
+def _check(settings: EstimateConfig) -> None:
     whole = ("gpus", "devices_per_node")
     for name in (*whole, "memory_gib", "intra_node_bandwidth", "inter_node_bandwidth", "price_per_hour"):
         if (value := getattr(settings, name)) is not None and not 0 < value < float("inf"):
@@ -108,19 +108,19 @@ def _check(settings: EstimateSettings) -> None:
         raise InputError("--no-bf16: the table's speeds are those of bf16; --calibrate measures float32 on this machine")
 
 
-def make_report(settings: EstimateSettings) -> Report:
+def make_report(settings: EstimateConfig) -> EstimateReport:
     """Return everything that there is to say of a run. Raises InputError."""
     run = settings.pretrain
     vocab_size, said = vocabulary_size(settings)
     docs = documents(run.data, settings.document_tokens)
-    case, demand = Case.of(run, vocab_size, settings.gpus), demand_of(settings, vocab_size, docs)
+    case, demand = LayoutCase.of(run, vocab_size, settings.gpus), demand_of(settings, vocab_size, docs)
     rates = _rates(settings, case, demand, docs)
     own, search = estimate(case, demand, rates), settings.suggest and settings.mfu is None
     better = best_layout(case, demand, rates) if search else None
-    return Report(run.model_name, said, docs, rates, own, better, search, settings.price_per_hour, settings.mfu)
+    return EstimateReport(run.model_name, said, docs, rates, own, better, search, settings.price_per_hour, settings.mfu)
 
 
-def vocabulary_size(settings: EstimateSettings) -> tuple[int, str]:
+def vocabulary_size(settings: EstimateConfig) -> tuple[int, str]:
     """Return the rows of the embedding, and where the number is from."""
     run = settings.pretrain
     if run.shape.vocab_size:
@@ -131,17 +131,17 @@ def vocabulary_size(settings: EstimateSettings) -> tuple[int, str]:
     return usual, f"vocabulary of {usual:,} (assumed; --vocab-size says another)"
 
 
-def demand_of(settings: EstimateSettings, vocab_size: int, docs: Documents) -> Demand:
+def demand_of(settings: EstimateConfig, vocab_size: int, docs: LengthModel) -> Workload:
     """Return what the run computes: its phases, and its validations under the usual two objectives and its own."""
     run = settings.pretrain
     found = phases(run, vocab_size, docs)
     steps = sum(phase.last - phase.first + 1 for phase in found)
     objectives = {"clm", "mlm"} | {work.objective for phase in found for work, _ in phase.parts}
     times = steps // run.eval_every if run.eval_every else 0
-    return Demand(tuple(found), times, len(objectives) * run.output.eval_iters, settings.mfu)
+    return Workload(tuple(found), times, len(objectives) * run.output.eval_iters, settings.mfu)
 
 
-def _rates(settings: EstimateSettings, case: Case, demand: Demand, docs: Documents) -> Rates:
+def _rates(settings: EstimateConfig, case: LayoutCase, demand: Workload, docs: LengthModel) -> Rates:
     known = machine(settings.gpu) if settings.gpu else None
     if known:
         given = {

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaenc.backend.parallel_config import Layout
+from megaenc.backend.parallel_config import ParallelConfig
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
-from megaenc.estimate.length_model import Documents
+from megaenc.estimate.length_model import LengthModel
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.objectives import Attention, Objective, Schedule
-from megaenc.training.config import PretrainSettings
+from megaenc.training.config import PretrainConfig
 
 
 @dataclass(frozen=True)
-class PaperLayout(Layout):
+class HypotheticalLayout(ParallelConfig):
     """A layout for a machine that need not be this one; nothing of megatron-core or torch is imported to read it."""
 
     def split(self, num_layers: int) -> tuple[int, ...]:
@@ -50,7 +50,7 @@ def write_split(split: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Term:
+class CostTerm:
     """One number of an estimate, with where it comes from."""
 
     name: str
@@ -60,7 +60,7 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """What a pipeline stage holds."""
 
     number: int
@@ -74,7 +74,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Case:
+class LayoutCase:
     """A model in a layout.
 
     Letters in formulas: S tokens of a row, N predicted of them, H hidden, F inner, q and k widths of queries and keys, V rows of
@@ -83,7 +83,7 @@ class Case:
 
     shape: ModelConfig
     vocab_size: int
-    layout: Layout
+    layout: ParallelConfig
     split: tuple[int, ...]
     """layers of each part, in the order of the data"""
     gpus: int
@@ -93,7 +93,7 @@ class Case:
     bf16: bool
 
     @classmethod
-    def of(cls, settings: PretrainSettings, vocab_size: int, gpus: int) -> "Case":
+    def of(cls, settings: PretrainConfig, vocab_size: int, gpus: int) -> "LayoutCase":
         """Return what `settings` ask for."""
         split, batches = settings.layout.split(settings.shape.num_layers), (settings.micro_batch_size, settings.global_batch_size)
         return cls(settings.shape, vocab_size, settings.layout, split, gpus, *batches, settings.data.seq_length, settings.bf16)
@@ -160,21 +160,21 @@ class Case:
         norms = 2 * shape.hidden_size + shape.qk_layernorm * 2 * shape.head_dim
         return sum(map(math.prod, widths.values())) + shape.add_qkv_bias * widths["linear_qkv"][0] + norms
 
-    def stage(self, number: int) -> Stage:
+    def stage(self, number: int) -> PipelineStage:
         """Return what stage `number` (0, 1, ...) holds."""
         layers, first, last = sum(self.split[number :: self.stages]), number == 0, number == self.stages - 1
         matrix = self.rows * self.shape.hidden_size
         own_head = self.shape.untie_embeddings_and_output_weights or not first  # tied, the last stage has a copy of its own
         parameters = layers * self.layer_parameters + first * matrix + last * (own_head * matrix + self.shape.hidden_size)
-        return Stage(number, layers, parameters, first, last)
+        return PipelineStage(number, layers, parameters, first, last)
 
-    def every_stage(self) -> list[Stage]:
+    def every_stage(self) -> list[PipelineStage]:
         """Return what each holds."""
         return [self.stage(number) for number in range(self.stages)]
 
 
 @dataclass(frozen=True)
-class Work:
+class ObjectiveWork:
     """What an objective makes of a pack, on average; the steps that train it are alike."""
 
     objective: str
@@ -216,12 +216,12 @@ class PhaseWork:
     text: str
     first: int
     last: int
-    parts: tuple[tuple[Work, float], ...]
+    parts: tuple[tuple[ObjectiveWork, float], ...]
     batches: tuple[tuple[int, int], ...]
     """(packs of a step, steps with so many): one unless --rampup-batch-size"""
 
 
-def phases(settings: PretrainSettings, vocab_size: int, docs: Documents) -> list[PhaseWork]:
+def phases(settings: PretrainConfig, vocab_size: int, docs: LengthModel) -> list[PhaseWork]:
     """Return the phases that are still to be made: a branch begins after the step of its parent. Raises InputError."""
     any_vocabulary = Vocabulary(vocab_size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")  # any with a mask token
     schedule = Schedule.build(settings.objective_schedule, settings.total_iters, any_vocabulary, settings.seed)
@@ -235,7 +235,7 @@ def phases(settings: PretrainSettings, vocab_size: int, docs: Documents) -> list
     return found
 
 
-def work_of(start: Objective, end: Objective, settings: PretrainSettings, docs: Documents) -> Work:
+def work_of(start: Objective, end: Objective, settings: PretrainConfig, docs: LengthModel) -> ObjectiveWork:
     """Return what an objective computes whose options go from those of `start` to those of `end`, at their middle."""
     length = settings.data.seq_length
     begins = docs.pieces if start.shift else 0.0  # no position stands before the first token of a document
@@ -246,10 +246,10 @@ def work_of(start: Objective, end: Objective, settings: PretrainSettings, docs: 
         low, high = getattr(start, "low", 0.0), getattr(start, "high", 1.0)
         predicted = min(predicted, length * (1 - (low + high) / 2) + docs.pieces / 2)  # a prefix is rounded down
         seen = docs.squares * (low * low + low * high + high * high) / 3
-    return Work(start.describe(end=end), length, max(predicted, 0.0), docs.squares, seen)
+    return ObjectiveWork(start.describe(end=end), length, max(predicted, 0.0), docs.squares, seen)
 
 
-def _batches(settings: PretrainSettings, first: int, last: int) -> tuple[tuple[int, int], ...]:
+def _batches(settings: PretrainConfig, first: int, last: int) -> tuple[tuple[int, int], ...]:
     """Return (packs, how many of the steps have so many)."""
     if not settings.rampup_batch_size:  # its rule is megatron-core's, which takes a while to import
         return ((settings.global_batch_size, last - first + 1),)

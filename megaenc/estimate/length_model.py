@@ -13,13 +13,13 @@ from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.data.packing.packed_dataset import check_two_chunks, mean_squares_of_chunks
 from megaenc.data.packing.sentence_packing import check_sentences
 from megaenc.errors import InputError
-from megaenc.training.config_groups import DataSettings
+from megaenc.training.config_groups import DataConfig
 
 _LONGEST = 1 << 40  # tokens of a document
 
 
 @dataclass(frozen=True)
-class Documents:
+class LengthModel:
     """What a pack holds on average."""
 
     squares: float
@@ -33,7 +33,7 @@ class Documents:
     """some lengths of documents, equally likely, to make packs like these of; none: see `source`"""
 
 
-def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
+def documents(data: DataConfig, given: tuple[int, ...]) -> LengthModel:
     """Return how `given` lengths, equally likely, lie in packs; else the corpora's, if they are here; else one document a pack.
 
     Packs of random length have two chunks whatever the documents are. InputError for a length or corpus that cannot be.
@@ -43,30 +43,30 @@ def documents(data: DataSettings, given: tuple[int, ...]) -> Documents:
             raise InputError(f"--document-tokens: found {str(length)[:40]}, expected lengths of 1 to {_LONGEST:,} tokens")
     if data.packing == "random-length":
         check_two_chunks(data.seq_length)
-        return Documents(mean_squares_of_chunks(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
+        return LengthModel(mean_squares_of_chunks(data.seq_length), 2.0, 0.0, "two chunks a pack, cut at random")
     if given:
         lengths = np.array(given, dtype=np.int64)
         text = f"{len(given)} lengths given" if len(given) > 1 else "one length given"
         return _laid_end_to_end(lengths, data.seq_length, 1.0, f"documents of {lengths.mean():,.0f} tokens on average, {text}")
     found = parse_data_path(data.data_path) if data.data_path else []
     if not found or not all(os.path.isfile(f"{prefix}.idx") for _, prefix in found):
-        return Documents(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
+        return LengthModel(float(data.seq_length) ** 2, 1.0, 0.0, "lengths of documents not known: as if each pack were one")
     tokens, parts = zip(*(_of_corpus(prefix, data) for _, prefix in found), strict=True)
     shares = [weight for weight, _ in found if weight is not None]
     weights = [float(share / sum(shares)) for share in shares] or tokens
     mean = [np.average([getattr(part, name) for part in parts], weights=weights) for name in ("squares", "pieces", "special")]
     source = ", ".join(part.source for part in parts)
-    return Documents(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
+    return LengthModel(*map(float, mean), source, parts[int(np.argmax(weights))].lengths)
 
 
-def vocabulary(data: DataSettings) -> int | None:
+def vocabulary(data: DataConfig) -> int | None:
     """Return the ids of the tokenizer that made the corpora, as their .json says; None where they are not on this disk."""
     prefixes = [prefix for _, prefix in parse_data_path(data.data_path)] if data.data_path else []
     sizes = [read_sidecar(prefix).vocab_size for prefix in prefixes if os.path.isfile(sidecar_path(prefix))]
     return max(sizes, default=None)
 
 
-def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
+def _of_corpus(prefix: str, data: DataConfig) -> tuple[int, LengthModel]:
     """Return the tokens of a corpus, and how its documents lie in packs."""
     token_type = check_index(prefix)
     index = IndexArrays.map(f"{prefix}.idx")
@@ -82,7 +82,7 @@ def _of_corpus(prefix: str, data: DataSettings) -> tuple[int, Documents]:
     return int(lengths.sum()), _laid_end_to_end(lengths, data.seq_length, ended, source)
 
 
-def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> Documents:
+def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) -> LengthModel:
     """Average documents of `lengths`, int64[D], in any order, cut wherever a pack ends, over all places of a document.
 
     A document of d tokens meets d + L - 1 windows of L tokens, with the shorter of both, m, for |d - L| + 1 of them, and with
@@ -94,4 +94,4 @@ def _laid_end_to_end(lengths: np.ndarray, pack: int, ended: float, source: str) 
     squares = m * m * (np.abs(d - pack) + 1) + (m - 1) * m * (2 * m - 1) / 3
     few = lengths if len(lengths) <= 512 else np.sort(lengths)[np.linspace(0, len(lengths) - 1, 512).astype(int)]
     pieces, special = (mean + pack - 1) / mean, ended * pack / mean
-    return Documents(float(squares.mean() / mean), pieces, special, source, tuple(few.tolist()))
+    return LengthModel(float(squares.mean() / mean), pieces, special, source, tuple(few.tolist()))

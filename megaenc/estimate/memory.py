@@ -7,7 +7,7 @@ vocabulary is small, when the first layer's gradient does.
 from dataclasses import dataclass
 
 from megaenc.estimate.hardware import Rates
-from megaenc.estimate.layout_case import Case, Stage, Term, Work
+from megaenc.estimate.layout_case import CostTerm, LayoutCase, ObjectiveWork, PipelineStage
 
 LOGITS_AT_ONCE = 2**26  # as megaenc.model.linear_cross_entropy has it
 LOGIT_BYTES_AT_ONCE = 2**30  # as it has with the kernels of accelerators
@@ -17,8 +17,8 @@ LOGIT_BYTES_AT_ONCE = 2**30  # as it has with the kernels of accelerators
 class RankMemory:
     """Of a rank of one stage."""
 
-    stage: Stage
-    terms: tuple[Term, ...]
+    stage: PipelineStage
+    terms: tuple[CostTerm, ...]
 
     @property
     def total(self) -> float:
@@ -26,13 +26,13 @@ class RankMemory:
         return sum(term.value for term in self.terms)
 
 
-def worst_memory(case: Case, works: list[Work], rates: Rates) -> RankMemory:
+def worst_memory(case: LayoutCase, works: list[ObjectiveWork], rates: Rates) -> RankMemory:
     """Return that of the rank that takes most, under the objective that takes most."""
     found = [stage_memory(case, work, stage, rates) for work in works for stage in case.every_stage()]
     return max(found, key=lambda memory: memory.total)
 
 
-def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemory:
+def stage_memory(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> RankMemory:
     """Return that of a rank of `stage`."""
     weights, width, layers, flying = stage.parameters, case.width, stage.layers, in_flight(case, stage)
     shared = case.data if case.layout.use_distributed_optimizer else 1
@@ -55,10 +55,10 @@ def stage_memory(case: Case, work: Work, stage: Stage, rates: Rates) -> RankMemo
         ("on top", max(top, embedding - activations), why),
         ("allocator", rates.pieces + rates.pieces_of_kept * activations, f"lost to pieces, as measured here, and {of_kept}"),
     )
-    return RankMemory(stage, tuple(Term(name, value, "bytes", formula) for name, value, formula in terms if value))
+    return RankMemory(stage, tuple(CostTerm(name, value, "bytes", formula) for name, value, formula in terms if value))
 
 
-def in_flight(case: Case, stage: Stage) -> float:
+def in_flight(case: LayoutCase, stage: PipelineStage) -> float:
     """Return the micro-batches whose activations a stage holds at once, in whole stages.
 
     1F1B: as many as stages from here to the end. Interleaved (megatron-core): 2 (p - s - 1) + (v - 1) p + 1 parts of a stage.
@@ -69,7 +69,7 @@ def in_flight(case: Case, stage: Stage) -> float:
     return min(case.micro_batches, (2 * (after - 1) + (case.turns - 1) * case.stages + 1) / case.turns)
 
 
-def layer_bytes(case: Case, host: bool) -> dict[str, float]:
+def layer_bytes(case: LayoutCase, host: bool) -> dict[str, float]:
     """Return what autograd saves of one layer for a row, by part, without recomputation.
 
     On the host attention by document saves its output twice.
@@ -87,7 +87,7 @@ def layer_bytes(case: Case, host: bool) -> dict[str, float]:
     return {name: case.row * value for name, value in parts.items()}
 
 
-def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
+def kept_bytes(case: LayoutCase, stage: PipelineStage, host: bool) -> tuple[float, str]:
     """Return the activations of one micro-batch on a stage, with recomputation, and the formula of a layer's."""
     layout, shape, parts = case.layout, case.shape, layer_bytes(case, host)
     whole, entering = sum(parts.values()), case.row_bytes / case.sharded
@@ -110,7 +110,7 @@ def kept_bytes(case: Case, stage: Stage, host: bool) -> tuple[float, str]:
     return stage.layers * whole, per_token
 
 
-def _on_top(case: Case, work: Work, stage: Stage, host: bool) -> tuple[float, str]:
+def _on_top(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, host: bool) -> tuple[float, str]:
     """Return the head's at its worst, or the first layer's on the way back, whichever is more."""
     shape, w, layout, parts = case.shape, case.width, case.layout, layer_bytes(case, host)
     layer = case.row * w * (4 * shape.ffn_hidden_size + shape.query_size) / case.tensor + 2 * case.row_bytes

@@ -24,21 +24,21 @@ import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier
 from torch.utils.benchmark import Timer
 
-from megaenc.backend import Backend, Layout, prepare_megatron, start, stop
+from megaenc.backend import Backend, ParallelConfig, destroy_distributed, init_distributed, prepare_megatron
 from megaenc.backend.device import detect
-from megaenc.console import quiet, say
-from megaenc.data.packing.packed_dataset import ConcatPacks, RandomLengthPacks
+from megaenc.console import print_rank_0, quiet
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset, RandomLengthPackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.estimate.hardware import Link, Rates, messages
-from megaenc.estimate.layout_case import Case
-from megaenc.estimate.length_model import Documents
+from megaenc.estimate.layout_case import LayoutCase
+from megaenc.estimate.length_model import LengthModel
 from megaenc.estimate.memory import kept_bytes, stage_memory
 from megaenc.estimate.step_time import ends_bytes_moved, layer_bytes_moved, update_bytes_moved
-from megaenc.estimate.total import Demand
+from megaenc.estimate.total import Workload
 from megaenc.objectives import Attention, Schedule
 from megaenc.processes import Workers, highest_resident, usable_cores
-from megaenc.training.config import PretrainSettings
+from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
 
 _LEAST = 0.05  # of what was measured beside it, where times that vary leave nothing for a part of a step
@@ -48,14 +48,14 @@ _TOKENS = 1 << 18  # of the documents that are read
 
 
 @dataclass(frozen=True)
-class Job:
+class MicrobenchJob:
     """What one process is to measure."""
 
     rank: int
     ranks: int
     folder: str
     """where the processes meet"""
-    settings: PretrainSettings
+    settings: PretrainConfig
     """one rank's share of each layer and of the vocabulary, with one layer and a step of `MICRO_BATCHES` micro-batches"""
     objectives: tuple[str, ...]
     """the first is trained, the attention of all is measured"""
@@ -66,7 +66,7 @@ class Job:
 
 
 def calibrate(
-    settings: PretrainSettings, case: Case, demand: Demand, docs: Documents, known: Rates | None, seconds: float = 4.0
+    settings: PretrainConfig, case: LayoutCase, demand: Workload, docs: LengthModel, known: Rates | None, seconds: float = 4.0
 ) -> Rates:
     """Measure, `seconds` for each thing, a minute in all, in processes that have one rank's share each and compute at once.
 
@@ -80,9 +80,9 @@ def calibrate(
             "give --gpu too, for the table's links"
         )
     share, objectives = share_of(settings, case), tuple(dict.fromkeys(work.objective for work in demand.works))
-    say(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
+    print_rank_0(f"measuring this machine, {devices} process{'es' if devices > 1 else ''} at once (about a minute)")
     with tempfile.TemporaryDirectory() as folder, Workers(measure, devices) as workers:
-        jobs = [Job(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
+        jobs = [MicrobenchJob(rank, devices, folder, share, objectives, docs.lengths, seconds) for rank in range(devices)]
         each = list(workers.map(jobs))
     found = {name: mean(one[name] for one in each) for name in each[0]}
     memory = psutil.virtual_memory().total / devices if host else torch.cuda.get_device_properties(0).total_memory
@@ -90,7 +90,7 @@ def calibrate(
     return rates_from(found, share, demand, host, devices, memory, known, source)
 
 
-def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
+def share_of(settings: PretrainConfig, case: LayoutCase) -> PretrainConfig:
     """Return one rank's share of every layer and of the vocabulary, as a run of one process."""
     shape, tensor = settings.shape, case.tensor
     part = dataclasses.replace(
@@ -104,7 +104,7 @@ def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
     return dataclasses.replace(
         settings,
         shape=part,
-        layout=Layout(),
+        layout=ParallelConfig(),
         global_batch_size=MICRO_BATCHES * settings.micro_batch_size,
         rampup_batch_size=None,
         train_iters=10_000,
@@ -114,8 +114,8 @@ def share_of(settings: PretrainSettings, case: Case) -> PretrainSettings:
 
 def rates_from(
     found: dict[str, float],
-    share: PretrainSettings,
-    demand: Demand,
+    share: PretrainConfig,
+    demand: Workload,
     host: bool,
     devices: int,
     memory: float,
@@ -129,7 +129,9 @@ def rates_from(
     """
     few, many = DEPTHS
     one, deep = (
-        Case.of(dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=depth)), share.shape.vocab_size, 1)
+        LayoutCase.of(
+            dataclasses.replace(share, shape=dataclasses.replace(share.shape, num_layers=depth)), share.shape.vocab_size, 1
+        )
         for depth in DEPTHS
     )
     work = dataclasses.replace(demand.works[0], predicted=found["predicted"] / share.micro_batch_size)
@@ -177,12 +179,12 @@ def rates_from(
     return dataclasses.replace(plain, pieces=max(0.0, lost[1] - growing * many * kept), pieces_of_kept=growing)
 
 
-def measure(job: Job) -> dict[str, float]:
+def measure(job: MicrobenchJob) -> dict[str, float]:
     """Measure all of it, in this process, at the same time as the others."""
     quiet()
     os.environ |= {"LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(job.ranks)}
     prepare_megatron()
-    backend = start(Layout(), 1)
+    backend = init_distributed(ParallelConfig(), 1)
     import megaenc.training.planning
     import megaenc.training.trainer  # noqa: F401
 
@@ -197,7 +199,7 @@ def measure(job: Job) -> dict[str, float]:
         barrier(store, job.ranks, f"meeting {next(meetings)}")
 
     dtype = torch.bfloat16 if job.settings.bf16 else torch.float32
-    case = Case.of(job.settings, job.settings.shape.vocab_size, 1)
+    case = LayoutCase.of(job.settings, job.settings.shape.vocab_size, 1)
     weights = list(case.shape.linear_widths(1).values())
     _products(backend, dtype, 256, [(256, 256)], 0.1)  # libraries set themselves up
     found = {"base": _taken(backend)}
@@ -210,7 +212,7 @@ def measure(job: Job) -> dict[str, float]:
         gc.collect()  # the model before
         found |= _steps(backend, job, depth, meet)
     meet()
-    stop()
+    destroy_distributed()
     return found | (_links(backend, job, dtype, case.row * case.shape.hidden_size) if job.ranks > 1 else {})
 
 
@@ -243,7 +245,7 @@ def _products(backend: Backend, dtype: torch.dtype, rows: int, weights: list[tup
     return _median(call, seconds)
 
 
-def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> dict[str, float]:
+def _steps(backend: Backend, job: MicrobenchJob, depth: int, meet: Callable[[], None]) -> dict[str, float]:
     """Return the times of whole updates of a model of `depth` layers by the training engine, their memory, and its attention."""
     from megaenc.training.engine import Engine
     from megaenc.training.plan import Plan
@@ -252,9 +254,9 @@ def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> 
     settings = dataclasses.replace(job.settings, shape=dataclasses.replace(job.settings.shape, num_layers=depth))
     size, length, total = settings.shape.vocab_size, settings.data.seq_length, settings.total_iters
     vocabulary = Vocabulary(size, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
-    cut = RandomLengthPacks if settings.data.packing == "random-length" else ConcatPacks
+    cut = RandomLengthPackedDataset if settings.data.packing == "random-length" else ConcatPackedDataset
     drawn, lengths = np.random.default_rng(0), job.lengths or (length,)
-    documents = SimpleNamespace(  # of random tokens; see megaenc.data.packing.token_stream.Documents
+    documents = SimpleNamespace(  # of random tokens; see megaenc.data.packing.token_stream.DocumentSource
         document_lengths=drawn.choice(lengths, max(8, _TOKENS // max(1, int(np.mean(lengths))))),
         joined=lambda _, starts, stops: drawn.integers(2, size, int((stops - starts).sum())),
     )
@@ -281,14 +283,14 @@ def _steps(backend: Backend, job: Job, depth: int, meet: Callable[[], None]) -> 
     return found
 
 
-def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPacks, seconds: float) -> dict[str, float]:
+def _attention(backend: Backend, engine: Any, schedule: Schedule, packs: ConcatPackedDataset, seconds: float) -> dict[str, float]:
     """Return the FLOP/s, as training counts them, of attention over a row of packs, forward and backward."""
     from megaenc.model.layer_spec import PackedAttention, transformer_config
     from megaenc.training.attention_select import choose_attention
     from megaenc.training.micro_batches import micro_batch
 
     settings, dtype, objective, device = engine.plan.settings, engine.plan.dtype, schedule.objective(1), backend.device
-    shape, layout, rows = settings.shape, Layout(), settings.micro_batch_size * settings.data.seq_length
+    shape, layout, rows = settings.shape, ParallelConfig(), settings.micro_batch_size * settings.data.seq_length
     chosen = choose_attention(settings.kernels.attention_backend, shape, layout, dtype, {objective.attention}, backend)
     core = PackedAttention(transformer_config(shape, layout, dtype), 1, None, "self", backend=chosen)
     packing = micro_batch(packs, range(settings.micro_batch_size), objective, 1, device).packing
@@ -314,7 +316,7 @@ def _taken(backend: Backend) -> float:
     return total - free - torch.cuda.memory_reserved(backend.device) + torch.cuda.memory_allocated(backend.device)
 
 
-def _links(backend: Backend, job: Job, dtype: torch.dtype, row: int) -> dict[str, float]:
+def _links(backend: Backend, job: MicrobenchJob, dtype: torch.dtype, row: int) -> dict[str, float]:
     """Return the times of an all-reduce between all processes, of a few numbers and of a row of activations."""
     dist.init_process_group(backend.process_group, init_method=f"file://{job.folder}/links", rank=job.rank, world_size=job.ranks)
     activations = torch.ones(row, dtype=dtype, device=backend.device)

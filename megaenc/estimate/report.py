@@ -11,8 +11,8 @@ from rich.table import Table
 from megaenc import __version__
 from megaenc.console import clock, number
 from megaenc.estimate.hardware import GIB, Rates
-from megaenc.estimate.layout_case import Case, Term
-from megaenc.estimate.length_model import Documents
+from megaenc.estimate.layout_case import CostTerm, LayoutCase
+from megaenc.estimate.length_model import LengthModel
 from megaenc.estimate.total import Estimate, flags_of
 
 WORTH_SAYING = 1.03  # how much faster a layout must be to be suggested where the given one fits
@@ -20,12 +20,12 @@ _SHOWN_PHASES = 12
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class EstimateReport:
     """What is said of a run: the estimate of its own layout, and of a better one if there is one."""
 
     model: str
     vocabulary: str
-    documents: Documents
+    documents: LengthModel
     rates: Rates
     own: Estimate
     better: Estimate | None
@@ -88,7 +88,7 @@ class Report:
         rows += [("validation", "", "", "", *taken(validation))] if validation else []
         return _table(("phase", "steps", "tokens", "FLOP", "time", "device hours", *(["cost"] if self.price else [])), rows)
 
-    def _explained(self) -> list[tuple[str, tuple[Term, ...], float]]:
+    def _explained(self) -> list[tuple[str, tuple[CostTerm, ...], float]]:
         """Return each table of terms with its title and what its numbers are counted in."""
         stage, stages = self.own.memory.stage, self.own.case.stages
         of = f" on stage {stage.number + 1} of {stages}" if stages > 1 else ""
@@ -162,7 +162,7 @@ def _json(found: Estimate, rates: Rates) -> dict[str, Any]:
     }
 
 
-def _layout(case: Case) -> str:
+def _layout(case: LayoutCase) -> str:
     layout = case.layout
     told = [layout.describe(case.shape.num_layers, case.gpus)]
     told += ["distributed optimizer"] * layout.use_distributed_optimizer + ["gradients overlap"] * layout.overlap_grad_reduce

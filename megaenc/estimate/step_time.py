@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from megaenc.estimate.hardware import Link, Rates
-from megaenc.estimate.layout_case import Case, Stage, Term, Work
+from megaenc.estimate.layout_case import CostTerm, LayoutCase, ObjectiveWork, PipelineStage
 from megaenc.estimate.memory import LOGITS_AT_ONCE
 
 BUCKET = 40_000_000  # parameters that megatron-core sends at once where gradients leave early, or 1,000,000 x ranks
@@ -20,13 +20,13 @@ class StepTime:
     """of all ranks, as training counts them"""
     pipeline_bubble: float
     """share of the pipeline's time in which a stage waits for others, on average"""
-    terms: tuple[Term, ...]
+    terms: tuple[CostTerm, ...]
     """seconds, those of the slowest stage, adding up to the step's"""
-    sent: tuple[Term, ...]
+    sent: tuple[CostTerm, ...]
     """bytes that one of its ranks sends a step"""
 
 
-def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
+def step_time(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> StepTime:
     """Return what a step of `case` takes under `work`."""
     stages, count = case.every_stage(), case.micro_batches
     each = [micro_batch_terms(case, work, stage, rates) for stage in stages]
@@ -45,13 +45,13 @@ def step_time(case: Case, work: Work, rates: Rates) -> StepTime:
         *_data_parallel(case, stage, rates, computing),
         ("update", moved / rates.optimizer, f"{_n(moved)}B of weights, gradients and moments / {_n(rates.optimizer)}B/s"),
     ]
-    terms = tuple(Term(name, seconds, "s", formula) for name, seconds, formula in found if seconds)
+    terms = tuple(CostTerm(name, seconds, "s", formula) for name, seconds, formula in found if seconds)
     flops = case.global_batch_size * work.flops(case.shape, case.vocab_size)
     bubble = 1 - count * sum(times) / (case.stages * (count * longest + idle))
     return StepTime(sum(term.value for term in terms), flops, bubble, terms, tuple(sent(case, stage, work)))
 
 
-def layer_bytes_moved(case: Case) -> float:
+def layer_bytes_moved(case: LayoutCase) -> float:
     """Return the bytes that all but matrix products and attention read and write in a layer for a row, forward and backward.
 
     Counted kernel by kernel, w a number: norms and residuals 24 H, rotary positions 10 (q + k), heads side by side 4 q, SwiGLU
@@ -63,7 +63,7 @@ def layer_bytes_moved(case: Case) -> float:
     return case.width * case.row * (hidden + inner) + (8 + 2 * case.width) * case.layer_parameters
 
 
-def ends_bytes_moved(case: Case, work: Work, stage: Stage) -> float:
+def ends_bytes_moved(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage) -> float:
     """Return those of embedding and loss, with the gradients of their matrices, 8 + 3 w a parameter, and 12 w H a token.
 
     A logit is 46 bytes in bfloat16, 36 in float32; each part of the logits adds to the output matrix's gradient, 12 or 8 bytes a
@@ -81,7 +81,7 @@ def ends_bytes_moved(case: Case, work: Work, stage: Stage) -> float:
     return moved
 
 
-def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> list[_Seconds]:
+def micro_batch_terms(case: LayoutCase, work: ObjectiveWork, stage: PipelineStage, rates: Rates) -> list[_Seconds]:
     """Return what one micro-batch takes on a stage, forward and backward."""
     layers, packs = stage.layers, case.micro_batch_size
     part = layers / case.shape.num_layers / case.tensor
@@ -107,7 +107,7 @@ def micro_batch_terms(case: Case, work: Work, stage: Stage, rates: Rates) -> lis
     ]
 
 
-def _recomputed(case: Case, stage: Stage, gemm: float, core: float, rest: float) -> float:
+def _recomputed(case: LayoutCase, stage: PipelineStage, gemm: float, core: float, rest: float) -> float:
     """Return the seconds of the forward passes that recomputation repeats: a third of the products, two sevenths of attention."""
     layout, shape = case.layout, case.shape
     if layout.recompute_granularity == "full":
@@ -120,7 +120,7 @@ def _recomputed(case: Case, stage: Stage, gemm: float, core: float, rest: float)
     return ("core_attn" in modules) * core * 2 / 7 + ("mlp" in modules) * (gemm * mlp / 3 + rest / 4)
 
 
-def _tensor_parallel(case: Case, stage: Stage, work: Work, rates: Rates, gemm: float) -> _Seconds:
+def _tensor_parallel(case: LayoutCase, stage: PipelineStage, work: ObjectiveWork, rates: Rates, gemm: float) -> _Seconds:
     """Return what a micro-batch waits for its tensor-parallel ranks.
 
     A layer reduces two rows forward and two backward; with sequence parallelism each is a gather and a scatter, and two more
@@ -138,7 +138,7 @@ def _tensor_parallel(case: Case, stage: Stage, work: Work, rates: Rates, gemm: f
     return ("tensor-parallel all-reduce", times * one + head - hidden, text)
 
 
-def _border(case: Case, rates: Rates) -> _Seconds:
+def _border(case: LayoutCase, rates: Rates) -> _Seconds:
     """Return what goes from stage to stage: in 1F1B each message is waited for, interleaved only at both ends."""
     link = rates.inside if case.gpus <= rates.devices else rates.between
     one = link.send(case.row_bytes / case.sharded)
@@ -147,7 +147,7 @@ def _border(case: Case, rates: Rates) -> _Seconds:
     return ("stage to stage", waited * one, f"{waited} messages x {one:.3g} s of {case.row:,} rows of H")
 
 
-def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -> list[_Seconds]:
+def _data_parallel(case: LayoutCase, stage: PipelineStage, rates: Rates, micro_batch: float) -> list[_Seconds]:
     """Return what the copies send each other: gradients, and weights back if the optimizer is distributed.
 
     What overlaps hides behind a micro-batch.
@@ -172,7 +172,7 @@ def _data_parallel(case: Case, stage: Stage, rates: Rates, micro_batch: float) -
     ]
 
 
-def update_bytes_moved(case: Case, stage: Stage) -> float:
+def update_bytes_moved(case: LayoutCase, stage: PipelineStage) -> float:
     """Return those of an update: zeroing 4, scaling 8 a parameter; of the optimizer's share norm 4, clip 8, AdamW 28, copy 6."""
     shared = case.data if case.layout.use_distributed_optimizer else 1
     return stage.parameters * (12 + (46 if case.bf16 else 40) / shared)
@@ -186,7 +186,7 @@ def group_link(rates: Rates, stride: int, ranks: int) -> Link:
     return Link(min(rates.inside.bandwidth, together * rates.between.bandwidth), rates.between.latency)
 
 
-def sent(case: Case, stage: Stage, work: Work) -> list[Term]:
+def sent(case: LayoutCase, stage: PipelineStage, work: ObjectiveWork) -> list[CostTerm]:
     """Return the bytes that one rank of a stage sends for a step, by what they are for."""
     row, count, n, d, parameters = case.row_bytes, case.micro_batches, case.tensor, case.data, stage.parameters
     a_layer = (5 if case.sharded > 1 else 4) + 2 * (case.layout.recompute_granularity == "full")
@@ -202,7 +202,7 @@ def sent(case: Case, stage: Stage, work: Work) -> list[Term]:
         ("pipeline", count * ways * case.turns * row / case.sharded, f"{m} x {ways} neighbours x {rows}"),
         ("data parallel", (d - 1) / d * copied * parameters, text),
     ]
-    return [Term(name, value, "bytes", formula) for name, value, formula in found if value]
+    return [CostTerm(name, value, "bytes", formula) for name, value, formula in found if value]
 
 
 def _n(value: float) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megaenc.errors import InputError
 from megaenc.estimate.hardware import Rates
-from megaenc.estimate.layout_case import Case, PaperLayout, PhaseWork, Stage, Work, write_split
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, ObjectiveWork, PhaseWork, PipelineStage, write_split
 from megaenc.estimate.memory import RankMemory, worst_memory
 from megaenc.estimate.step_time import StepTime, micro_batch_terms, step_time
 
@@ -26,7 +26,7 @@ _RECOMPUTE = ({}, {"recompute_granularity": "selective", "recompute_modules": ("
 
 
 @dataclass(frozen=True)
-class Demand:
+class Workload:
     """What is to be computed, whatever the layout."""
 
     phases: tuple[PhaseWork, ...]
@@ -38,9 +38,9 @@ class Demand:
     """share of the peak to take as reached"""
 
     @property
-    def works(self) -> list[Work]:
+    def works(self) -> list[ObjectiveWork]:
         """Every objective once, the one of most steps first."""
-        steps: Counter[Work] = Counter()
+        steps: Counter[ObjectiveWork] = Counter()
         for phase in self.phases:
             for work, count in phase.parts:
                 steps[work] += count
@@ -63,10 +63,10 @@ class PhaseCost:
 class Estimate:
     """A run in one layout."""
 
-    case: Case
+    case: LayoutCase
     memory: RankMemory
     fits: bool
-    steps: tuple[tuple[Work, StepTime], ...]
+    steps: tuple[tuple[ObjectiveWork, StepTime], ...]
     """of each objective, at the full batch"""
     phases: tuple[PhaseCost, ...]
     validation: float
@@ -83,13 +83,13 @@ class Estimate:
         return self.seconds * self.case.gpus / 3600
 
 
-def estimate(case: Case, demand: Demand, rates: Rates) -> Estimate:
+def estimate(case: LayoutCase, demand: Workload, rates: Rates) -> Estimate:
     """Return memory, steps and hours of `case`."""
     works = demand.works
     memory = worst_memory(case, works, rates)
 
     @functools.cache
-    def timed(work: Work, packs: int) -> StepTime:
+    def timed(work: ObjectiveWork, packs: int) -> StepTime:
         step = step_time(replace(case, global_batch_size=packs), work, rates)
         if demand.mfu is None:
             return step
@@ -111,7 +111,7 @@ def estimate(case: Case, demand: Demand, rates: Rates) -> Estimate:
     return Estimate(case, memory, memory.total <= rates.memory, steps, tuple(phases), forward)
 
 
-def best_layout(case: Case, demand: Demand, rates: Rates) -> Estimate | None:
+def best_layout(case: LayoutCase, demand: Workload, rates: Rates) -> Estimate | None:
     """Return the fastest that fits, or one within 2 % of it that is simpler; None where nothing fits.
 
     The batch, the model and the number of devices stay. Recomputation is tried only where a layout does not fit without it.
@@ -127,7 +127,7 @@ def best_layout(case: Case, demand: Demand, rates: Rates) -> Estimate | None:
     return min((found for found in fitting if found.seconds <= ALIKE * fastest), key=_complexity, default=None)
 
 
-def _layouts(case: Case, work: Work, rates: Rates) -> Iterator[Case]:
+def _layouts(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> Iterator[LayoutCase]:
     """Every layout of `case`'s devices that its model can be cut for, with and without what costs nothing but a flag."""
     for tensor in _divisors(min(rates.devices, case.gpus)):
         try:
@@ -140,7 +140,7 @@ def _layouts(case: Case, work: Work, rates: Rates) -> Iterator[Case]:
                 continue
             for micro_batch in _divisors(case.global_batch_size // data):
                 overlap = data > 1 and not rates.host
-                layout = PaperLayout(
+                layout = HypotheticalLayout(
                     tensor_model_parallel_size=tensor,
                     pipeline_model_parallel_size=stages,
                     sequence_parallel=tensor > 1 and (micro_batch * case.seq_length) % tensor == 0,
@@ -156,14 +156,14 @@ def _layouts(case: Case, work: Work, rates: Rates) -> Iterator[Case]:
                     yield replace(even, layout=written, split=split)
 
 
-def balanced(case: Case, work: Work, rates: Rates) -> tuple[int, ...]:
+def balanced(case: LayoutCase, work: ObjectiveWork, rates: Rates) -> tuple[int, ...]:
     """Return layers of each stage, of one part each, such that the longest is shortest: embedding and head weigh on the ends.
 
     Each layer goes to the stage that is done first, which is best where all layers take as long.
     """
 
     def seconds(layers: int, first: bool = False, last: bool = False) -> float:
-        return sum(term[1] for term in micro_batch_terms(case, work, Stage(0, layers, 0, first, last), rates))
+        return sum(term[1] for term in micro_batch_terms(case, work, PipelineStage(0, layers, 0, first, last), rates))
 
     stages, layer = case.stages, seconds(1) - seconds(0)
     busy = [seconds(0, first=stage == 0, last=stage == stages - 1) for stage in range(stages)]
@@ -181,7 +181,7 @@ def _complexity(found: Estimate) -> tuple:
     return (case.tensor * case.stages, *map(bool, flags), found.seconds)
 
 
-def flags_of(case: Case) -> list[str]:
+def flags_of(case: LayoutCase) -> list[str]:
     """Return the layout as flags of `megaenc pretrain`."""
     words = ["--micro-batch-size", str(case.micro_batch_size)]
     for name in _FLAGS:

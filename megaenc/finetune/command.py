@@ -8,11 +8,11 @@ from pathlib import Path
 
 from megaenc import flags
 from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import Protocol, check_least
-from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family, Unreachable
+from megaenc.finetune.config import FinetuneConfig, check_least
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.examples import DataUnavailable, TaskFamily
 from megaenc.finetune.grid.jobs import CACHE, check_rate, lock, make_jobs, remaining
 from megaenc.finetune.grid.progress import share
 from megaenc.finetune.results import files as result_files
@@ -20,16 +20,16 @@ from megaenc.output_paths import check_parent, remove_new_parents_on_error
 from megaenc.processes import check_process_count
 
 _WITHOUT_A_MODEL = {
-    Family.SC: "majority class",
-    Family.TC: "most frequent tag of each word",
-    Family.QA: "never answering",
-    Family.IR: "random ranking",
+    TaskFamily.SC: "majority class",
+    TaskFamily.TC: "most frequent tag of each word",
+    TaskFamily.QA: "never answering",
+    TaskFamily.IR: "random ranking",
 }
 """What `Scores.baseline` of each family is of."""
 
 
 @dataclass(frozen=True)
-class RunSettings:
+class FinetuneRunConfig:
     """What `megaenc finetune run` takes."""
 
     config: str = ""
@@ -46,15 +46,15 @@ class RunSettings:
     """folder of results; what is finished there is not done again"""
     retry_failed: bool = False
     """try a run again that is written down as failed, as its loss became NaN"""
-    data: DataFlags = field(default_factory=DataFlags)
-    protocol: Protocol = field(default_factory=Protocol)
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
 
 
 @one_line_errors
 def run_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune run`; ends with exit code 1 if the run failed."""
     quiet()
-    settings = flags.parse_with_config(RunSettings, argv, prog="megaenc finetune run", description=__doc__)
+    settings = flags.parse_with_config(FinetuneRunConfig, argv, prog="megaenc finetune run", description=__doc__)
     for name in ("model", "dataset"):
         if not getattr(settings, name):
             raise InputError(f"--{name}: missing; see megaenc finetune run --help")
@@ -77,13 +77,13 @@ def run_main(argv: Sequence[str] | None = None) -> None:
             if not mine:
                 raise InputError(f"{folder}: another process is at this run; wait for it")
             result_files.sweep(todo)
-            say(f"{todo.name}: imports torch and transformers")
+            print_rank_0(f"{todo.name}: imports torch and transformers")
             from megaenc.finetune.train import run
 
             with ProgressLine("loading", total=1.0) as line:
                 try:
                     run(todo, lambda progress: line.update(share(progress), description=progress.stage, **progress.fields))
-                except Unreachable as error:  # a grid tries such a run again
+                except DataUnavailable as error:  # a grid tries such a run again
                     raise InputError(str(error)) from None
     _show(folder, job.family, before=todo is None)
 
@@ -105,14 +105,16 @@ def _removed_if_refused(output: Path, model: str) -> Iterator[None]:
             raise
 
 
-def _show(folder: Path, family: Family, *, before: bool) -> None:
+def _show(folder: Path, family: TaskFamily, *, before: bool) -> None:
     """Print the scores next to the trivial ones, or why there are none."""
     found = result_files.read(folder)
     if found.failure is not None:
-        say(f"failed{' before' * before}: {found.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate")
+        print_rank_0(
+            f"failed{' before' * before}: {found.failure} ({folder / result_files.FAILED}); choose a smaller --learning-rate"
+        )
         sys.exit(1)
     for name, split in (("validation", found.validation), ("test", found.test)):
         values = {"score": split.score, **split.metrics}
         listed = ", ".join(f"{metric} {100 * value:.2f} ({100 * split.baseline[metric]:.2f})" for metric, value in values.items())
-        say(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
-    say(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")
+        print_rank_0(f"{name}: {listed}" + (f"; worthless: {split.collapsed}" if split.collapsed else ""))
+    print_rank_0(f"in brackets: {_WITHOUT_A_MODEL[family]}; {'finished before, ' * before}{folder / result_files.RESULTS}")

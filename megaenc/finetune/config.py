@@ -10,7 +10,7 @@ LEARNING_RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4)
 
 
 @dataclass(frozen=True)
-class Protocol:
+class FinetuneConfig:
     """How models are fine-tuned and read. The defaults are the study's."""
 
     batch_size: int = 32

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
 QUERY, DOCUMENT = "Query: ", "Document: "
@@ -20,7 +20,7 @@ _VALIDATION_SEED = 42
 _TRAIN_SHARE = 0.95
 
 
-class Family(StrEnum):
+class TaskFamily(StrEnum):
     """A kind of task, under the name that result folders have."""
 
     SC = "SC"  # sequence classification
@@ -78,7 +78,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class RetrievalExamples:
     """Queries, documents and which of them belong together; texts have their prefixes and titles already."""
 
     queries: dict[str, str]
@@ -87,10 +87,10 @@ class Retrieval:
     """By query: its documents and their grades, above 0."""
 
 
-Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | Retrieval
+Examples: TypeAlias = list[LabelledText] | list[TaggedWords] | list[Question] | list[Pair] | RetrievalExamples
 
 
-class Unreachable(OSError):
+class DataUnavailable(OSError):
     """Data that the network does not give now, and may give later: not wrong input. The message is one line."""
 
 
@@ -100,7 +100,7 @@ class Dataset:
 
     name: str
     """Also the folder's name in results."""
-    family: Family
+    family: TaskFamily
     labels: tuple[str, ...]
     """Classes of SC, tags of TC (with "O"); nothing for QA and IR."""
     train_on: str
@@ -118,7 +118,7 @@ class Dataset:
         Raises InputError for a split that is missing or empty, and for one with a bad row.
         """
         examples = self.load(name)
-        if not (examples.relevant if isinstance(examples, Retrieval) else examples):
+        if not (examples.relevant if isinstance(examples, RetrievalExamples) else examples):
             raise InputError(f"{self.name}: the {name} split is empty, expected at least one example")
         return examples
 
@@ -131,7 +131,7 @@ def digest(content: Any) -> str:
 @functools.cache
 def say_once(text: str) -> None:
     """Print one line, once in a process."""
-    say(text)
+    print_rank_0(text)
 
 
 def validation_share(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +159,7 @@ def validation_half(query_ids: list[str]) -> set[str]:
 def examples_digest(examples: Examples) -> str:
     """Return sha256 in hex of all that examples hold."""
     whole = hashlib.sha256()
-    parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, Retrieval) else (examples,)
+    parts = (examples.queries, examples.documents, examples.relevant) if isinstance(examples, RetrievalExamples) else (examples,)
     for part in parts:
         whole.update(f"{len(part)}\n".encode())
         for entry in part.items() if isinstance(part, dict) else part:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megaenc import flags
-from megaenc.console import quiet, rich_console, say
+from megaenc.console import print_rank_0, quiet, rich_console
 from megaenc.counter_rng import SampleRandomness, permutation
 from megaenc.errors import InputError, one_line_errors
 from megaenc.finetune.config import check_least
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FillMaskFlags:
+class FillMaskConfig:
     """What `megaenc fill-mask` takes."""
 
     model: str
@@ -38,7 +38,7 @@ class FillMaskFlags:
 
 
 @dataclass(frozen=True)
-class Score:
+class MaskScore:
     """How often the most likely guess was right."""
 
     predicted: int
@@ -48,7 +48,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Riddle:
+class MaskedSentence:
     """A sentence with one word hidden."""
 
     before: str
@@ -66,12 +66,12 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     from transformers.utils.logging import disable_progress_bar
 
     from megaenc.backend.device import detect
-    from megaenc.convert.hf_checkpoint import HFFolder
+    from megaenc.convert.hf_checkpoint import HFCheckpoint
     from megaenc.convert.hf_model import config_of, load_model
     from megaenc.data.tokenizer.tokenizer import load_tokenizer
 
     disable_progress_bar()
-    hf = HFFolder(Path(folder), "--model")
+    hf = HFCheckpoint(Path(folder), "--model")
     tokenizer = load_tokenizer(folder)
     if tokenizer.mask_token_id is None:
         raise InputError(f"--model {folder}: its tokenizer has no mask token, expected one")
@@ -96,7 +96,9 @@ def load(folder: str | Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerFast]
     return model.eval().to(detect().device), tokenizer
 
 
-def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int) -> Score:
+def score(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], mask: float, limit: int
+) -> MaskScore:
     """Hide tokens as `mlm(mask=...)` does in training, in the first `limit` tokens of `texts`, and count the right guesses.
 
     Documents end with the end-of-sequence token and are cut into windows of the model's length, or the tokenizer's where that is
@@ -136,7 +138,7 @@ def score(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", texts:
     labels = np.concatenate(hidden)
     if not len(labels):
         raise InputError(f"--input: found no token to hide with --mask {mask}, expected more text")
-    return Score(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
+    return MaskScore(len(labels), correct / len(labels), int(np.bincount(labels).max()) / len(labels))
 
 
 def _windows(tokenizer: Any, texts: Iterator[str], length: int, limit: int) -> Iterator[np.ndarray]:
@@ -165,12 +167,12 @@ _FUNCTION_WORDS = """
 """
 
 
-def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[Riddle]:
+def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: int) -> list[MaskedSentence]:
     """Choose `count` plain sentences, at most one a document, each with a one-token content word hidden, whatever the model."""
     found, function_words = [], _FUNCTION_WORDS.split()
     for number, text in enumerate(texts):
         choices = [
-            Riddle(sentence[: word.start()], word[0], sentence[word.end() :])
+            MaskedSentence(sentence[: word.start()], word[0], sentence[word.end() :])
             for sentence in (match[0] for match in _SENTENCE.finditer(text))
             for word in _WORD.finditer(sentence)
             if word[0] not in function_words and len(tokenizer.encode(" " + word[0], add_special_tokens=False)) == 1
@@ -180,7 +182,9 @@ def riddles(tokenizer: "PreTrainedTokenizerFast", texts: Iterator[str], count: i
     return [found[at] for at in sorted(permutation(0, "riddles", len(found))[:count])]
 
 
-def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[Riddle]) -> list[list[tuple[str, float]]]:
+def guess(
+    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked: list[MaskedSentence]
+) -> list[list[tuple[str, float]]]:
     """Return the three most likely tokens for each riddle with their probabilities, as transformers' fill-mask pipeline does.
 
     The pipeline does not take decoders.
@@ -199,7 +203,7 @@ def guess(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerFast", asked:
     return found
 
 
-def table(asked: list[Riddle], guesses: list[list[tuple[str, float]]]) -> Any:
+def table(asked: list[MaskedSentence], guesses: list[list[tuple[str, float]]]) -> Any:
     """Return rich's Table of riddles and guesses; the right ones are marked."""
     from rich import box
     from rich.table import Table
@@ -223,20 +227,20 @@ def table(asked: list[Riddle], guesses: list[list[tuple[str, float]]]) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc fill-mask`."""
     quiet()
-    settings = flags.parse(FillMaskFlags, argv, prog="megaenc fill-mask", description=__doc__)
+    settings = flags.parse(FillMaskConfig, argv, prog="megaenc fill-mask", description=__doc__)
     if not 0 < settings.mask <= 1:
         raise InputError(f"--mask: found {settings.mask}, expected mlm's option `mask`: a share of the tokens above 0, at most 1")
     check_least(settings, tokens=1, sentences=0)
-    from megaenc.data.sources.resolve import InputFlags, find_inputs, read_texts
+    from megaenc.data.sources.resolve import InputConfig, find_inputs, read_texts
 
-    inputs = find_inputs(InputFlags(settings.input), [settings.json_key])
+    inputs = find_inputs(InputConfig(settings.input), [settings.json_key])
     next(read_texts(inputs, settings.json_key), None)  # a wrong input is said before anything is loaded
     model, tokenizer = load(settings.model)
     asked = riddles(tokenizer, read_texts(inputs, settings.json_key), settings.sentences)
     if asked:
         rich_console().print(table(asked, guess(model, tokenizer, asked)))
     found = score(model, tokenizer, read_texts(inputs, settings.json_key), settings.mask, settings.tokens)
-    say(
+    print_rank_0(
         f"{settings.model}: {100 * found.accuracy:.1f} % of {found.predicted:,} hidden tokens guessed; "
         f"always the most frequent token: {100 * found.most_frequent:.1f} %"
     )

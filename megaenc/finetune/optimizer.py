@@ -8,7 +8,7 @@ from transformers.optimization import get_linear_schedule_with_warmup
 from transformers.trainer_pt_utils import get_parameter_names
 
 from megaenc.errors import InputError
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 
 # The names that transformers.Trainer spares from weight decay, besides all of torch's LayerNorms.
 _NOT_DECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -30,7 +30,7 @@ class Optimizer:
     state is 16-bit too). A master starts as the parameter's `unrounded`, if it has that (see `megaenc.finetune.model.load`).
     """
 
-    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: Protocol):
+    def __init__(self, model: nn.Module, *, learning_rate: float, steps: int, protocol: FinetuneConfig):
         self._clip = protocol.clip_grad
         self._masters: dict[nn.Parameter, Tensor] = {}
         """By parameter: its master, or itself."""

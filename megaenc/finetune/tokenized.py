@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megaenc.atomic_io import left_behind, locked, remove, whole_files
+from megaenc.atomic_io import atomic_files, locked, remove, stale_temp_files
 from megaenc.data.tokenizer.fast_encode import well_formed
 from megaenc.data.tokenizer.tokenizer import encode_documents, vocabulary_of
 from megaenc.errors import InputError
@@ -27,7 +27,7 @@ _AT_ONCE = 1024  # texts whose offsets are held as Python objects
 
 
 @dataclass(frozen=True)
-class Encoded:
+class TokenizedTexts:
     """Tokenised texts, row after row."""
 
     tokens: np.ndarray
@@ -40,7 +40,7 @@ class Encoded:
     """What else a task needs: arrays by row ([n, ...]) or by token ([N, ...])."""
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "Encoded":
+    def of(cls, rows: Sequence[np.ndarray], truncated: int, **columns: np.ndarray) -> "TokenizedTexts":
         """Lay `rows` (int[tokens] each) end to end."""
         starts = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         return cls(flat(rows, np.int32), starts, truncated, columns)
@@ -123,7 +123,7 @@ class TextEncoder:
         """Return int32[tokens of the row]: `values`, one for each token of a text, cut like it, and `other` for BOS and EOS."""
         return np.concatenate([[other] * self.add_bos, values[: self.room], [other] * self.add_eos]).astype(np.int32)
 
-    def encode(self, texts: Sequence[str]) -> Encoded:
+    def encode(self, texts: Sequence[str]) -> TokenizedTexts:
         """Make a row of each text. Raises InputError for a text without a token where no BOS or EOS is added."""
         rows, truncated = [], 0
         for start in range(0, len(texts), _AT_ONCE):
@@ -133,7 +133,7 @@ class TextEncoder:
                     raise InputError(f"text {len(rows) + 1}: found no token, expected some text, or an end with --add-eos")
                 truncated += len(tokens) > self.room
                 rows.append(self.row(tokens))
-        return Encoded.of(rows, truncated)
+        return TokenizedTexts.of(rows, truncated)
 
     def with_offsets(self, texts: Sequence[str]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield each text's tokens, int32[tokens], with first character and one past the last, int32[tokens, 2]; nothing is cut.
@@ -157,7 +157,7 @@ class TextEncoder:
         return backend
 
 
-Parts = Encoded | dict[str, Encoded]
+Parts = TokenizedTexts | dict[str, TokenizedTexts]
 
 
 def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable[[], None] = lambda: None) -> Parts:
@@ -171,13 +171,13 @@ def cached(folder: Path, key: dict, make: Callable[[], Parts], waiting: Callable
     while (found := _read(path)) is None:
         with locked(folder / f".{name}.lock") as mine:
             if mine and (found := _read(path)) is None:  # else another process has made it meanwhile
-                for left in left_behind(path):
+                for left in stale_temp_files(path):
                     remove(left)
                 found, arrays = make(), {}
                 for part, rows in (found if isinstance(found, dict) else {"": found}).items():
                     own = {"tokens": rows.tokens, "starts": rows.starts, "truncated": np.array(rows.truncated)}
                     arrays |= {f"{part}:{name}": array for name, array in (own | rows.columns).items()}
-                with whole_files(path) as [temporary], open(temporary, "wb") as stream:
+                with atomic_files(path) as [temporary], open(temporary, "wb") as stream:
                     np.savez(stream, **arrays)
         if found is not None:
             break
@@ -194,7 +194,7 @@ def _read(path: Path) -> Parts | None:
                 part, _, name = whole.partition(":")
                 found[part][name] = stored[whole]
         parts = {
-            part: Encoded(arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays)
+            part: TokenizedTexts(arrays.pop("tokens"), arrays.pop("starts"), int(arrays.pop("truncated")), arrays)
             for part, arrays in found.items()
         }
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 
 from megaenc.backend.device import detect
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.counter_rng import permutation
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets.registry import find
-from megaenc.finetune.examples import Dataset, Examples, Retrieval, SplitName, examples_digest
+from megaenc.finetune.examples import Dataset, Examples, RetrievalExamples, SplitName, examples_digest
 from megaenc.finetune.grid.jobs import CACHE, Job, Progress
 from megaenc.finetune.model.fingerprint import tokenizer_fingerprint
 from megaenc.finetune.model.load import load_backbone
 from megaenc.finetune.optimizer import Optimizer, check_schedule
 from megaenc.finetune.results import files as result_files
-from megaenc.finetune.tasks import TASKS, Model, NotFinite, Task
+from megaenc.finetune.tasks import TASKS, FinetuneTask, NotFinite, TaskModel
 from megaenc.finetune.tokenized import Parts, TextEncoder, cached
 
 Report = Callable[[Progress], None]
@@ -58,12 +58,12 @@ def run(job: Job, report: Report = lambda progress: None) -> bool:
     held_out = [{split: reader.evaluated(task, dataset, split) for split in _EVALUATED} for dataset in datasets]
     steps = number_of_steps(protocol, task.count(data))
     if steps < protocol.max_steps:
-        say(f"{job.train_on}: {steps:,} updates, fewer than --max-steps: --epochs {protocol.epochs:g} takes no more")
+        print_rank_0(f"{job.train_on}: {steps:,} updates, fewer than --max-steps: --epochs {protocol.epochs:g} takes no more")
     check_schedule(steps, protocol.warmup)
     torch.manual_seed(job.seed)
     # The head computes in float32 where its weights are kept in it: it is small.
     head = task.head(backbone.hidden_size).to(backend.device, torch.bfloat16 if precision == "paper-bf16" else torch.float32)
-    model = Model(backbone, head)
+    model = TaskModel(backbone, head)
     seconds = {"loading": time.monotonic() - began}
     order = batches(job.seed, task.count(data), protocol.batch_size, steps)
     optimizer = Optimizer(model, learning_rate=job.learning_rate, steps=steps, protocol=protocol)
@@ -110,7 +110,7 @@ def _check_unchanged(job: Job, datasets: Sequence[Dataset]) -> None:
             raise InputError(f"{what}: has changed since the run was planned; give the same command again")
 
 
-def number_of_steps(protocol: Protocol, examples: int) -> int:
+def number_of_steps(protocol: FinetuneConfig, examples: int) -> int:
     """Return the updates of a run: `epochs` passes over `examples`, the last batch of each being smaller, or `max_steps`."""
     return min(protocol.max_steps, math.ceil(protocol.epochs * math.ceil(examples / protocol.batch_size)))
 
@@ -148,12 +148,12 @@ class _Reader:
     encoder: TextEncoder
     report: Report
 
-    def training(self, task: Task, dataset: Dataset) -> Parts:
+    def training(self, task: FinetuneTask, dataset: Dataset) -> Parts:
         """Return the tokens to train on; the examples are read only if no run has tokenised them yet."""
         key = {"data": dataset.train_fingerprint, "split": "train"}
         return self._cached(task, key, f"{dataset.train_on}, train", lambda: dataset.split("train"))
 
-    def evaluated(self, task: Task, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
+    def evaluated(self, task: FinetuneTask, dataset: Dataset, split: SplitName) -> tuple[Parts, Examples]:
         """Return a split and its tokens, those of these very examples: no fingerprint tells that data of the Hub have changed."""
         examples = dataset.split(split)
 
@@ -161,26 +161,26 @@ class _Reader:
             key = {"data": dataset.fingerprint, "examples": examples_digest(some)}
             return self._cached(task, key, f"{dataset.name}, {what}", lambda: some)
 
-        if not isinstance(examples, Retrieval):
+        if not isinstance(examples, RetrievalExamples):
             return tokens(examples, split), examples
         # Both splits are searched in the same documents.
         documents = tokens(dataclasses.replace(examples, queries={}, relevant={}), "documents")
         queries = tokens(dataclasses.replace(examples, documents={}), split)
         return {"queries": queries["queries"], "documents": documents["documents"]}, examples
 
-    def _cached(self, task: Task, key: dict[str, str], what: str, read: Callable[[], Examples]) -> Parts:
+    def _cached(self, task: FinetuneTask, key: dict[str, str], what: str, read: Callable[[], Examples]) -> Parts:
         def make() -> Parts:
             made = task.encode(read(), self.encoder)
             truncated = sum(part.truncated for part in (made.values() if isinstance(made, dict) else [made]))
             if truncated:
-                say(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
+                print_rank_0(f"{what}: {truncated:,} texts are longer than {self.encoder.max_length} tokens and are cut")
             return made
 
         whole_key = {**key, "family": task.family, **self.encoder.key}
         return cached(self.cache, whole_key, make, lambda: self.report(Progress("loading")))
 
 
-def _make_reproducible(protocol: Protocol) -> None:
+def _make_reproducible(protocol: FinetuneConfig) -> None:
     """Have every run on this machine compute the same bits, whatever else runs."""
     torch.set_num_threads(protocol.threads)
     if torch.cuda.is_available() and protocol.deterministic:

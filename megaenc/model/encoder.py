@@ -18,16 +18,16 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
-from megaenc.backend import Kernels, Layout, detect
+from megaenc.backend import KernelConfig, ParallelConfig, detect
 from megaenc.counter_rng import normal_rows
 from megaenc.model.config import ModelConfig, padded_vocab_size
 from megaenc.model.functional import Rotation
 from megaenc.model.kernels.selftest import NONE, Fused, Widths, fused_kernels
 from megaenc.model.layer_spec import block_spec, transformer_config
 from megaenc.model.linear_cross_entropy import summed_loss
-from megaenc.model.packed_sequences import Packing
+from megaenc.model.packed_sequences import PackedSequences
 
-_USUAL = Kernels(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
+_USUAL = KernelConfig(fused_kernels=False)  # where it is about numbers, not speed: by torch's own operations
 
 
 class Encoder(LanguageModule):
@@ -41,10 +41,10 @@ class Encoder(LanguageModule):
         model: ModelConfig,
         vocab_size: int,
         seq_length: int,
-        layout: Layout,
+        layout: ParallelConfig,
         dtype: torch.dtype,
         chunk: int | None = None,
-        kernels: Kernels = _USUAL,
+        kernels: KernelConfig = _USUAL,
     ):
         config = transformer_config(model, layout, dtype, kernels)
         super().__init__(config)
@@ -98,7 +98,7 @@ class Encoder(LanguageModule):
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, packing: Packing, predict_at: Tensor | None, labels: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, packing: PackedSequences, predict_at: Tensor | None, labels: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens [1, S], positions [S] in their documents, predict_at [N] or None for all, labels [N] or None.
 
@@ -148,11 +148,11 @@ def build_chunks(
     model: ModelConfig,
     vocab_size: int,
     seq_length: int,
-    layout: Layout,
+    layout: ParallelConfig,
     dtype: torch.dtype,
     *,
     seed: int | None,
-    kernels: Kernels = _USUAL,
+    kernels: KernelConfig = _USUAL,
 ) -> list[Encoder]:
     """Build the parts of the model on this rank (several if stages are interleaved), with the weights of `seed` (None: empty).
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from megaenc.backend import Kernels, Layout, detect
+from megaenc.backend import KernelConfig, ParallelConfig, detect
 from megaenc.model import transformer_engine
 from megaenc.model.attention.backends import attend_by
 from megaenc.model.config import ModelConfig
@@ -22,9 +22,9 @@ from megaenc.model.fp8.tensor import float8
 from megaenc.model.functional import SwiGLU
 from megaenc.model.functional import rms_norm as rms_norm_on_host
 from megaenc.model.kernels.selftest import NONE, Fused
-from megaenc.model.packed_sequences import Packing
+from megaenc.model.packed_sequences import PackedSequences
 
-_USUAL = Kernels()
+_USUAL = KernelConfig()
 
 
 class RMSNorm(torch.nn.Module):
@@ -51,7 +51,9 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(x, (x.size(-1),), self.weight, self.eps)
 
 
-def transformer_config(model: ModelConfig, layout: Layout, dtype: torch.dtype, kernels: Kernels = _USUAL) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig, layout: ParallelConfig, dtype: torch.dtype, kernels: KernelConfig = _USUAL
+) -> TransformerConfig:
     """megatron-core's configuration of `model` in `layout`, computing in `dtype` (float32 or bfloat16)."""
     stages, split = layout.pipeline_model_parallel_size, layout.split(model.num_layers)
     interleaved = len(split) > stages
@@ -113,7 +115,7 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _linears(kernels: Kernels) -> tuple[type | ModuleSpec, type | ModuleSpec]:
+def _linears(kernels: KernelConfig) -> tuple[type | ModuleSpec, type | ModuleSpec]:
     """What has shares of the output's columns, and what of the input's."""
     if kernels.transformer_impl == "transformer_engine":
         return transformer_engine.linears()
@@ -123,7 +125,9 @@ def _linears(kernels: Kernels) -> tuple[type | ModuleSpec, type | ModuleSpec]:
     return ColumnParallelLinear, RowParallelLinear
 
 
-def block_spec(config: TransformerConfig, chunk: int | None, kernels: Kernels, fused: Fused = NONE) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, chunk: int | None, kernels: KernelConfig, fused: Fused = NONE
+) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, or of its part number `chunk`; `fused` is what `kernels` has come to on this machine."""
     norm = ModuleSpec(module=RMSNorm, params={"fused": fused.norm})
     if kernels.transformer_impl == "transformer_engine":
@@ -181,7 +185,7 @@ class PackedAttention(MegatronModule):
         attention_mask,
         attn_mask_type=None,
         attention_bias=None,
-        packed_seq_params: Packing | None = None,
+        packed_seq_params: PackedSequences | None = None,
     ):
         if packed_seq_params.rotation is not None:
             query, key = (packed_seq_params.rotation(x) for x in (query, key))

@@ -36,7 +36,7 @@ class PrefixRows:
 
 
 @dataclass
-class Packing(PackedSeqParams):
+class PackedSequences(PackedSeqParams):
     """Documents of one row and the attention they are read under; travels to core attention as `packed_seq_params`.
 
     `qkv_format` stays "sbhd", so that megatron-core's SelfAttention leaves the layout alone. Unlike an object passed as
@@ -55,7 +55,9 @@ class Packing(PackedSeqParams):
     """What an attention has made of the above for all layers, by a key of its own."""
 
     @classmethod
-    def of(cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None) -> "Packing":
+    def of(
+        cls, edges: list[int], attention: Attention, device: torch.device, prefixes: np.ndarray | None = None
+    ) -> "PackedSequences":
         """Build it of documents between `edges` (0 first, the row's length last); ValueError if their `prefixes` do not fit."""
         lengths = np.diff(np.array(edges, dtype=np.int64))
         if (prefixes is None) == (attention == Attention.PREFIX):

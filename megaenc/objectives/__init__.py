@@ -6,13 +6,12 @@ from megaenc.objectives.masking import MaskedLanguageModeling, MaskedNextTokenPr
 from megaenc.objectives.parser import parse_schedule
 from megaenc.objectives.prefix_lm import PrefixLanguageModeling
 from megaenc.objectives.registry import find, known, register
-from megaenc.objectives.schedule import Choice, Phase, Schedule
+from megaenc.objectives.schedule import Phase, Schedule, ScheduledObjective
 from megaenc.objectives.validate import check_targets
 
 __all__ = [
     "Attention",
     "CausalLanguageModeling",
-    "Choice",
     "MaskedLanguageModeling",
     "MaskedNextTokenPrediction",
     "Masking",
@@ -21,6 +20,7 @@ __all__ = [
     "Phase",
     "PrefixLanguageModeling",
     "Schedule",
+    "ScheduledObjective",
     "Targets",
     "check_targets",
     "find",

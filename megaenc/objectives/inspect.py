@@ -13,7 +13,7 @@ from megaenc import flags
 from megaenc.console import number, quiet, rich_console
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
 from megaenc.data.packing.builder import PACKINGS
-from megaenc.data.packing.packed_dataset import CorpusPacks
+from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
 from megaenc.objectives.base import Objective
@@ -25,7 +25,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 @dataclass(frozen=True)
-class InspectFlags:
+class InspectConfig:
     """What `megaenc data inspect` takes; split, seed and what cuts packs as for pretraining, whose packs these are."""
 
     prefix: Annotated[str, Positional, arg(metavar="PREFIX")]
@@ -98,7 +98,7 @@ def read_objective(text: str, vocabulary: Vocabulary) -> Objective:
     return choices[0].start
 
 
-def inspect(settings: InspectFlags) -> list[Any]:
+def inspect(settings: InspectConfig) -> list[Any]:
     """What rich prints about a corpus. Raises InputError for flags, corpus or tokenizer that cannot be used."""
     for name, least, most in (("pack", 0, 1 << 40), ("seq_length", 1, 1 << 24), ("seed", 0, 1 << 63)):
         flag, value = f"--{name.replace('_', '-')}", getattr(settings, name)
@@ -124,7 +124,7 @@ def inspect(settings: InspectFlags) -> list[Any]:
     return [settings.prefix, _figures(corpus, packs, lengths, settings), "", _histogram(lengths), "", *decoded]
 
 
-def _figures(corpus: Corpus, packs: CorpusPacks, lengths: Lengths, settings: InspectFlags) -> Any:
+def _figures(corpus: Corpus, packs: CorpusPackedDataset, lengths: Lengths, settings: InspectConfig) -> Any:
     """rich's Table of a corpus in figures."""
     from rich.table import Table
 
@@ -186,7 +186,7 @@ def bar(share: float, width: int = _BAR) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc data inspect`."""
     quiet()
-    settings = flags.parse(InspectFlags, argv, prog="megaenc data inspect", description=__doc__)
+    settings = flags.parse(InspectConfig, argv, prog="megaenc data inspect", description=__doc__)
     console = rich_console(highlight=False, markup=False, emoji=False)
     for part in inspect(settings):
         console.print(part)

@@ -26,7 +26,7 @@ _CONTROLS |= {ord("\n"): "↵", ord("\t"): "⇥"}
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TokenSpan:
     """Tokens start..stop-1 of a pack: one token, or the several that one character takes."""
 
     start: int
@@ -51,7 +51,7 @@ class DecodedPack:
     pack: Pack
     objective: Objective
     targets: Targets
-    pieces: tuple[tuple[Stretch, ...], ...]
+    pieces: tuple[tuple[TokenSpan, ...], ...]
 
 
 def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTokenizerFast") -> DecodedPack:
@@ -83,7 +83,7 @@ def decode(pack: Pack, objective: Objective, seed: int, tokenizer: "PreTrainedTo
                 stop = start + count
                 own = "".join(marks[start:stop])
                 reads = text_of(targets.inputs[start]) if own == REPLACED else ""
-                stretches.append(Stretch(start, stop, text, is_special, own, reads, tuple(predicts[start:stop])))
+                stretches.append(TokenSpan(start, stop, text, is_special, own, reads, tuple(predicts[start:stop])))
                 start = stop
         pieces.append(tuple(stretches))
     return DecodedPack(pack, objective, targets, tuple(pieces))
@@ -110,7 +110,7 @@ def renderables(decoded: DecodedPack) -> list[Any]:
     return [*shown, _legend(decoded)]
 
 
-def _stretch(stretch: Stretch) -> Any:
+def _stretch(stretch: TokenSpan) -> Any:
     from rich.text import Text
 
     inner, shown = stretch.text.translate(_CONTROLS), Text()

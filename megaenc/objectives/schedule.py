@@ -37,7 +37,7 @@ _SPELLED_OUT = 16
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduledObjective:
     """What a step of a phase may train: the options go from those of `start` to those of `end`, the same where none changes."""
 
     weight: int
@@ -58,7 +58,7 @@ class Phase:
     index: int
     first_step: int
     last_step: int
-    choices: tuple[Choice, ...]
+    choices: tuple[ScheduledObjective, ...]
 
     @property
     def text(self) -> str:
@@ -76,7 +76,7 @@ class Phase:
         """Steps."""
         return self.last_step - self.first_step + 1
 
-    def objective(self, choice: Choice, step: int) -> Objective:
+    def objective(self, choice: ScheduledObjective, step: int) -> Objective:
         """One of `choices` as update `step` would train it: with the options that its place in the phase gives."""
         length = self.last_step - self.first_step
         return choice.start.towards(choice.end, (step - self.first_step) / length) if length else choice.start
@@ -107,7 +107,7 @@ class Schedule:
         written = parse_schedule(text, train_iters)
         ends = _ends(text, written, train_iters)
         # Thousands of phases train the same few things: each is made once, and tried once for each length.
-        made: dict[Hashable, tuple[Choice, ...]] = {}
+        made: dict[Hashable, tuple[ScheduledObjective, ...]] = {}
         tried: set[tuple[Hashable, int]] = set()
         phases = []
         for index, (phase, (before, last)) in enumerate(zip(written, pairwise([0, *ends]), strict=True)):
@@ -151,7 +151,7 @@ class Schedule:
         """One phase for each tuple of choices, by its identity."""
         return {id(phase.choices): phase for phase in self.phases}
 
-    def _choices(self) -> list[Choice]:
+    def _choices(self) -> list[ScheduledObjective]:
         return [choice for phase in self._distinct().values() for choice in phase.choices]
 
     @property
@@ -164,7 +164,7 @@ class Schedule:
         digest = hashlib.sha256(",".join(parts).encode()).hexdigest()
         return f"{len(parts)} phases with sha256 {digest}, the first {parts[0]}"
 
-    def _drawn(self, step: int) -> Choice:
+    def _drawn(self, step: int) -> ScheduledObjective:
         choices = self.at(step).choices
         if len(choices) == 1:
             return choices[0]
@@ -200,7 +200,7 @@ def _ends(text: str, written: tuple[ParsedPhase, ...], train_iters: int) -> list
     return ends
 
 
-def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[Choice, ...]:
+def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[ScheduledObjective, ...]:
     whole = math.lcm(*(weight.denominator for weight, _ in written.components))
     counts = [int(weight * whole) for weight, _ in written.components]
     smallest = math.gcd(*counts)
@@ -214,7 +214,7 @@ def _choices(text: str, written: ParsedPhase, vocabulary: Vocabulary) -> tuple[C
                 raise error_at(text, option.end, complaint)
         if any(option.end for option in parsed.options):
             end = _objective(text, parsed, vocabulary, at_end=True)
-        choices.append(Choice(count // smallest, start, end))
+        choices.append(ScheduledObjective(count // smallest, start, end))
     return tuple(choices)
 
 
@@ -230,7 +230,7 @@ def _objective(text: str, written: ParsedObjective, vocabulary: Vocabulary, at_e
         raise error_at(text, places.get(getattr(error, "option", ""), written.name), error) from error
 
 
-def _try_between(text: str, written: ParsedPhase, choices: tuple[Choice, ...], steps: int) -> None:
+def _try_between(text: str, written: ParsedPhase, choices: tuple[ScheduledObjective, ...], steps: int) -> None:
     """Between two values that can be used may lie some that cannot, span=0->3: the steps beside the ends and the middle tell."""
     for choice, (_, parsed) in zip(choices, written.components, strict=True):
         for step in {1, steps // 2, steps - 2} if choice.start != choice.end else ():

@@ -4,15 +4,15 @@ from collections.abc import Collection, Sequence
 
 import torch
 
-from megaenc.backend import Backend, Layout
-from megaenc.console import say
+from megaenc.backend import Backend, ParallelConfig
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 from megaenc.model.attention.backends import ORDER
 from megaenc.model.attention.selftest import check_backend
-from megaenc.model.kernels.selftest import Verdict
+from megaenc.model.kernels.selftest import SelfTestResult
 from megaenc.objectives import Attention
-from megaenc.training.dist.collectives import on_all
+from megaenc.training.dist.collectives import all_gather_call
 from megaenc.training.plan import Plan, validated_objectives
 
 
@@ -28,7 +28,7 @@ def attention_of(plan: Plan, backend: Backend) -> str:
 def choose_attention(
     asked: str,
     shape: ModelConfig,
-    layout: Layout,
+    layout: ParallelConfig,
     dtype: torch.dtype,
     masks: Collection[Attention],
     backend: Backend,
@@ -43,10 +43,10 @@ def choose_attention(
     sizes = {"heads": shape.num_attention_heads // tensor, "groups": shape.num_query_groups // tensor, "head_dim": shape.head_dim}
     sizes |= {"dtype": dtype, "device": backend.device, "masks": [mask for mask in Attention if mask in masks], **of_batch}
     for name in ORDER if asked == "auto" else (asked,):
-        verdicts = on_all(lambda name=name: check_backend(name, **sizes))
+        verdicts = all_gather_call(lambda name=name: check_backend(name, **sizes))
         if all(verdict.right for verdict in verdicts):
             for line in refused:
-                say(f"attention by {line}")
+                print_rank_0(f"attention by {line}")
             return name
         if asked != "auto":
             raise InputError(
@@ -57,7 +57,7 @@ def choose_attention(
     raise InputError(f"--attention-backend auto: no attention computes right here: {'; '.join(refused)}")
 
 
-def _complaint(verdicts: Sequence[Verdict]) -> str:
+def _complaint(verdicts: Sequence[SelfTestResult]) -> str:
     """Return what speaks against a backend, from the verdicts of the ranks."""
     against = [(rank, verdict) for rank, verdict in enumerate(verdicts) if not verdict.right]
     rank, verdict = min(against, key=lambda pair: not pair[1].available)  # what was computed says more than what is missing

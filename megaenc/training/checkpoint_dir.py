@@ -18,15 +18,15 @@ _WITHOUT_DIGEST = {"step", *PROGRESS, "losses", "skip_packs", "identity", "files
 """The fields of a `state.json` without a digest, as runs once wrote it: any other is a damaged name."""
 
 
-class Damaged(InputError):
+class DamagedCheckpointError(InputError):
     """A checkpoint that is not as it was saved; another may be."""
 
 
-class Unreadable(Damaged):
+class UnreadableCheckpointError(DamagedCheckpointError):
     """One that the file system does not let be looked at, for now or for good."""
 
 
-class CheckpointFolder:
+class CheckpointDir:
     """The folder `checkpoints` of a run: one `iter_0000100` a save, and a tracker file that names the newest."""
 
     def __init__(self, folder: Path):
@@ -57,12 +57,12 @@ class CheckpointFolder:
         """Return the JSON of the checkpoint of `step`, if every file is there in its size; Damaged names what is not."""
         path = self.path(step)
         if not path.is_dir():
-            raise Damaged(f"{path}: missing, expected the checkpoint of step {step}")
+            raise DamagedCheckpointError(f"{path}: missing, expected the checkpoint of step {step}")
         try:
             state = parse_json(read_regular(path / STATE))
             expected = state.pop(DIGEST, None)
             if state.keys() - _WITHOUT_DIGEST if expected is None else expected != json_digest(state):
-                raise Damaged(f"{path / STATE}: its content changed; the checkpoint is damaged")
+                raise DamagedCheckpointError(f"{path / STATE}: its content changed; the checkpoint is damaged")
             if state["step"] != step:
                 raise ValueError(f"step {state['step']}")
             texts = [*state.get("skip_packs", ()), *(entry["sha256"] for entry in state["files"].values())]
@@ -71,19 +71,23 @@ class CheckpointFolder:
                 raise ValueError("fields of another kind")
             damage = size_damage(path, state["files"])
         except OSError as error:
-            kind = Damaged if isinstance(error, FileNotFoundError | NotADirectoryError) else Unreadable
+            kind = (
+                DamagedCheckpointError if isinstance(error, FileNotFoundError | NotADirectoryError) else UnreadableCheckpointError
+            )
             raise kind(f"{path / STATE}: {error.strerror}; the checkpoint is incomplete") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete") from None
+            raise DamagedCheckpointError(
+                f"{path / STATE}: not what a save wrote ({error!r}); the checkpoint is incomplete"
+            ) from None
         if damage:
-            raise Damaged(f"{damage}; the checkpoint is incomplete")
+            raise DamagedCheckpointError(f"{damage}; the checkpoint is incomplete")
         return state
 
     def is_whole(self, step: int) -> bool:
         """Return whether every file of the checkpoint of `step` is there in its size."""
         try:
             self.state(step)
-        except Damaged:
+        except DamagedCheckpointError:
             return False
         return True
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from megaenc.console import quiet
 from megaenc.errors import InputError, LocalInputError, one_line_errors
-from megaenc.torchelastic import die_with_launcher, for_good, leave_if_told
+from megaenc.torchelastic import die_with_launcher, exit_without_restart, leave_if_told
 
 
 @one_line_errors
@@ -29,8 +29,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
     from megaenc.training.dist.watchdog import process_group_timeout
 
     timeout = process_group_timeout(settings.output.distributed_timeout_minutes)
-    device = backend.start(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers), timeout)
-    from megaenc.training.dist.collectives import on_all
+    device = backend.init_distributed(settings.layout, settings.seed, settings.layout.chunks(settings.shape.num_layers), timeout)
+    from megaenc.training.dist.collectives import all_gather_call
     from megaenc.training.dist.signals import STOPPED
     from megaenc.training.trainer import pretrain
 
@@ -38,10 +38,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "megaenc pretrain") -> N
         complete = pretrain(plan, device)
     except InputError as error:
         if not isinstance(error, LocalInputError):  # then every rank is on its way out
-            backend.stop()
+            backend.destroy_distributed()
         raise
     if not complete:
-        on_all(lambda: for_good(STOPPED))  # on every machine, before the first to leave makes torchrun start others
-    backend.stop()
+        all_gather_call(
+            lambda: exit_without_restart(STOPPED)
+        )  # on every machine, before the first to leave makes torchrun start others
+    backend.destroy_distributed()
     if not complete:
         sys.exit(STOPPED)

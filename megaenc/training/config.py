@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaenc import flags
-from megaenc.backend.parallel_config import FLOAT8_WIDTH, Kernels, Layout
+from megaenc.backend.parallel_config import FLOAT8_WIDTH, KernelConfig, ParallelConfig
 from megaenc.data.packing.packed_dataset import LONGEST_PACK
 from megaenc.errors import InputError
 from megaenc.model.config import ModelConfig, preset
 from megaenc.training.config_groups import (
-    DataSettings,
-    HealthSettings,
-    MonitoringSettings,
-    OptimizerSettings,
-    OutputSettings,
-    StartSettings,
+    DataConfig,
+    FaultConfig,
+    MonitoringConfig,
+    OptimizerConfig,
+    OutputConfig,
+    StartConfig,
 )
 
 
@@ -72,7 +72,7 @@ def batch_sizes(full: int, rampup: tuple[int, ...] | None) -> BatchSizes:
 
 
 @dataclass(frozen=True)
-class PretrainSettings:
+class PretrainConfig:
     """One pretraining run."""
 
     config: str = ""
@@ -97,14 +97,14 @@ class PretrainSettings:
     model: str = "tiny"
     """preset of the model's shape: 210m, 610m, 1b (the study's), small or tiny; the model options below change parts of it"""
     shape: ModelConfig = field(default_factory=lambda: preset("tiny"))
-    data: DataSettings = field(default_factory=DataSettings)
-    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
-    start: StartSettings = field(default_factory=StartSettings)
-    layout: Layout = field(default_factory=Layout)
-    kernels: Kernels = field(default_factory=Kernels)
-    health: HealthSettings = field(default_factory=HealthSettings)
-    output: OutputSettings = field(default_factory=OutputSettings)
-    monitoring: MonitoringSettings = field(default_factory=MonitoringSettings)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    start: StartConfig = field(default_factory=StartConfig)
+    layout: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
+    health: FaultConfig = field(default_factory=FaultConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)
+    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
 
     def check(self, world_size: int) -> None:
         """Raise InputError, naming the flag, for what cannot be run on `world_size` processes."""
@@ -275,13 +275,13 @@ DESCRIPTION = """Pretrain an encoder with CLM, MLM or any schedule of them, alon
 With nothing given it trains the tiny preset on the demo corpus. Each flag is also a key of --config's YAML file."""
 
 
-def read_settings(argv: Sequence[str], prog: str) -> PretrainSettings:
+def read_settings(argv: Sequence[str], prog: str) -> PretrainConfig:
     """Read the settings that `argv` gives over its `--config` over the preset of its `--model`. Raises InputError."""
-    default = over_defaults(argv, prog, PretrainSettings())
-    return flags.parse(PretrainSettings, argv, prog=prog, description=DESCRIPTION, default=default)
+    default = over_defaults(argv, prog, PretrainConfig())
+    return flags.parse(PretrainConfig, argv, prog=prog, description=DESCRIPTION, default=default)
 
 
-def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> PretrainSettings:
+def over_defaults(argv: Sequence[str], prog: str, default: PretrainConfig) -> PretrainConfig:
     """Return `default` with the `--config` and the preset of `argv`, and without what its flags overrule. Raises InputError."""
     config, model = flags.value_of(argv, "--config"), flags.value_of(argv, "--model")
     if config:
@@ -294,11 +294,11 @@ def over_defaults(argv: Sequence[str], prog: str, default: PretrainSettings) -> 
     return default
 
 
-def settings_from(path: str, default: PretrainSettings | None = None) -> PretrainSettings:
+def settings_from(path: str, default: PretrainConfig | None = None) -> PretrainConfig:
     """Return what the YAML file at `path` gives over the preset that it names, over `default`. Raises InputError."""
-    return flags.from_yaml(default or PretrainSettings(), path, first=("model", with_preset))
+    return flags.from_yaml(default or PretrainConfig(), path, first=("model", with_preset))
 
 
-def with_preset(settings: PretrainSettings, name: str) -> PretrainSettings:
+def with_preset(settings: PretrainConfig, name: str) -> PretrainConfig:
     """Return the same with another shape. InputError where there is no preset `name`."""
     return dataclasses.replace(settings, model=name, shape=preset(name))

@@ -7,7 +7,7 @@ from megaenc.errors import InputError
 
 
 @dataclass(frozen=True)
-class DataSettings:
+class DataConfig:
     """Where the text is and how it is cut."""
 
     data_path: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class DataSettings:
 
 
 @dataclass(frozen=True)
-class OptimizerSettings:
+class OptimizerConfig:
     """AdamW and its learning rate: warm-up, constant, linear decay to zero."""
 
     lr: float = 2e-3
@@ -54,7 +54,7 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True)
-class StartSettings:
+class StartConfig:
     """From which other run this one starts, if from any."""
 
     branch_from: str | None = None
@@ -85,7 +85,7 @@ class StartSettings:
 
 
 @dataclass(frozen=True)
-class HealthSettings:
+class FaultConfig:
     """What a run does about numbers that go wrong."""
 
     max_skipped_updates: int = 10
@@ -104,7 +104,7 @@ class HealthSettings:
 
 
 @dataclass(frozen=True)
-class OutputSettings:
+class OutputConfig:
     """What a run writes, and when."""
 
     save: str = ""
@@ -137,7 +137,7 @@ class OutputSettings:
 
 
 @dataclass(frozen=True)
-class MonitoringSettings:
+class MonitoringConfig:
     """Where rows go, and what is measured."""
 
     tensorboard_dir: str = ""

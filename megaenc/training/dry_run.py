@@ -8,7 +8,7 @@ from itertools import accumulate
 from rich import box
 from rich.table import Table
 
-from megaenc.backend import Backend, Kernels
+from megaenc.backend import Backend, KernelConfig
 from megaenc.console import rich_console
 from megaenc.counter_rng import SampleRandomness
 from megaenc.dist_env import rank, world_size
@@ -115,7 +115,7 @@ def _model(plan: Plan) -> str:
     return f"{plan.settings.model_name}: {millions:.1f}M parameters in {'bf16' if plan.settings.bf16 else 'fp32'}"
 
 
-def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str, bool], resumed: int) -> str:
+def run_header(plan: Plan, backend: Backend, kernels: KernelConfig, fused: dict[str, bool], resumed: int) -> str:
     """Describe the run; `fused`: whether each kernel is used, by name; `resumed`: the step it continues after, or 0."""
     settings, phases, rows = plan.settings, plan.schedule.phases, plan.reading
     computed = settings.layout.describe(settings.shape.num_layers, world_size()) + f"; attention by {kernels.attention_backend}"
@@ -134,7 +134,7 @@ def introduction(plan: Plan, backend: Backend, kernels: Kernels, fused: dict[str
     )
 
 
-def conclusion(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
+def run_footer(step: int, total: int, loss: float | None, save: str, asked: str | None) -> str:
     """Say how far the run has come, and why it ends there (`asked`: who wanted it to end)."""
     where = f", saved in {save}" if save else ""
     why = f"; stopped by {asked}" + (", the same command goes on" if save else "") if asked and step < total else ""

@@ -18,19 +18,19 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.module import Float16Module
 
 from megaenc.backend import Backend
-from megaenc.data.packing.packed_dataset import Packs
+from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.model.encoder import build_chunks
 from megaenc.model.fp8.linear import check_linears
 from megaenc.objectives import Objective
 from megaenc.training.attention_select import attention_of
-from megaenc.training.dist.collectives import on_all
-from megaenc.training.micro_batches import Ahead, MicroBatch, Share, Wanted
+from megaenc.training.dist.collectives import all_gather_call
+from megaenc.training.micro_batches import DataParallelSampler, MicroBatch, MicroBatchSpec, Prefetcher
 from megaenc.training.plan import Plan
-from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, Stopwatch
+from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER, StepTimers
 
 
 @dataclass(frozen=True)
-class BatchResult:
+class StepMetrics:
     """Sums over one or more global batches, the same on every rank; `flops` of the matrix products, forward and backward."""
 
     loss_sum: float = 0.0
@@ -38,8 +38,8 @@ class BatchResult:
     correct: int = 0
     flops: float = 0.0
 
-    def __add__(self, other: "BatchResult") -> "BatchResult":
-        return BatchResult(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+    def __add__(self, other: "StepMetrics") -> "StepMetrics":
+        return StepMetrics(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     @property
     def loss(self) -> float | None:
@@ -56,7 +56,7 @@ class BatchResult:
 class Update:
     """What one update has come to, the same on every rank."""
 
-    result: BatchResult
+    result: StepMetrics
     grad_norm: float
     """Of the gradient before clipping."""
     made: bool
@@ -73,7 +73,7 @@ class Engine:
         self.layout = settings.layout
         self.device = backend.device
         self.own_loss = torch.zeros((), dtype=torch.float64, device=backend.device)
-        self.share = Share(
+        self.share = DataParallelSampler(
             settings.global_batch_size,
             settings.micro_batch_size,
             parallel_state.get_data_parallel_rank(),
@@ -81,16 +81,16 @@ class Engine:
         )
         self.kernels = dataclasses.replace(settings.kernels, attention_backend=attention_of(plan, backend))
         widths = settings.shape.linear_widths(self.layout.tensor_model_parallel_size).values()
-        on_all(lambda: check_linears(settings.kernels, backend, widths, plan.dtype))
+        all_gather_call(lambda: check_linears(settings.kernels, backend, widths, plan.dtype))
         sizes, seed = (settings.shape, plan.vocab_size, settings.data.seq_length), settings.seed if drawn else None
         encoders = build_chunks(*sizes, settings.layout, plan.dtype, seed=seed, kernels=self.kernels)
         self.fused = dataclasses.asdict(encoders[0].fused)  # by name, whether a kernel is used; alike in all parts
         self.config = encoders[0].config  # the one that megatron-core's schedules read
         self.config.finalize_model_grads_func = finalize_model_grads
-        self.watch = Stopwatch()  # of one update
+        self.watch = StepTimers()  # of one update
         # A host's cores all compute in any case: a thread would but take turns with them.
-        self._make = partial(Wanted.made, device=backend.device)
-        self._ahead = None if backend.is_host else Ahead(self._make, partial(torch.cuda.set_device, backend.device))
+        self._make = partial(MicroBatchSpec.made, device=backend.device)
+        self._ahead = None if backend.is_host else Prefetcher(self._make, partial(torch.cuda.set_device, backend.device))
         level = settings.monitoring.timing_log_level  # at 0 nothing is timed, for each of these timers waits for the device
         self.timers = self.config.timers = Timers(level, "max") if level else None
         modules = [Float16Module(encoder.config, encoder) if settings.bf16 else encoder for encoder in encoders]
@@ -143,7 +143,7 @@ class Engine:
 
     def update(self, step: int) -> Update:
         """Make update number `step` (1, 2, ...)."""
-        self.watch = Stopwatch()
+        self.watch = StepTimers()
         for timer in self.timers._timers.values() if self.timers else ():
             timer.reset()
         self.clear_gradient()
@@ -155,9 +155,9 @@ class Engine:
         with self.watch.measure(OPTIMIZER):
             return Update(result, *self._step(result.loss_sum))
 
-    def _wanted(self, step: int) -> list[Wanted]:
+    def _wanted(self, step: int) -> list[MicroBatchSpec]:
         objective = self.plan.schedule.objective(step)
-        return [Wanted(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.rows(step)]
+        return [MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed) for row in self.rows(step)]
 
     def rows(self, step: int) -> list[Sequence[int]]:
         """Return the samples of each micro-batch that this rank reads for update number `step`."""
@@ -196,8 +196,8 @@ class Engine:
             yield
 
     @contextlib.contextmanager
-    def unreduced(self) -> Iterator[None]:
-        """Let `gradient_alone` leave each rank its own gradient: nothing is added up over the copies of the model."""
+    def no_grad_reduction(self) -> Iterator[None]:
+        """Let `local_grad_norm` leave each rank its own gradient: nothing is added up over the copies of the model."""
         names = ("finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
         before = {name: getattr(self.config, name) for name in names}
         with self._all_parameters():
@@ -208,8 +208,8 @@ class Engine:
                 vars(self.config).update(before)
                 self.clear_gradient()
 
-    def gradient_alone(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
-        """Return, `unreduced`, the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
+    def local_grad_norm(self, row: Sequence[int], objective: Objective) -> tuple[float, float]:
+        """Return, without reduction, the loss of the packs `row` (0 where this rank computes none) and the norm of the gradient.
 
         The ranks of one copy of the model call it together with the same row, those of all copies with as many packs.
         """
@@ -218,33 +218,33 @@ class Engine:
         with contextlib.ExitStack() as stack:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())  # here, for a gradient that is cleared is one to be reduced again
-            wanted = Wanted(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
+            wanted = MicroBatchSpec(self.plan.packs, tuple(row), objective, self.plan.settings.seed)
             sums = self._sums([wanted] * repeated, (), train=True)
         norms = [torch.linalg.vector_norm(buffer.grad_data, dtype=torch.float32) for c in self.chunks for buffer in c.buffers]
         return float(sums[0]), float(torch.linalg.vector_norm(torch.stack(norms)))
 
-    def evaluate(self, packs: Packs, batches: int, objective: Objective) -> BatchResult:
+    def evaluate(self, packs: PackedDataset, batches: int, objective: Objective) -> StepMetrics:
         """Return sums over the first `batches` global batches of `packs`, with masks that are the same every time."""
         for chunk in self.chunks:
             chunk.eval()
         starts = range(0, batches * self.share.global_batch_size, self.share.global_batch_size)
-        wanted = [[Wanted(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
+        wanted = [[MicroBatchSpec(packs, tuple(row), objective, 0) for row in self.share.samples(start)] for start in starts]
         with self._all_parameters():
             results = [self._run(now, following, train=False) for now, following in zip(wanted, [*wanted[1:], []], strict=True)]
         for chunk in self.chunks:
             chunk.train()
-        return sum(results, BatchResult())
+        return sum(results, StepMetrics())
 
-    def _run(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> BatchResult:
+    def _run(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> StepMetrics:
         """Run the global batch of which this rank reads `wanted` forward and, to train, backward; `following` is wanted next."""
         sums = self._sums(wanted, following, train)
         if train:
             self.own_loss = sums[0].clone()
         dist.all_reduce(sums)
         loss_sum, correct, predicted, flops = sums.tolist()
-        return BatchResult(loss_sum, int(predicted), int(correct), flops)
+        return StepMetrics(loss_sum, int(predicted), int(correct), flops)
 
-    def _sums(self, wanted: Sequence[Wanted], following: Sequence[Wanted], train: bool) -> torch.Tensor:
+    def _sums(self, wanted: Sequence[MicroBatchSpec], following: Sequence[MicroBatchSpec], train: bool) -> torch.Tensor:
         """Return float64[4] of this rank: loss, correct, predicted, FLOPs of the micro-batches `wanted`."""
         counts = {"predicted": 0, "flops": 0.0}  # known on the host: the device is not asked
         batches = self._ahead.over(wanted, following) if self._ahead else map(self._make, wanted)

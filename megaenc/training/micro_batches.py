@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megaenc.counter_rng import SampleRandomness
-from megaenc.data.packing.packed_dataset import Packs, places
-from megaenc.model.packed_sequences import Packing, to_device
+from megaenc.data.packing.packed_dataset import PackedDataset, places
+from megaenc.model.packed_sequences import PackedSequences, to_device
 from megaenc.objectives import Objective
 
 DEPTH = 2  # micro-batches ahead: the next, and one more for when that takes longer than usual
@@ -24,12 +24,14 @@ class MicroBatch:
 
     tokens: Tensor  # int64[1, S]
     positions: Tensor  # int64[S], from 0 in each document
-    packing: Packing
+    packing: PackedSequences
     predict_at: Tensor  # int64[N]
     labels: Tensor  # int64[N]
 
 
-def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed: int, device: torch.device) -> MicroBatch:
+def micro_batch(
+    packs: PackedDataset, samples: Sequence[int], objective: Objective, seed: int, device: torch.device
+) -> MicroBatch:
     """The packs of `samples` side by side, with what `objective` makes of them under `seed`."""
     edges, tokens, predict_at, labels, prefixes = [0], [], [], [], []
     for sample in samples:
@@ -46,14 +48,14 @@ def micro_batch(packs: Packs, samples: Sequence[int], objective: Objective, seed
     row, at, predicted, wanted = (
         to_device(torch.from_numpy(array), device) for array in (row, places(np.array(edges)), predicted, wanted)
     )
-    packing = Packing.of(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
+    packing = PackedSequences.of(edges, objective.attention, device, np.concatenate(prefixes) if prefixes else None)
     return MicroBatch(row[None], at, packing, predicted, wanted)
 
 
-class Wanted(NamedTuple):
+class MicroBatchSpec(NamedTuple):
     """What `micro_batch` makes a micro-batch of."""
 
-    packs: Packs
+    packs: PackedDataset
     samples: tuple[int, ...]
     objective: Objective
     seed: int
@@ -64,7 +66,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Share:
+class DataParallelSampler:
     """The samples of a global batch that one data-parallel rank reads."""
 
     global_batch_size: int
@@ -79,7 +81,7 @@ class Share:
             yield range(first, first + micro)
 
 
-class Ahead:
+class Prefetcher:
     """Calls `make` in one thread: while one result is used, up to DEPTH of the next are made.
 
     A wrong guess of what is asked for next costs the time of making it, no more. The thread ends with the interpreter, or when

@@ -4,11 +4,11 @@ import math
 import socket
 from collections.abc import Iterable, Sequence
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.dist_env import rank
 from megaenc.errors import InputError
-from megaenc.training.dist.collectives import on_all
-from megaenc.training.engine import BatchResult, Engine
+from megaenc.training.dist.collectives import all_gather_call
+from megaenc.training.engine import Engine, StepMetrics
 from megaenc.training.skip_ranges import SkippedPacks
 
 
@@ -23,9 +23,9 @@ def diagnose(engine: Engine, step: int) -> tuple[str, str]:
     rows: list[Sequence[int]] = engine.rows(step)
     if not (layout.sequence_parallel and plan.settings.data.seq_length % layout.tensor_model_parallel_size):
         rows = [[sample] for row in rows for sample in row]  # else one pack cannot be cut along its length
-    with engine.unreduced():
-        mine = {tuple(row): all(map(math.isfinite, engine.gradient_alone(row, objective))) for row in rows}
-    answers = on_all(lambda: (rank(), socket.gethostname(), loss_was_finite, mine))
+    with engine.no_grad_reduction():
+        mine = {tuple(row): all(map(math.isfinite, engine.local_grad_norm(row, objective))) for row in rows}
+    answers = all_gather_call(lambda: (rank(), socket.gethostname(), loss_was_finite, mine))
     seen = [(where, sample, is_finite) for where, _, _, finite in answers for row, is_finite in finite.items() for sample in row]
     packs = {sample for _, sample, is_finite in seen if not is_finite}  # whose own loss or gradient is not finite
     read = len({sample for _, sample, _ in seen})
@@ -45,14 +45,14 @@ def diagnose(engine: Engine, step: int) -> tuple[str, str]:
     return cause, f"give the same command with --skip-packs {' '.join((plan.skipped | faulty).texts)}"
 
 
-def report_skipped(engine: Engine, step: int, result: BatchResult, skipped: int) -> None:
+def report_skipped(engine: Engine, step: int, result: StepMetrics, skipped: int) -> None:
     """Report on all ranks why update `step` was left out, the `skipped`th; InputError beyond `--max-skipped-updates`."""
     (cause, remedy), limit = diagnose(engine, step), engine.plan.settings.health.max_skipped_updates
     what = "gradient" if math.isfinite(result.loss_sum) else "loss"
     line = f"step {step}: {what} is no finite number, {cause}; update skipped, {skipped} so far"
     if skipped > limit:
         raise InputError(f"{line}, --max-skipped-updates allows {limit}; {remedy}")
-    say(line)
+    print_rank_0(line)
 
 
 def _places(answers: Iterable[tuple]) -> str:

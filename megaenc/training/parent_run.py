@@ -8,12 +8,12 @@ from typing import Any
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.objectives import Schedule
-from megaenc.training.checkpoint_dir import STATE, CheckpointFolder, Damaged
-from megaenc.training.config import PretrainSettings, settings_from
+from megaenc.training.checkpoint_dir import STATE, CheckpointDir, DamagedCheckpointError
+from megaenc.training.config import PretrainConfig, settings_from
 from megaenc.training.lr_schedule import LearningRate
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import CONFIG, FACTS, difference
-from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS, Stage, Start, digest
+from megaenc.training.run_init import NEW_WEIGHTS, PROGRESS, Ancestor, RunInit, digest
 from megaenc.training.skip_ranges import SkippedPacks
 
 # A branch may change these; what they do up to its first step is compared step by step. Validations train nothing.
@@ -26,27 +26,27 @@ _OF_WEIGHTS += ("untie_embeddings_and_output_weights", "tokenizer", "vocab_size"
 _OF_SAMPLES = ("data", "split", "packing", "seq_length", "seed")
 
 
-def find_start(plan: Plan) -> Start:
+def find_start(plan: Plan) -> RunInit:
     """Return what `plan` starts from: what its folder says if that has a checkpoint. InputError for what does not fit."""
     given = plan.settings.start
     recorded = _recorded(plan.settings)
     found = recorded if recorded and _checkpoints(plan.settings.output.save).steps() else None
     if not found and given.branch_from:
-        found = _branch(plan, Parent("--branch-from", given.branch_from, plan.settings.output.save))
+        found = _branch(plan, ParentRun("--branch-from", given.branch_from, plan.settings.output.save))
     if not found and given.init_from:
-        found = _weights(plan, Parent("--init-from", given.init_from, plan.settings.output.save), recorded)
+        found = _weights(plan, ParentRun("--init-from", given.init_from, plan.settings.output.save), recorded)
     found = found or NEW_WEIGHTS
     return dataclasses.replace(found, skip_samples=given.skip_samples) if isinstance(given.skip_samples, int) else found
 
 
-def resolved(settings: PretrainSettings, start: Start) -> PretrainSettings:
+def resolved(settings: PretrainConfig, start: RunInit) -> PretrainConfig:
     """`settings` with what `start` found in place of `--init-at` and `--skip-samples parent`: what config.yaml should say."""
     at = {"branch": "branch_at", "weights": "init_at"}.get(start.kind)
     values = ({at: start.at} if at else {}) | {"skip_samples": start.skip_samples or settings.start.skip_samples}
     return dataclasses.replace(settings, start=dataclasses.replace(settings.start, **values))
 
 
-class Parent:
+class ParentRun:
     """The run that another starts from, as its folder tells."""
 
     def __init__(self, flag: str, run: str, save: str):
@@ -57,7 +57,7 @@ class Parent:
             raise InputError(f"{self.flag}: is --save as well, expected a folder of its own for the new run")
         try:
             facts = parse_json(read_regular(self.path / FACTS))
-            self.identity, self.start = facts["identity"], Start.read(facts)
+            self.identity, self.start = facts["identity"], RunInit.read(facts)
             if not isinstance(self.identity.get("objective_packages", {}), dict):
                 raise TypeError("objective_packages is no object")
             self.converted = "source" in facts
@@ -80,7 +80,7 @@ class Parent:
         try:
             values = self.checkpoints.state(step)
             return {name: values[name] for name in PROGRESS} | {"skip_packs": SkippedPacks.read(values["skip_packs"])}
-        except Damaged as damage:
+        except DamagedCheckpointError as damage:
             raise InputError(f"{damage}; choose another") from None
         except KeyError as error:
             path = self.checkpoints.path(step) / STATE
@@ -101,18 +101,18 @@ class Parent:
             raise InputError(f"{self.flag}: {other}; {why}")
 
 
-def _checkpoints(run: str) -> CheckpointFolder:
-    return CheckpointFolder(Path(run) / "checkpoints")
+def _checkpoints(run: str) -> CheckpointDir:
+    return CheckpointDir(Path(run) / "checkpoints")
 
 
-def _recorded(settings: PretrainSettings) -> Start | None:
+def _recorded(settings: PretrainConfig) -> RunInit | None:
     """Return what the folder `--save` says, if it is that of a run and the flags name the same start."""
     given, facts = settings.start, Path(settings.output.save) / FACTS
     run, at = (given.branch_from, given.branch_at) if given.branch_from else (given.init_from, given.init_at)
     if not run or not settings.output.save:
         return None
     try:
-        start = Start.read(read_json_object(facts))
+        start = RunInit.read(read_json_object(facts))
         start.check(f"{facts}: start")
     except (InputError, TypeError):
         return None  # the run folder says what is wrong with it
@@ -120,7 +120,7 @@ def _recorded(settings: PretrainSettings) -> Start | None:
     return start if same else None
 
 
-def _branch(plan: Plan, parent: Parent) -> Start:
+def _branch(plan: Plan, parent: ParentRun) -> RunInit:
     if parent.converted:
         raise InputError(
             f"{parent.flag}: holds converted weights and no optimizer to go on with; expected --init-from {parent.run}"
@@ -143,10 +143,10 @@ def _branch(plan: Plan, parent: Parent) -> Start:
             f"--branch-at {at}: {parent.run} has gone back since and left packs out that this step read; choose another"
         )
     saved |= {"skip_samples": parent.start.skip_samples, "skip_packs": parent.skipped.texts, "before": parent.start.before}
-    return Start("branch", parent.run, at, digest(parent.identity), **saved)
+    return RunInit("branch", parent.run, at, digest(parent.identity), **saved)
 
 
-def _check_schedule(plan: Plan, parent: Parent, at: int) -> None:
+def _check_schedule(plan: Plan, parent: ParentRun, at: int) -> None:
     settings = parent.settings
     try:
         there = Schedule.build(settings.objective_schedule, settings.total_iters, plan.vocabulary, settings.seed)
@@ -167,7 +167,7 @@ def _check_schedule(plan: Plan, parent: Parent, at: int) -> None:
             )
 
 
-def _check_rate(here: LearningRate, parent: Parent, at: int) -> None:
+def _check_rate(here: LearningRate, parent: ParentRun, at: int) -> None:
     values = [parent.identity.get(name) for name in ("lr", "lr_warmup_iters", "lr_wsd_decay_iters", "train_iters")]
     if type(values[0]) not in (int, float) or not all(type(value) is int for value in values[1:]):
         raise InputError(f"{parent.path / FACTS}: found no learning rate in `identity`; expected what a run wrote there")
@@ -206,7 +206,7 @@ def first_difference(one: Schedule, other: Schedule, last: int) -> int | None:
     return None
 
 
-def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
+def _weights(plan: Plan, parent: ParentRun, recorded: RunInit | None) -> RunInit:
     """`recorded`: what was found when the run was begun; the newest checkpoint of then need not be that of now."""
     given = plan.settings.start
     kept = parent.checkpoints.up_to_tracker()
@@ -220,8 +220,8 @@ def _weights(plan: Plan, parent: Parent, recorded: Start | None) -> Start:
         parent.check_same(plan, _OF_SAMPLES, "so its samples are others; give --skip-samples a number")
         skip = parent.saved(at)["skip_packs"].end(parent.start.skip_samples, parent.samples_by(at))
     tokens, schedule = parent.samples_by(at) * parent.settings.data.seq_length, parent.settings.objective_schedule
-    stages = () if parent.converted else (Stage(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
-    return Start("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))
+    stages = () if parent.converted else (Ancestor(parent.run, at, schedule, tokens, total=parent.settings.total_iters),)
+    return RunInit("weights", parent.run, at, digest(parent.identity), skip, before=(*parent.start.before, *stages))
 
 
 def _listed(steps: list[int]) -> str:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from megaenc import __version__, flags
-from megaenc.data.packing.builder import Reading, RunData
-from megaenc.data.packing.packed_dataset import Packs
+from megaenc.data.packing.builder import CorpusUsage, RunData
+from megaenc.data.packing.packed_dataset import PackedDataset
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import CausalLanguageModeling, MaskedLanguageModeling, Objective, Schedule
-from megaenc.training.config import PretrainSettings
+from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate
-from megaenc.training.run_init import NEW_WEIGHTS, Start
+from megaenc.training.run_init import NEW_WEIGHTS, RunInit
 from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 
 
@@ -21,19 +21,19 @@ from megaenc.training.skip_ranges import NOTHING_SKIPPED, SkippedPacks
 class Plan:
     """What `settings` amount to: packs to read, a schedule over updates 1..N, a learning rate, and what they start from."""
 
-    settings: PretrainSettings
+    settings: PretrainConfig
     vocabulary: Vocabulary
     tokenizer: Any  # transformers' PreTrainedTokenizerFast
     data: RunData
     schedule: Schedule
     learning_rate: LearningRate
-    start: Start = NEW_WEIGHTS
+    start: RunInit = NEW_WEIGHTS
     skipped: SkippedPacks = NOTHING_SKIPPED
     rewinds: tuple[str, ...] = ()
     """The packs that each rewind so far has added to `skipped`."""
 
     @property
-    def packs(self) -> Packs:
+    def packs(self) -> PackedDataset:
         """What is trained on."""
         return self.data.train
 
@@ -43,7 +43,7 @@ class Plan:
         return self.settings.shape.vocab_size or self.vocabulary.size
 
     @property
-    def validation(self) -> Packs | None:
+    def validation(self) -> PackedDataset | None:
         """What is held out; None where validation is turned off or the split leaves no text for it."""
         return self.data.held_out if self.settings.eval_every else None
 
@@ -81,7 +81,7 @@ class Plan:
         return given or (10 if self.settings.total_iters > 1000 and shortest >= 10 else 1)
 
     @property
-    def reading(self) -> list[Reading]:
+    def reading(self) -> list[CorpusUsage]:
         """What the steps of the whole run read of each corpus; those of a branch's parent are its own too."""
         first = self.start.skip_samples
         end = self.skipped.end(first, self.samples_by(self.settings.total_iters))

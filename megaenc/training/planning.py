@@ -8,14 +8,14 @@ from megaenc.data.tokenizer.tokenizer import load_tokenizer, vocabulary_of
 from megaenc.dist_env import world_size
 from megaenc.errors import InputError
 from megaenc.objectives import Schedule, check_targets
-from megaenc.training.config import PretrainSettings
+from megaenc.training.config import PretrainConfig
 from megaenc.training.lr_schedule import LearningRate, steps_of
 from megaenc.training.parent_run import find_start, resolved
 from megaenc.training.plan import Plan, validated_objectives
-from megaenc.training.skip_policy import find_skipped
+from megaenc.training.skip_policy import resolve_skip_ranges
 
 
-def make_plan(settings: PretrainSettings) -> Plan:
+def make_plan(settings: PretrainConfig) -> Plan:
     """Open what `settings` name and check that it fits together. Raises InputError."""
     settings.check(world_size())
     total, optimizer, data = settings.total_iters, settings.optimizer, settings.data
@@ -56,4 +56,4 @@ def make_plan(settings: PretrainSettings) -> Plan:
             check_targets(objective, run_data.train[sample], settings.seed)
     start = find_start(plan)
     plan = dataclasses.replace(plan, settings=resolved(settings, start), start=start)
-    return plan.leaving_out(*find_skipped(plan))
+    return plan.leaving_out(*resolve_skip_ranges(plan))

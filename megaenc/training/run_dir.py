@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Self
 import yaml
 
 from megaenc import flags
-from megaenc.atomic_io import left_behind, remove, whole_files, whole_folder, write_whole
-from megaenc.backend.parallel_config import Kernels
+from megaenc.atomic_io import atomic_dir, atomic_files, atomic_write, remove, stale_temp_files
+from megaenc.backend.parallel_config import KernelConfig
 from megaenc.console import shortened
 from megaenc.errors import InputError, LocalInputError
 from megaenc.json_files import parse_json, read_json_object, read_regular
 from megaenc.torchelastic import started_by_torchrun
-from megaenc.training.run_lock import LOCK, FolderLock
+from megaenc.training.run_lock import LOCK, RunLock
 
 if TYPE_CHECKING:  # whoever reads a run folder needs the names below and not torch
     from megaenc.training.plan import Plan
@@ -29,7 +29,7 @@ CONFIG, FACTS, TOKENIZER = "config.yaml", "run.json", "tokenizer"
 METRICS, VALIDATION, STRAGGLERS = "metrics.jsonl", "validation.jsonl", "stragglers.jsonl"
 
 
-class RunFolder:
+class RunDir:
     """What rank 0 keeps in `--save`; construct it on rank 0 alone.
 
     `config.yaml` holds the flags (and can be given to --config), `run.json` what was found out about data, tokenizer and kernels,
@@ -43,7 +43,7 @@ class RunFolder:
         self._computed_by: dict[str, Any] = {}
         self._started = False
         self._before: dict[Path, bytes | None] = {}  # what was there when this process came, None where nothing was
-        self.lock = FolderLock(path, patience=_PATIENCE if started_by_torchrun() else 0.0)
+        self.lock = RunLock(path, patience=_PATIENCE if started_by_torchrun() else 0.0)
         try:
             self._begin(plan)
         except BaseException:
@@ -58,7 +58,7 @@ class RunFolder:
             self._computed_by = {name: facts[name] for name in ("kernels",) if name in facts}
         elif found := sorted(file.name for file in path.iterdir() if file.name != LOCK and not file.name.endswith(".tmp")):
             raise InputError(f"--save {path}: holds {found[0]} and no {FACTS}, so no run; expected a new or empty folder")
-        for stale in left_behind(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
+        for stale in stale_temp_files(*(path / name for name in (FACTS, CONFIG, TOKENIZER, METRICS, VALIDATION, STRAGGLERS))):
             remove(stale)  # what a start that was killed has left
         for file in (path / FACTS, path / CONFIG):
             try:
@@ -70,20 +70,20 @@ class RunFolder:
         self.record(plan)
         if not (path / TOKENIZER).exists():
             self._before[path / TOKENIZER] = None
-            with whole_folder(path / TOKENIZER) as temporary:
+            with atomic_dir(path / TOKENIZER) as temporary:
                 plan.tokenizer.save_pretrained(temporary)
 
-    def record(self, plan: "Plan", kernels: Kernels | None = None, fused: dict[str, bool] | None = None) -> None:
+    def record(self, plan: "Plan", kernels: KernelConfig | None = None, fused: dict[str, bool] | None = None) -> None:
         """Write `plan` to run.json and config.yaml, with the kernels once chosen; `fused`: whether each is used, by name."""
         path = self.path
         self.lock.check()
         if kernels:
             self._computed_by = {"kernels": dataclasses.asdict(kernels) | {"fused": fused or {}}}
         # First: it is what makes the folder a run.
-        write_whole(path / FACTS, json.dumps(plan.facts | self._computed_by, indent=1))
+        atomic_write(path / FACTS, json.dumps(plan.facts | self._computed_by, indent=1))
         given = {name: value for name, value in flags.flatten(plan.settings).items() if value is not None and name != "config"}
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
-        write_whole(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
+        atomic_write(path / CONFIG, yaml.safe_dump(given, sort_keys=False))
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +103,7 @@ class RunFolder:
                 if content is None:
                     remove(file)
                     continue
-                with whole_files(file) as [temporary]:
+                with atomic_files(file) as [temporary]:
                     temporary.write_bytes(content)
         self.lock.undo()
 
@@ -117,7 +117,7 @@ class RunFolder:
         for file, kept in rows.items():
             if kept is not None:
                 with self._one_line(file):
-                    write_whole(self.path / file, "".join(row + "\n" for row in kept))
+                    atomic_write(self.path / file, "".join(row + "\n" for row in kept))
 
     def log(self, file: str, row: dict[str, Any]) -> None:
         """Append one object to a file of rows; a number that is none (NaN, infinity) becomes null, as JSON has it."""
@@ -142,7 +142,7 @@ class RunFolder:
             raise
         except OSError as error:
             raise LocalInputError(f"{self.path / file}: cannot be written to: {error.strerror}") from None
-        except InputError as error:  # of `write_whole`
+        except InputError as error:  # of `atomic_write`
             raise LocalInputError(str(error)) from None
 
 

@@ -10,7 +10,7 @@ PROGRESS = ("tokens", "predicted_tokens", "flops", "skipped_updates", "loss_spik
 
 
 @dataclass(frozen=True)
-class Stage:
+class Ancestor:
     """A run whose training is in the first weights of another, or a Hugging Face model that they came from."""
 
     run: str
@@ -29,7 +29,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Start:
+class RunInit:
     """What a run begins with; run.json holds it, so that the run goes on without the other being there."""
 
     kind: Literal["new", "branch", "weights"] = "new"
@@ -49,7 +49,7 @@ class Start:
     loss_spikes: int = 0
     skip_packs: tuple[str, ...] = ()
     """What a branch's parent leaves out."""
-    before: tuple[Stage, ...] = ()
+    before: tuple[Ancestor, ...] = ()
     """Whose weights step 1 began with, the oldest first."""
 
     @classmethod
@@ -58,7 +58,7 @@ class Start:
         values = facts.get("start", {})
         if not isinstance(values, dict):
             raise TypeError(f"start is a {type(values).__name__}")
-        before = tuple(Stage(**stage) for stage in values.get("before", ()))
+        before = tuple(Ancestor(**stage) for stage in values.get("before", ()))
         return cls(**{**values, "skip_packs": tuple(values.get("skip_packs", ())), "before": before})
 
     def check(self, source: str) -> None:
@@ -89,7 +89,7 @@ class Start:
         return what + (f", {self.skip_samples:,} samples into the data" if self.skip_samples else "")
 
 
-NEW_WEIGHTS = Start()
+NEW_WEIGHTS = RunInit()
 
 
 def digest(identity: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megaenc.atomic_io import FileLock
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
 LOCK = ".lock"
@@ -14,7 +14,7 @@ _MESSAGE_AFTER = 5.0  # seconds
 _TRIES = 20  # to open a file in a directory that others may be removing
 
 
-class FolderLock(FileLock):
+class RunLock(FileLock):
     """The lock on the directory of `--save`, which is created if it is missing; held until `close` or the end of the process."""
 
     def __init__(self, folder: Path, patience: float = 0.0):
@@ -48,7 +48,7 @@ class FolderLock(FileLock):
                 )
             if time.monotonic() >= next_message:
                 next_message = deadline
-                say(f"--save {self.folder}: another process holds it; waiting up to {patience:.0f} s for that to end")
+                print_rank_0(f"--save {self.folder}: another process holds it; waiting up to {patience:.0f} s for that to end")
             time.sleep(0.1)
 
     def take(self) -> bool:

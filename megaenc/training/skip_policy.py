@@ -7,13 +7,13 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.json_files import read_json_object
-from megaenc.training.checkpoint_dir import CheckpointFolder, Damaged
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import FACTS
 from megaenc.training.skip_ranges import SkippedPacks
 
 
-def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
+def resolve_skip_ranges(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     """Return what the run of `plan` leaves out, and which of it rewinds have added, one text each.
 
     That is what the run folder says or, for a new branch, its parent's; InputError, naming what to give, where `--skip-packs`
@@ -33,7 +33,7 @@ def find_skipped(plan: Plan) -> tuple[SkippedPacks, tuple[str, ...]]:
     return wanted, rewinds
 
 
-def read_alike(plan: Plan, state: dict[str, Any]) -> bool:
+def saw_same_data(plan: Plan, state: dict[str, Any]) -> bool:
     """Return whether the checkpoint of `state` has read what `plan` reads up to there: not if a rewind left packs out since."""
     there = SkippedPacks.read(state.get("skip_packs", ()))
     return there.agrees(plan.skipped, plan.start.skip_samples, plan.samples_by(state["step"]))
@@ -57,16 +57,16 @@ def _recorded(run: Path) -> tuple[SkippedPacks | None, tuple[str, ...]]:
 
 def _newest(plan: Plan, recorded: SkippedPacks) -> int:
     """Return the newest step with a whole checkpoint that fits what the folder says, up to its tracker's; 0 for none."""
-    checkpoints = CheckpointFolder(Path(plan.settings.output.save) / "checkpoints")
+    checkpoints = CheckpointDir(Path(plan.settings.output.save) / "checkpoints")
     for step in reversed(checkpoints.up_to_tracker()):
-        with contextlib.suppress(Damaged):  # named when it is to be loaded
+        with contextlib.suppress(DamagedCheckpointError):  # named when it is to be loaded
             there = SkippedPacks.read(checkpoints.state(step).get("skip_packs", ()))
             if there.agrees(recorded, plan.start.skip_samples, plan.samples_by(step)):
                 return step
     return 0
 
 
-def leave_out(plan: Plan, step: int, kept: Sequence[int]) -> Plan:
+def plan_after_rewind(plan: Plan, step: int, kept: Sequence[int]) -> Plan:
     """Return `plan` without the packs of the `--rewind-skip-iters` updates up to `step`, to go back to before them.
 
     `kept`: steps with a checkpoint. If all are among those updates, only what came after the oldest is left out.

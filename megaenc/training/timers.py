@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 DATA, FORWARD_BACKWARD, OPTIMIZER = "data", "forward_backward", "optimizer"
 
 
-class Stopwatch:
+class StepTimers:
     """Seconds of the parts of a step on this rank, by the clock and those in which this thread computed.
 
     Parts end where a step waits for the device in any case: forward_backward with its sums, optimizer with the gradient's norm.

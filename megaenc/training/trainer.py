@@ -13,24 +13,24 @@ from typing import Any
 import numpy as np
 
 from megaenc.backend import Backend
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.counter_rng import SampleRandomness
 from megaenc.errors import InputError
 from megaenc.objectives import Objective
-from megaenc.training.checkpoint.loader import Checkpoints
-from megaenc.training.checkpoint.manager import OwnCheckpoints
-from megaenc.training.checkpoint_dir import Damaged
-from megaenc.training.dist.collectives import check_alike, on_rank_0, shared_fate
-from megaenc.training.dist.signals import Stop
+from megaenc.training.checkpoint.loader import CheckpointLoader
+from megaenc.training.checkpoint.manager import CheckpointManager
+from megaenc.training.checkpoint_dir import DamagedCheckpointError
+from megaenc.training.dist.collectives import abort_all_on_error, broadcast_call, check_alike
+from megaenc.training.dist.signals import SignalHandler
 from megaenc.training.dist.watchdog import STACKS, Watchdog
-from megaenc.training.dry_run import conclusion, introduction, spike_found
-from megaenc.training.engine import BatchResult, Engine
-from megaenc.training.logging.metrics_logger import Monitor
+from megaenc.training.dry_run import run_footer, run_header, spike_found
+from megaenc.training.engine import Engine, StepMetrics
+from megaenc.training.logging.metrics_logger import MetricsLogger
 from megaenc.training.nonfinite import report_skipped
 from megaenc.training.plan import Plan, validated_objectives
-from megaenc.training.run_dir import RunFolder
-from megaenc.training.run_init import PROGRESS, Start, digest
-from megaenc.training.skip_policy import leave_out, read_alike
+from megaenc.training.run_dir import RunDir
+from megaenc.training.run_init import PROGRESS, RunInit, digest
+from megaenc.training.skip_policy import plan_after_rewind, saw_same_data
 
 
 class Rewind(Exception):
@@ -49,15 +49,15 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
     output = plan.settings.output
     checkpoints = None
     if output.save:
-        checkpoints = OwnCheckpoints(Path(output.save) / "checkpoints", output.keep_last, output.keep_every, output.save_steps)
-    with shared_fate(clean_up=checkpoints.abandon if checkpoints else lambda: None):
+        checkpoints = CheckpointManager(Path(output.save) / "checkpoints", output.keep_last, output.keep_every, output.save_steps)
+    with abort_all_on_error(clean_up=checkpoints.abandon if checkpoints else lambda: None):
         check_alike(plan)
         watchdog = Watchdog(output.distributed_timeout_minutes, Path(output.save) / STACKS if output.save else None)
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(_open_folder(plan))
             stack.enter_context(watchdog)
             # Its time begins here: waiting for the folder is no training.
-            stop = stack.enter_context(Stop(output.exit_duration_in_mins, backend.device, checkpoints is not None))
+            stop = stack.enter_context(SignalHandler(output.exit_duration_in_mins, backend.device, checkpoints is not None))
             while True:
                 try:
                     return _pretrain(plan, backend, folder, checkpoints, stop, watchdog)
@@ -66,16 +66,21 @@ def pretrain(plan: Plan, backend: Backend) -> bool:
                 gc.collect()  # the model that was, before there is another
 
 
-def _open_folder(plan: Plan) -> contextlib.AbstractContextManager[RunFolder | None]:
+def _open_folder(plan: Plan) -> contextlib.AbstractContextManager[RunDir | None]:
     """Open the run folder on rank 0; every rank leaves with the same InputError if it cannot be used."""
-    folders: list[RunFolder] = []
+    folders: list[RunDir] = []
     if plan.settings.output.save:
-        on_rank_0(lambda: folders.append(RunFolder(Path(plan.settings.output.save), plan)))
+        broadcast_call(lambda: folders.append(RunDir(Path(plan.settings.output.save), plan)))
     return folders[0] if folders else contextlib.nullcontext()
 
 
 def _pretrain(
-    plan: Plan, backend: Backend, folder: RunFolder | None, checkpoints: OwnCheckpoints | None, stop: Stop, watchdog: Watchdog
+    plan: Plan,
+    backend: Backend,
+    folder: RunDir | None,
+    checkpoints: CheckpointManager | None,
+    stop: SignalHandler,
+    watchdog: Watchdog,
 ) -> bool:
     """Return what `pretrain` does; Rewind at a spike."""
     settings, output, total = plan.settings, plan.settings.output, plan.settings.total_iters
@@ -84,13 +89,13 @@ def _pretrain(
         checkpoints.last_look = folder.lock.refresh
         checkpoints.clean()
     if checkpoints:
-        on_rank_0(lambda: checkpoints.leave_behind(plan))
+        broadcast_call(lambda: checkpoints.retarget_tracker(plan))
         saved = checkpoints.newest_good(plan)
     if saved and saved["step"] == total:
-        say(f"{output.save} is complete: step {total} of {total}")
+        print_rank_0(f"{output.save} is complete: step {total} of {total}")
         return True
     run = _Run(plan, backend, folder, checkpoints, watchdog, saved)
-    with run.monitor, checkpoints.finished() if checkpoints else contextlib.nullcontext():
+    with run.monitor, checkpoints.drain_saves() if checkpoints else contextlib.nullcontext():
         for step in range(run.done + 1, total + 1):
             if shorter := run.update(step):
                 break
@@ -109,7 +114,7 @@ def _pretrain(
         watchdog.beat("end", step)
     if shorter:
         raise Rewind(shorter)
-    say(conclusion(step, total, run.result.loss, output.save, asked))
+    print_rank_0(run_footer(step, total, run.result.loss, output.save, asked))
     return last or not asked
 
 
@@ -128,27 +133,27 @@ class _Run:
         self,
         plan: Plan,
         backend: Backend,
-        folder: RunFolder | None,
-        checkpoints: OwnCheckpoints | None,
+        folder: RunDir | None,
+        checkpoints: CheckpointManager | None,
         watchdog: Watchdog,
         saved: dict[str, Any] | None,
     ):
         """Go on from the checkpoint whose JSON is `saved`, None to begin as `plan` says. InputError where that cannot be."""
         self.plan, self.done = plan, saved["step"] if saved else plan.start.step
-        self.result = BatchResult()
+        self.result = StepMetrics()
         self._folder, self._checkpoints, self._watchdog = folder, checkpoints, watchdog
         self._progress = {name: (saved or vars(plan.start))[name] for name in PROGRESS}
         self._engine = Engine(plan, backend)
         if plan.settings.output.save:
-            on_rank_0(lambda: folder.record(plan, self._engine.kernels, self._engine.fused))
+            broadcast_call(lambda: folder.record(plan, self._engine.kernels, self._engine.fused))
         watchdog.beat("load", self.done)
         if saved:
             checkpoints.load(self._engine, self.done)
         source = saved or _begin(self._engine, plan.start)
         self._losses = RecentLosses(source.get("losses"))
-        say(introduction(plan, backend, self._engine.kernels, self._engine.fused, resumed=self.done if saved else 0))
+        print_rank_0(run_header(plan, backend, self._engine.kernels, self._engine.fused, resumed=self.done if saved else 0))
         self._validation = Validation(plan) if plan.validation else None
-        self.monitor = Monitor(plan, backend, self._engine, folder, self.done)
+        self.monitor = MetricsLogger(plan, backend, self._engine, folder, self.done)
         self.monitor.cut(self.done if saved else -1)
         if not saved:
             self.validate(self.done)
@@ -172,16 +177,16 @@ class _Run:
             self._watchdog.beat("diagnosis", step)
             report_skipped(self._engine, step, result, progress["skipped_updates"])
         if spike:
-            say(spike_found(plan, step, result.loss, deviations))
+            print_rank_0(spike_found(plan, step, result.loss, deviations))
         return self._without_spike(step) if spike and len(plan.rewinds) < plan.settings.health.max_rewinds else None
 
     def _without_spike(self, step: int) -> Plan:
         """Return the plan without the packs that led to the spike at `step`, once that is on the disk."""
         self._watchdog.beat("rewind", step)
         self._checkpoints.finish_save()
-        kept = on_rank_0(lambda: [at for at in self._checkpoints.fitting(self.plan) if at < step])
-        shorter = leave_out(self.plan, step, kept)
-        on_rank_0(lambda: self._folder.record(shorter))
+        kept = broadcast_call(lambda: [at for at in self._checkpoints.fitting(self.plan) if at < step])
+        shorter = plan_after_rewind(self.plan, step, kept)
+        broadcast_call(lambda: self._folder.record(shorter))
         return shorter
 
     def validate(self, step: int) -> None:
@@ -202,19 +207,19 @@ class _Run:
                 self._checkpoints.save(self._engine, step, state, block)
 
 
-def _begin(engine: Engine, start: Start) -> dict[str, Any]:
+def _begin(engine: Engine, start: RunInit) -> dict[str, Any]:
     """Load what the run starts from, in whatever layout; return the JSON of the checkpoint of a branch, else nothing."""
     if not start.run:
         return {}
-    parent = Checkpoints(Path(start.run) / "checkpoints")
+    parent = CheckpointLoader(Path(start.run) / "checkpoints")
     try:
         saved = parent.check(start.at)
-    except Damaged as damage:
+    except DamagedCheckpointError as damage:
         raise InputError(f"{damage}; choose another checkpoint of {start.run}") from None
     if digest(saved["identity"]) != start.parent:
         raise InputError(f"{parent.path(start.at)} is a checkpoint of a different run than that of {start.run}; choose another")
     if start.kind == "branch":
-        if not read_alike(engine.plan, saved):
+        if not saw_same_data(engine.plan, saved):
             raise InputError(f"{parent.path(start.at)} was made again, with other packs; give the same command again")
         parent.load(engine, start.at)
         return saved

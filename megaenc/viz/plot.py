@@ -13,8 +13,8 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.atomic_io import whole_files
-from megaenc.console import quiet, say
+from megaenc.atomic_io import atomic_files
+from megaenc.console import print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_output_file, created_parent
 from megaenc.viz.run_metrics import Curves, Row, curves_of, read_beginning, read_held_out, read_steps, read_validations
@@ -25,7 +25,7 @@ _LETTER = 0.0125  # of a label, in widths of the panel
 
 
 @dataclass(frozen=True)
-class PlotFlags:
+class PlotConfig:
     """What `megaenc plot` takes."""
 
     run: Annotated[tuple[str, ...], Positional, arg(metavar="RUN")]
@@ -37,7 +37,7 @@ class PlotFlags:
 
 
 @dataclass(frozen=True)
-class Phase:
+class PlottedPhase:
     """A stretch of a run under one objective, or under several of which this is one."""
 
     objective: str
@@ -64,7 +64,7 @@ class Phase:
         return (sums[at + ahead + 1] - sums[at - back]) / (back + ahead + 1)
 
 
-def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[Phase]:
+def phases_of(made: list[Row], against: Against = "step", begun: Row | None = None) -> list[PlottedPhase]:
     """Return the phases that a run's updates have been through; `begun` is how far it had come before the first, if not 0.
 
     Neighbours that are each shorter than a fiftieth of the steps, those of an alternation, are taken together, and like the
@@ -91,7 +91,7 @@ def phases_of(made: list[Row], against: Against = "step", begun: Row | None = No
             scored = [row for row in rows if row["loss"] is not None]  # a batch without a target has no loss
             x, loss = (np.array([row[name] for row in scored], dtype=np.float64) for name in (against, "loss"))
             share = len(rows) / len(stretch)
-            phases.append(Phase(objective, start, stretch[-1][against], x, loss, share, top))
+            phases.append(PlottedPhase(objective, start, stretch[-1][against], x, loss, share, top))
             top = max(top - share, 0.0)
         start = stretch[-1][against]
     return phases
@@ -225,7 +225,7 @@ def plot(runs: Sequence[str | Path], output: str | Path, against: Against = "ste
         raise InputError("RUN: missing, expected one run folder or more (see megaenc plot --help)")
     with created_parent(output, "--output"):
         picture, shown = _drawn(runs, against)
-        with whole_files(output) as [temporary]:
+        with atomic_files(output) as [temporary]:
             picture.savefig(temporary, format=output.suffix.lower().removeprefix("."))
     return shown
 
@@ -248,6 +248,6 @@ def _drawn(runs: Sequence[str | Path], against: Against) -> tuple[Any, str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc plot`."""
     quiet()
-    settings = flags.parse(PlotFlags, argv, prog="megaenc plot", description=__doc__)
+    settings = flags.parse(PlotConfig, argv, prog="megaenc plot", description=__doc__)
     shown = plot(settings.run, settings.output, settings.against)
-    say(f"{settings.output}: {shown}")
+    print_rank_0(f"{settings.output}: {shown}")

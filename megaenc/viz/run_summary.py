@@ -10,13 +10,13 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import clock, number, quiet, rich_console, say
+from megaenc.console import clock, number, print_rank_0, quiet, rich_console
 from megaenc.errors import one_line_errors
 from megaenc.viz.run_metrics import read_beginning, read_facts, read_held_out, read_steps, training_seconds
 
 
 @dataclass(frozen=True)
-class SummaryFlags:
+class RunSummaryConfig:
     """What `megaenc summary` takes."""
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
@@ -24,7 +24,7 @@ class SummaryFlags:
 
 
 @dataclass(frozen=True)
-class Learnt:
+class HeldOutGain:
     """Held-out text under one objective, at the first and the last validation of a run."""
 
     objective: str
@@ -40,7 +40,7 @@ class Learnt:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """A run in a few numbers."""
 
     step: int
@@ -54,11 +54,11 @@ class Summary:
     branched_at: int
     """the parent's step that a branch began with, else 0, and what had been read by then"""
     tokens_before: int
-    learnt: list[Learnt]
+    learnt: list[HeldOutGain]
     """between the two validations"""
 
 
-def summarise(run: str | Path) -> Summary:
+def summarise(run: str | Path) -> RunSummary:
     """Read a run folder. Raises InputError for what no run wrote, and where nothing was validated."""
     steps, facts, begun = read_steps(run), read_facts(run), read_beginning(run)
     validated = read_held_out(run)
@@ -68,13 +68,13 @@ def summarise(run: str | Path) -> Summary:
         before = first["objectives"].get(objective)
         if before is not None and None not in (*before.values(), *after.values()):  # else no target in the held-out packs
             both = ((before[name], after[name]) for name in ("loss", "accuracy"))
-            learnt.append(Learnt(objective, *both, after["most_frequent"]))
+            learnt.append(HeldOutGain(objective, *both, after["most_frequent"]))
     seconds = training_seconds(steps, begun["step"])
     counts = (newest["step"], facts["train_iters"], first["step"], last["step"], facts["parameters"], newest["tokens"])
-    return Summary(*counts, seconds, begun["step"], begun["tokens"], learnt)
+    return RunSummary(*counts, seconds, begun["step"], begun["tokens"], learnt)
 
 
-def table(summary: Summary) -> Any:
+def table(summary: RunSummary) -> Any:
     """Return rich's Table of `summary.learnt`."""
     from rich import box
     from rich.table import Table
@@ -94,14 +94,14 @@ def table(summary: Summary) -> Any:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc summary`."""
     quiet()
-    settings = flags.parse(SummaryFlags, argv, prog="megaenc summary", description=__doc__)
+    settings = flags.parse(RunSummaryConfig, argv, prog="megaenc summary", description=__doc__)
     summary = summarise(settings.run)
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
     rich_console(**plain, width=None if sys.stdout.isatty() else 120).print(table(summary))
     speed = (summary.tokens - summary.tokens_before) / (summary.seconds or math.inf)
     timed = f", those after step {summary.branched_at:,}," if summary.branched_at else ""
     whole = "" if summary.step == summary.train_iters else f" of {summary.train_iters:,}"
-    say(
+    print_rank_0(
         f"{number(summary.parameters)} parameters, {summary.step:,}{whole} steps, {number(summary.tokens)} tokens{timed} "
         f"in {clock(summary.seconds)} ({speed:,.0f} tokens/s)"
     )

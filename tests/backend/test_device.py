@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from megaenc.backend.init_distributed import share_cores
 
-from megaenc.backend import Layout, detect
+from megaenc.backend import ParallelConfig, detect
 from megaenc.backend.device import host_has_bf16, peak_bf16
-from megaenc.backend.initialize import share_cores
 from megaenc.errors import InputError
 
 
@@ -71,10 +71,14 @@ def test_bf16_is_the_default_where_the_processor_has_it(line, expected, tmp_path
 @pytest.mark.parametrize(
     ("layout", "processes", "complaint"),
     [
-        (Layout(2, 1), 3, "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: expected a multiple of 2"),
-        (Layout(2, 2), 2, "expected a multiple of 4"),
-        (Layout(0, 1), 1, "--tensor-model-parallel-size: found 0, expected 1 or more"),
-        (Layout(1, 1, sequence_parallel=True), 1, "--sequence-parallel: found --tensor-model-parallel-size 1"),
+        (
+            ParallelConfig(2, 1),
+            3,
+            "3 processes cannot be laid out as tensor parallel 2 x pipeline parallel 1: expected a multiple of 2",
+        ),
+        (ParallelConfig(2, 2), 2, "expected a multiple of 4"),
+        (ParallelConfig(0, 1), 1, "--tensor-model-parallel-size: found 0, expected 1 or more"),
+        (ParallelConfig(1, 1, sequence_parallel=True), 1, "--sequence-parallel: found --tensor-model-parallel-size 1"),
     ],
 )
 def test_layout_that_does_not_fit(layout, processes, complaint):
@@ -84,7 +88,7 @@ def test_layout_that_does_not_fit(layout, processes, complaint):
 
 def test_one_process_has_all_cores_and_several_share_them(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr("megaenc.backend.initialize.usable_cores", lambda: 6)
+    monkeypatch.setattr("megaenc.backend.init_distributed.usable_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

@@ -10,7 +10,7 @@ import runs
 import torch
 
 from megaenc.bench import pretrain, train_worker
-from megaenc.bench.synthetic_docs import Documents
+from megaenc.bench.synthetic_docs import SyntheticDocuments
 from megaenc.model.config import preset
 from megaenc.objectives import Attention
 
@@ -22,11 +22,13 @@ found = train(work)
 if os.environ.get("RANK", "0") == "0":
     result.write_text(json.dumps(found))
 """
-SMALL = pretrain.BenchFlags(model="tiny", vocab_size=300, documents=6, batch=2, shortest=3, longest=40, rounds=2, bf16=False)
+SMALL = pretrain.PretrainBenchConfig(
+    model="tiny", vocab_size=300, documents=6, batch=2, shortest=3, longest=40, rounds=2, bf16=False
+)
 
 
 def test_documents_follow_from_the_seed_in_any_order():
-    documents = Documents(6, 3, 40, 300, seed=5)
+    documents = SyntheticDocuments(6, 3, 40, 300, seed=5)
     lengths = documents.document_lengths.tolist()
     assert min(lengths) >= 3 and max(lengths) <= 40 and documents.tokens == sum(lengths)
     ordered = dataclasses.replace(documents, order=documents.by_length())

@@ -86,7 +86,7 @@ def test_a_way_that_is_killed_leaves_no_process(small_corpus, tmp_path):
 def test_without_input_text_and_tokenizer_are_made(tmp_path, monkeypatch):
     """From a demo of its own, here a small one."""
     monkeypatch.setattr("megaenc.data.demo.build_demo_corpus", lambda folder: small_demo(tmp_path))
-    settings = data.DataBenchFlags(megabytes=0.1)
+    settings = data.DataBenchConfig(megabytes=0.1)
     (tmp_path / "work").mkdir()
     text, tokenizer = data._prepared(settings, tmp_path / "work")
     assert text.stat().st_size >= 0.1e6

@@ -13,12 +13,12 @@ import pytest
 import runs
 import torch
 
-from megaenc.backend.parallel_config import Kernels
+from megaenc.backend.parallel_config import KernelConfig
 from megaenc.bench.gpu import command, presets, variants
 from megaenc.bench.gpu.__main__ import NEEDED
-from megaenc.bench.gpu.command import Benchmark, GpuFlags
+from megaenc.bench.gpu.command import Benchmark, GpuBenchConfig
 from megaenc.bench.gpu.table import table
-from megaenc.bench.gpu.worker_pool import Crew, Failed
+from megaenc.bench.gpu.worker_pool import Failed, WorkerPool
 from megaenc.model.config import PRESETS
 
 DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
@@ -127,7 +127,7 @@ class Told:
 
 
 def benchmark(tmp_path, seconds: float) -> Benchmark:
-    return Benchmark(GpuFlags(output=str(tmp_path / "gpu.json"), small=True, seconds=seconds), tmp_path, Told(), Told())
+    return Benchmark(GpuBenchConfig(output=str(tmp_path / "gpu.json"), small=True, seconds=seconds), tmp_path, Told(), Told())
 
 
 def test_what_there_is_no_time_for_is_left_out(tmp_path):
@@ -150,7 +150,7 @@ def test_a_failed_phase_keeps_what_it_had_found(tmp_path):
 
 
 def test_a_job_that_takes_too_long_is_killed(tmp_path):
-    with Crew({}, fresh=True, log=tmp_path / "log") as crew:
+    with WorkerPool({}, fresh=True, log=tmp_path / "log") as crew:
         worker = crew._ready
         with pytest.raises(Failed, match="its time was over"):
             list(crew.run({"kind": "worker.machine", "name": "machine"}, seconds=60, left=0.2))
@@ -159,7 +159,7 @@ def test_a_job_that_takes_too_long_is_killed(tmp_path):
 
 
 def test_a_failed_job_leaves_its_process_to_others(tmp_path):
-    with Crew(command.HOST, fresh=False, log=tmp_path / "log") as crew:
+    with WorkerPool(command.HOST, fresh=False, log=tmp_path / "log") as crew:
         worker = crew._ready
         with pytest.raises(Failed, match="TypeError: run_losses"):
             list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, left=240))
@@ -208,20 +208,20 @@ def test_kernels_are_read_by_their_fields():
     assert variants.given(["attention_backend=sdpa"], "--kernels") == {"attention_backend": "sdpa"}
     assert variants.title({"a": None, "b": False}) == "a=none b=false"
     changed = variants.others({})
-    assert {"attention_backend": "sdpa"} in changed and {"attention_backend": Kernels().attention_backend} not in changed
+    assert {"attention_backend": "sdpa"} in changed and {"attention_backend": KernelConfig().attention_backend} not in changed
     for one in [*changed, variants.plain()]:
-        Kernels(**one)
+        KernelConfig(**one)
 
 
 def test_what_cannot_be_had_or_is_measured_already_is_not_compared():
     lacking = {"attention_backend=flash": "flash-attn is not installed", "transformer_impl=transformer_engine": "not installed"}
-    computed = dataclasses.asdict(Kernels()) | {"attention_backend": "varlen"}
-    tried, left_out = variants.worth_a_trial({}, computed, lacking)
+    computed = dataclasses.asdict(KernelConfig()) | {"attention_backend": "varlen"}
+    tried, left_out = variants.candidate_variants({}, computed, lacking)
     titles = [variants.title(each) for each in tried]
     first = ["fused_kernels=false", "fp8_format=hybrid", "fp8_format=e4m3"]
     assert titles == [*first, "attention_backend=cudnn", "attention_backend=sdpa"]
     assert left_out == lacking | {"attention_backend=varlen": "what is measured above"}
-    tried, _ = variants.worth_a_trial({"fp8_format": "hybrid"}, None, {})
+    tried, _ = variants.candidate_variants({"fp8_format": "hybrid"}, None, {})
     assert tried[:3] == [{"fp8_format": "hybrid", "fused_kernels": False}, {"fp8_format": "e4m3"}, {"fp8_format": None}]
     assert len(tried) == len(variants.others({}))
 

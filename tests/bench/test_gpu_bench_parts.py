@@ -40,14 +40,14 @@ def test_made_documents_are_packed_whole():
 def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, monkeypatch):
     from megaenc.bench.gpu import correctness
     from megaenc.model.attention import backends
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
     plain = {"64": setup(kernels={"attention_backend": "sdpa"})}
     engine = correctness.engine_for(plain["64"], one_process)
     expected = [correctness.gradients(engine, plain["64"], text, 2) for text in correctness.OBJECTIVES]
     assert all(float(gradient.norm()) > 0 for _, found in expected for gradient in found.values())
-    usual, spans = backends._dot_product, Packing.spans
+    usual, spans = backends._dot_product, PackedSequences.spans
     if fault == "mask":
         monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, s, not causal))
     if fault == "scale":  # that of a head padded from 96 to 128
@@ -55,7 +55,7 @@ def test_a_fault_of_attention_is_found(fault, faulty, one_process, tmp_path, mon
         monkeypatch.setattr(backends, "_dot_product", lambda q, k, v, s, causal=False: usual(q, k, v, off * s, causal))
     if fault == "edges":
         whole = {Attention.CAUSAL: 0, Attention.BIDIRECTIONAL: 192}
-        monkeypatch.setattr(Packing, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
+        monkeypatch.setattr(PackedSequences, "spans", lambda self: [(0, whole[self.attention], spans(self)[-1][-1])])
     rows = []
     for text, right in zip(correctness.OBJECTIVES, expected, strict=True):
         # With the tolerance of bfloat16: a fault must be larger than its rounding.
@@ -102,7 +102,7 @@ def test_the_same_weights_are_made_each_time(one_process):
     assert all(torch.equal(first[name], second[name]) for name in first)
     matrix = first["decoder.layers.0.mlp.linear_fc1.weight"]
     assert matrix.detach().std().item() == pytest.approx(192**-0.5, rel=0.05)
-    synthetic.lay(engines[0], setup(), "clm", 2, 3)
+    synthetic.configure_batches(engines[0], setup(), "clm", 2, 3)
     update = engines[0].update(1)
     assert update.made and update.result.predicted > 0.9 * 6 * 96
 
@@ -122,7 +122,7 @@ def test_attention_is_checked_under_all_masks_that_will_be_trained(one_process, 
     monkeypatch.setattr(attention_select, "check_backend", noted)
     engine = correctness.engine_for(setup(), one_process)
     assert checked[-1] == [Attention.CAUSAL, Attention.BIDIRECTIONAL]
-    synthetic.lay(engine, setup(), MLM, 1, 1)
+    synthetic.configure_batches(engine, setup(), MLM, 1, 1)
     assert {engine.plan.schedule.objective(step).attention for step in range(1, 20)} == {Attention.BIDIRECTIONAL}
     synthetic.filled(synthetic.plan_of(setup(), CLM), one_process)
     assert checked[-1] == [Attention.CAUSAL]

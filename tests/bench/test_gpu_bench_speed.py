@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megaenc.backend import Kernels
+from megaenc.backend import KernelConfig
 from megaenc.bench.gpu import breakdown, speed
-from megaenc.training.engine import BatchResult, Update
+from megaenc.training.engine import StepMetrics, Update
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ class Memory:
 
     def __init__(self, most: int, refused: tuple[int, ...] = ()):
         self.most, self.refused, self.packs, self.made = most, refused, [], 0
-        self.kernels, self.fused = Kernels(), None
+        self.kernels, self.fused = KernelConfig(), None
 
     def lay(self, engine, setup, objective, packs, micro_batches):
         self.packs.append(packs)
@@ -72,7 +72,7 @@ class Memory:
         self.made += 1
         if self.packs[-1] > self.most and self.made == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return Update(BatchResult(5.0, 10, 1, 100.0), 1.0, made=self.made not in self.refused)
+        return Update(StepMetrics(5.0, 10, 1, 100.0), 1.0, made=self.made not in self.refused)
 
 
 def timed(monkeypatch, engine: Memory, deadline: float) -> speed.Timing:

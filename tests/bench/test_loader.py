@@ -37,7 +37,7 @@ def test_every_packing_is_measured(tmp_path):
 def test_documents_have_the_mean_length_that_is_asked_for(tmp_path):
     for mean in (50, 400):
         (folder := tmp_path / str(mean)).mkdir()
-        settings = loader.LoaderBenchFlags(documents=20_000, tokens=20_000 * mean, mean_length=mean)
+        settings = loader.LoaderBenchConfig(documents=20_000, tokens=20_000 * mean, mean_length=mean)
         for prefix in loader._written(settings, folder).values():
             lengths = Corpus.open(prefix).document_lengths
             assert len(lengths) == 20_000 and abs(lengths.mean() / mean - 1) < 0.05

@@ -13,12 +13,12 @@ from whole_models import load_weights
 
 from megaenc.convert.command import main
 from megaenc.convert.naming import study_name
-from megaenc.convert.run_checkpoint import SavedRun, open_run
+from megaenc.convert.run_checkpoint import RunCheckpoint, open_run
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.model.config import preset
 from megaenc.objectives import Schedule
-from megaenc.training.config import PretrainSettings
-from megaenc.training.run_init import NEW_WEIGHTS, Stage, Start
+from megaenc.training.config import PretrainConfig
+from megaenc.training.run_init import NEW_WEIGHTS, Ancestor, RunInit
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -113,9 +113,9 @@ def test_a_save_that_was_not_finished_is_no_checkpoint(two_runs, tmp_path, refus
 
 
 def named(schedule, steps, step=None, before=(), model="610m", **facts):
-    settings = PretrainSettings(objective_schedule=schedule, train_iters=steps, model=model, shape=preset(model))
-    start = Start("weights", before=tuple(before)) if before else NEW_WEIGHTS
-    run = SavedRun(Path("run"), settings.shape, 128256, 2048, torch.bfloat16, {}, settings, start, facts)
+    settings = PretrainConfig(objective_schedule=schedule, train_iters=steps, model=model, shape=preset(model))
+    start = RunInit("weights", before=tuple(before)) if before else NEW_WEIGHTS
+    run = RunCheckpoint(Path("run"), settings.shape, 128256, 2048, torch.bfloat16, {}, settings, start, facts)
     return study_name(run, Schedule.build(schedule, steps, VOCABULARY), steps if step is None else step)
 
 
@@ -139,17 +139,17 @@ def test_names_are_the_studys(schedule, steps, name):
 
 
 def test_names_count_on_from_the_runs_before():
-    finished = [Stage("runs/clm", 42000, "clm", 1, total=42000)]
+    finished = [Ancestor("runs/clm", 42000, "clm", 1, total=42000)]
     assert named("mlm(mask=0.4)", 22000, before=finished) == "610m-clm-dec42k-mlm40-64k"
     assert named("mlm(mask=0.4)", 22000, 1000, before=finished) == "610m-clm-dec42k-mlm40-64k-1000"
-    two_phases = [Stage("runs/two", 42000, "clm:10000,mlm(mask=0.4):32000", 1, total=42000)]
+    two_phases = [Ancestor("runs/two", 42000, "clm:10000,mlm(mask=0.4):32000", 1, total=42000)]
     assert named("mlm(mask=0.4)", 2000, before=two_phases) == "610m-clm-10k-mlm40-dec42k-mlm40-44k"
-    on_the_way = [Stage("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000)]
+    on_the_way = [Ancestor("runs/clm", 10000, "clm:0.5,mlm:0.5", 1, total=42000)]
     assert named("mlm(mask=0.4)", 22000, before=on_the_way) == "610m-clm-10k-mlm40-32k"
-    not_recorded = [Stage("runs/clm", 42000, "clm", 1)]
+    not_recorded = [Ancestor("runs/clm", 42000, "clm", 1)]
     assert named("mlm(mask=0.4)", 22000, before=not_recorded) == "610m-clm-42k-mlm40-64k"
-    not_installed = [Stage("runs/own", 42000, "own(way=2)", 1, total=42000)]
+    not_installed = [Ancestor("runs/own", 42000, "own(way=2)", 1, total=42000)]
     assert named("mlm(mask=0.4)", 22000, before=not_installed) == "610m-own-way-2-dec42k-mlm40-64k"
-    hf = Stage("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
+    hf = Ancestor("hub/SmolLM2-135M", 0, "clm", 0, "llama", 8192)
     assert named("mlm", 10000, before=[hf]) == "smollm2-135m-mlm40-10k"
     assert named("clm", 200, 0, before=[hf], source={}) == "smollm2-135m"

@@ -13,7 +13,7 @@ from whole_models import core_to_hf, load_weights
 
 from megaenc.convert.command import main
 from megaenc.convert.run_checkpoint import open_run
-from megaenc.convert.verify_export import Probe, core_outputs
+from megaenc.convert.verify_export import ProbeBatch, core_outputs
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.objectives import Attention
 from megaenc.training.command import main as pretrain
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(name, attention, came_in):
     folder, core = came_in[name]
     documents = tuple((torch.arange(length) * 7919 + length) % 400 for length in (300, 120, 50, 7, 1))
     with open_run(core).loaded(0, length=300) as (_, encoder):
-        packed = core_outputs(encoder, Probe(documents, documents[-1][None]), attention, head=True)
+        packed = core_outputs(encoder, ProbeBatch(documents, documents[-1][None]), attention, head=True)
     model = by_transformers(folder, attention)
     with torch.no_grad():
         expected = [model(document[None]).logits[0] for document in documents]

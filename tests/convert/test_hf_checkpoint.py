@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 from megaenc.convert.command import main as convert
-from megaenc.convert.hf_checkpoint import HFFolder
+from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.finetune import fill_mask
 from megaenc.finetune.command import run_main
@@ -78,7 +78,7 @@ def test_settings_say_nothing_of_how_to_load(hostile):
     loading = {"attn_implementation": kernel, "_attn_implementation": kernel, "_attn_implementation_internal": kernel}
     loading |= {"auto_map": {"AutoModel": "code.Model"}, "fusion_config": {"a": 1}, "transformers_weights": "adapter_model.bin"}
     folder = hostile(hostile_folders.edit(**loading, text_config=inner | loading, layers_config=[inner | loading]))
-    config = HFFolder(folder).config
+    config = HFCheckpoint(folder).config
     assert config["text_config"] == inner and config["layers_config"] == [inner]
     assert not config.keys() & loading.keys() and config["hidden_size"] == 64
 

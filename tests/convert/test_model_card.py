@@ -21,7 +21,7 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.finetune import fill_mask
 from megaenc.objectives import Attention, Schedule
 from megaenc.training.run_dir import METRICS, VALIDATION
-from megaenc.training.run_init import Stage, Start
+from megaenc.training.run_init import Ancestor, RunInit
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -72,7 +72,9 @@ def test_a_moved_prediction_is_said_in_plain_words():
 
 
 def test_the_runs_it_comes_from_are_named_without_their_places():
-    start = Start("branch", "/home/me/a", 40, before=(Stage("/home/me/clm", 10, "clm", 20480), Stage("b", 30, "mlm", 61440)))
+    start = RunInit(
+        "branch", "/home/me/a", 40, before=(Ancestor("/home/me/clm", 10, "clm", 20480), Ancestor("b", 30, "mlm", 61440))
+    )
     text = card("hf", dataclasses.replace(provenance("mlm"), start=start), Attention.BIDIRECTIONAL)
     assert "trained in other runs: `clm` to step 10 (`clm`, 20,480 tokens), then `b` to step 30 (`mlm`, 61,440 tokens)." in text
     assert "It is a branch of the run `a` at step 40" in text and "/home" not in text
@@ -122,8 +124,10 @@ def test_what_loads_an_export_is_said_and_what_it_is_for(architecture, attention
 
 
 def test_the_row_of_an_added_mask_token_is_named():
-    stage = Stage("/home/me/llama", 0, "clm", 0, "llama", 512)
-    source = dataclasses.replace(provenance("clm", step=0), start=Start(before=(stage,)), converted=True, added_token="<|mask|>")
+    stage = Ancestor("/home/me/llama", 0, "clm", 0, "llama", 512)
+    source = dataclasses.replace(
+        provenance("clm", step=0), start=RunInit(before=(stage,)), converted=True, added_token="<|mask|>"
+    )
     text = card("hf", source, Attention.CAUSAL)
     assert "a Hugging Face model of type llama. The row of its mask token, `<|mask|>`, was added: the mean of the others." in text
 
@@ -181,7 +185,7 @@ def test_an_export_of_mntp_guesses_hidden_tokens_where_its_card_says(tmp_path):
 def test_what_a_card_says_of_others_is_text_alone():
     evil = "a`\n---\nlicense: mit\n<script>alert(1)</script> [x](http://y) \x1b[2J"
     schedule = "mlm"
-    start = Start("branch", evil, 40, before=(Stage(evil, 10, evil, 20480), Stage(evil, 0, evil, 0, family="llama")))
+    start = RunInit("branch", evil, 40, before=(Ancestor(evil, 10, evil, 20480), Ancestor(evil, 0, evil, 0, family="llama")))
     metrics = {
         "training": {"step": 3, "loss": 1.5},
         f"held out, {markdown.code(evil + '|', cell=True)}": {"step": 3, "loss": "<b>"},

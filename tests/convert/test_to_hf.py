@@ -48,20 +48,20 @@ def exports(trained_run, tmp_path_factory):
 
 def core_logits(run, tokens, attention):
     """Logits [T, vocabulary] of the megatron-core model on one document."""
-    backend.start(backend.Layout(), seed=0)
+    backend.init_distributed(backend.ParallelConfig(), seed=0)
     try:
         from megaenc.model.encoder import build_encoder
-        from megaenc.model.packed_sequences import Packing
-        from megaenc.training.checkpoint.loader import Checkpoints, load_model
+        from megaenc.model.packed_sequences import PackedSequences
+        from megaenc.training.checkpoint.loader import CheckpointLoader, load_model
 
         saved = open_run(run)
-        encoder = build_encoder(saved.model, saved.vocab_size, saved.seq_length, backend.Layout(), saved.dtype, seed=None)
-        load_model(Checkpoints(run / "checkpoints"), 20, encoder)
-        packing = Packing.of([0, len(tokens)], attention, torch.device("cpu"))
+        encoder = build_encoder(saved.model, saved.vocab_size, saved.seq_length, backend.ParallelConfig(), saved.dtype, seed=None)
+        load_model(CheckpointLoader(run / "checkpoints"), 20, encoder)
+        packing = PackedSequences.of([0, len(tokens)], attention, torch.device("cpu"))
         with torch.no_grad():
             return encoder(tokens[None], torch.arange(len(tokens)), packing, None)[:, : saved.vocab_size]
     finally:
-        backend.stop()
+        backend.destroy_distributed()
 
 
 @pytest.mark.parametrize("attention", EXPORTED)

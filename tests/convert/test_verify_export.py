@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from megaenc.convert import to_hf, verify_export
 from megaenc.convert.command import main
-from megaenc.convert.param_mapping import GatedMLP, GroupedQKV
-from megaenc.convert.verify_export import Probe
+from megaenc.convert.param_mapping import GatedMLPMapping, QKVMapping
+from megaenc.convert.verify_export import ProbeBatch
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,13 @@ def swap(rule, name):
 
 def reorder(monkeypatch):
     """The heads of queries come in another order than that of their keys."""
-    right = GroupedQKV.to_hf
+    right = QKVMapping.to_hf
 
     def wrong(self, tensor, model):
         query, *others = right(self, tensor, model)
         return (query.flip(0), *others)
 
-    monkeypatch.setattr(GroupedQKV, "to_hf", wrong)
+    monkeypatch.setattr(QKVMapping, "to_hf", wrong)
 
 
 def damage(monkeypatch):
@@ -121,7 +121,7 @@ WRONG = {
         change_config(rope_parameters=dict(rope_type="default", rope_theta=2500.0)),
         "eager attention, without padding: logits differ by",
     ),
-    "gate and up projection": ("llama", [], swap(GatedMLP, "fc1"), "differ by"),
+    "gate and up projection": ("llama", [], swap(GatedMLPMapping, "fc1"), "differ by"),
     "a head of query at another place": ("llama", ["--as", "llama"], reorder, "differ by"),
     "mask": ("qwen3", [], change_config(is_causal=True), "eager attention is not bidirectional: position 0 does not see token 1"),
     "a window that is longer than the texts": (
@@ -165,7 +165,7 @@ def test_a_mask_that_leaks_is_named():
 
 @pytest.mark.parametrize(("vocab_size", "context"), [(258, 4), (128256, 2048), (3, 1)])
 def test_what_is_changed_in_a_probe_is_another_token(vocab_size, context):
-    probe = Probe.of(vocab_size, context)
+    probe = ProbeBatch.of(vocab_size, context)
     assert max(len(document) for document in probe.documents) == min(32, context) == len(probe.documents[0])
     assert all(int(document.min()) >= 0 and int(document.max()) < vocab_size for document in probe.documents)
     changed = probe.variants[1:] != probe.variants[0]

@@ -315,13 +315,13 @@ def test_a_layout_changes_nothing_but_the_layout_and_fits(path, tmp_path, monkey
     import dataclasses
 
     from megaenc import flags
-    from megaenc.backend.parallel_config import Layout
+    from megaenc.backend.parallel_config import ParallelConfig
     from megaenc.estimate import command
     from megaenc.training.config import settings_from
 
     gpu, model = path.stem.split("-")
     settings, recipe = (settings_from(str(file)) for file in (path, ROOT / f"configs/pretrain/encoder-{model}.yaml"))
-    layout_only = {field.name for field in dataclasses.fields(Layout)} | {"micro_batch_size"}
+    layout_only = {field.name for field in dataclasses.fields(ParallelConfig)} | {"micro_batch_size"}
     there, here = flags.flatten(recipe), flags.flatten(settings)
     assert {name for name in here if here[name] != there[name]} <= layout_only
     on_host = dataclasses.replace(settings.layout, overlap_grad_reduce=False, overlap_param_gather=False)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megaenc.doctor import accelerators
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 ROWS = "{number}, NVIDIA H100 80GB HBM3, 81559, {used}, 570.86.15, {errors}"
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -99,20 +99,20 @@ def test_links_decide_the_layout(program):
 def test_a_driver_that_hangs_is_a_problem_and_is_left(program):
     program("nvidia-smi", "sleep 60")
     begin = time.monotonic()
-    found = accelerators.driver(Asked(seconds=0.5))
+    found = accelerators.driver(ProbeContext(seconds=0.5))
     assert time.monotonic() - begin < 10
     assert (found[0].level, found[0].what, found[0].found) == ("problem", "nvidia-smi", "no answer in 0.2 s")
 
 
 def test_a_driver_that_has_lost_its_devices_is_a_problem(program):
     program("nvidia-smi", "echo 'Unable to determine the device handle: Unknown Error'; exit 255")
-    found = accelerators.driver(Asked(seconds=20))[0]
+    found = accelerators.driver(ProbeContext(seconds=20))[0]
     assert found.level == "problem" and found.found.startswith("exit code 255: Unable to determine the device handle")
 
 
 def test_rocm_s_program_is_asked_where_it_is_there(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac")
-    found = {each.what: each.found for each in accelerators.driver(Asked(seconds=20))}
+    found = {each.what: each.found for each in accelerators.driver(ProbeContext(seconds=20))}
     assert found == {
         "devices": "2 x AMD Instinct MI250X",
         "architecture": "2 x gfx90a",
@@ -123,20 +123,20 @@ def test_rocm_s_program_is_asked_where_it_is_there(program):
 
 def test_rocm_s_program_may_fail_in_one_thing_of_many(program):
     program("rocm-smi", f"case $1 in --showproductname) cat << 'END'\n{ROCM_DEVICES}END\nesac\nexit 2")
-    found = {each.what: each.level for each in accelerators.driver(Asked(seconds=20))}
+    found = {each.what: each.level for each in accelerators.driver(ProbeContext(seconds=20))}
     assert found["devices"] == "ok" and "rocm-smi" not in found
     program("rocm-smi", "echo 'ERROR: Driver not initialized (amdgpu not found in modules)'; exit 1")
-    [found, *_] = accelerators.driver(Asked(seconds=20))
+    [found, *_] = accelerators.driver(ProbeContext(seconds=20))
     assert (found.what, found.level) == ("rocm-smi", "problem") and "amdgpu not found" in found.found
 
 
 def test_without_programs_the_kernel_s_own_word_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "installed", lambda name: "")
-    assert accelerators.driver(Asked(root=tmp_path))[0].level == "ok"
+    assert accelerators.driver(ProbeContext(root=tmp_path))[0].level == "ok"
     for path, text in (("dev/kfd", ""), ("sys/module/amdgpu/version", "6.10.5\n")):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
-    [found] = accelerators.driver(Asked(root=tmp_path))
+    [found] = accelerators.driver(ProbeContext(root=tmp_path))
     assert (found.level, found.found) == ("note", "amdgpu 6.10.5; neither nvidia-smi nor rocm-smi is here")
 
 
@@ -145,16 +145,16 @@ def test_accelerators_that_torch_does_not_see_are_a_problem(tmp_path, monkeypatc
 
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert accelerators.seen_by_torch(Asked(root=tmp_path))[0].level == "ok"
+    assert accelerators.seen_by_torch(ProbeContext(root=tmp_path))[0].level == "ok"
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
-    [found] = accelerators.seen_by_torch(Asked(root=tmp_path))
+    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path))
     assert found.level == "problem" and "built for processors alone" in found.advice
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    [found] = accelerators.seen_by_torch(Asked(root=tmp_path))
+    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path))
     assert found.level == "problem" and "driver and torch do not fit" in found.advice
-    [found] = accelerators.seen_by_torch(Asked(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
+    [found] = accelerators.seen_by_torch(ProbeContext(root=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}))
     assert (found.level, found.found) == ("note", "none, by CUDA_VISIBLE_DEVICES=")
 
 
@@ -167,9 +167,9 @@ def test_more_processes_than_devices_are_a_problem(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: type("Of", (), {"total_memory": 80 * 2**30}))
     text = "4 x NVIDIA H100, 80 GiB; 1 of them tried here, all of them by torchrun --nproc-per-node 4"
-    assert accelerators.seen_by_torch(Asked())[0].found == text
+    assert accelerators.seen_by_torch(ProbeContext())[0].found == text
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert accelerators.seen_by_torch(Asked())[0].found == "4 x NVIDIA H100, 80 GiB"
+    assert accelerators.seen_by_torch(ProbeContext())[0].found == "4 x NVIDIA H100, 80 GiB"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    [found] = accelerators.seen_by_torch(Asked())
+    [found] = accelerators.seen_by_torch(ProbeContext())
     assert found.level == "problem" and "--nproc-per-node 4" in found.advice

@@ -8,27 +8,27 @@ import torch
 import torch.distributed as dist
 
 from megaenc.doctor import collectives
-from megaenc.doctor.cross_rank import join
-from megaenc.doctor.result import Asked
+from megaenc.doctor.cross_rank import join_group
+from megaenc.doctor.result import ProbeContext
 
 
 @pytest.fixture
 def alone():
-    join.cache_clear()
+    join_group.cache_clear()
     yield
     dist.destroy_process_group()
-    join.cache_clear()
+    join_group.cache_clear()
 
 
 def test_one_process_has_its_collectives_too(alone):
-    found = {each.what: each for each in collectives.collectives(Asked())}
+    found = {each.what: each for each in collectives.collectives(ProbeContext())}
     assert list(found) == ["all-reduce, gloo", "reduce-scatter, gloo", "all-gather, gloo"]
     assert {each.level for each in found.values()} == {"ok"}
 
 
 def test_wrong_numbers_are_counted_and_named(alone, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: tensor[3:5].add_(1))
-    found = {each.what: each for each in collectives.collectives(Asked())}
+    found = {each.what: each for each in collectives.collectives(ProbeContext())}
     assert found["all-gather, gloo"].level == "ok"
     assert found["all-reduce, gloo"].level == "problem"
     assert found["all-reduce, gloo"].found.startswith("2 of ")

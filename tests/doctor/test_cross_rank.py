@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from megaenc.doctor import cross_rank
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 HOSTS = ["a", "b", "c"]
 
@@ -22,12 +22,12 @@ HOSTS = ["a", "b", "c"]
     ],
 )
 def test_clocks_that_are_apart_by_more_than_the_way_there(offsets, level, said):
-    found = cross_rank.apart(offsets, HOSTS)
+    found = cross_rank.clock_skew(offsets, HOSTS)
     assert (found.level, found.found) == (level, said)
 
 
 def test_ranks_are_named_in_runs():
-    assert cross_rank.named([7, 0, 1, 2, 3, 9, 10]) == "0-3, 7, 9-10"
+    assert cross_rank.format_ranks([7, 0, 1, 2, 3, 9, 10]) == "0-3, 7, 9-10"
 
 
 def test_a_folder_that_is_not_shared_is_a_problem_and_locks_that_do_not_reach_a_note():
@@ -71,5 +71,5 @@ def test_what_is_in_the_store_is_handed_on_as_bytes_and_never_unpickled(tmp_path
     store, attack = dist.HashStore(), pickle.dumps(Attack())
     dist.PrefixStore("megaenc/doctor", store).set("1", attack)
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 0, 3)]))
-    assert cross_rank.exchange(Asked(), "mine", 0.2) == {0: b"mine", 1: attack}
+    assert cross_rank.exchange(ProbeContext(), "mine", 0.2) == {0: b"mine", 1: attack}
     assert not (tmp_path / "ran").exists()

@@ -10,9 +10,9 @@ import pytest
 import runs
 
 from megaenc.doctor import command
-from megaenc.doctor.report import WIDTH, Looked, to_json
+from megaenc.doctor.report import WIDTH, RankFindings, to_json
 from megaenc.doctor.result import ok, problem
-from megaenc.doctor.runner import NoAnswer
+from megaenc.doctor.runner import ProbeTimeout
 
 HERE = Path(__file__).parent
 ENOUGH = replace(ok("space", "enough"), subject="disk")
@@ -93,8 +93,8 @@ class Others:
 
 def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "5")
-    mine, theirs = (Looked(rank, "host", (ENOUGH,), frozenset()) for rank in (0, 3))
-    looked = command._of_all(Others({0: to_json(mine).encode(), 3: to_json(theirs).encode()}, True), mine, command.DoctorFlags())
+    mine, theirs = (RankFindings(rank, "host", (ENOUGH,), frozenset()) for rank in (0, 3))
+    looked = command._of_all(Others({0: to_json(mine).encode(), 3: to_json(theirs).encode()}, True), mine, command.DoctorConfig())
     assert [each.rank for each in looked] == [0, 3]
     lost = looked[0].findings[-1]
     assert (lost.subject, lost.level) == ("ranks", "problem") and "rank 1-2, 4 in 600 s" in lost.found
@@ -102,21 +102,21 @@ def test_ranks_that_hand_nothing_in_are_named(monkeypatch):
 
 def test_what_another_puts_into_the_store_is_a_finding_and_no_traceback(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    mine = Looked(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._of_all(Others({0: to_json(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorFlags())
+    mine = RankFindings(0, "host", (ENOUGH,), frozenset())
+    [alone] = command._of_all(Others({0: to_json(mine).encode(), 1: b"\x80\x04."}, True), mine, command.DoctorConfig())
     finding = alone.findings[-1]
     assert (finding.subject, finding.what, finding.level) == ("ranks", "malformed, rank 1", "problem")
     assert finding.found.startswith("its findings: not UTF-8")
 
 
-@pytest.mark.parametrize("outcome", [(NoAnswer("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
+@pytest.mark.parametrize("outcome", [(ProbeTimeout("no answer in 240 s"),), ([problem("x", "no answer in 240 s", "")], False)])
 def test_a_rank_that_cannot_be_compared_tells_what_it_has_itself(outcome, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    mine = Looked(0, "host", (ENOUGH,), frozenset())
-    [alone] = command._of_all(Others(*outcome), mine, command.DoctorFlags())
+    mine = RankFindings(0, "host", (ENOUGH,), frozenset())
+    [alone] = command._of_all(Others(*outcome), mine, command.DoctorConfig())
     assert alone.findings[-1].found == "no answer in 240 s"
     monkeypatch.setenv("RANK", "1")
-    assert command._of_all(Others(*outcome), mine, command.DoctorFlags()) == []
+    assert command._of_all(Others(*outcome), mine, command.DoctorConfig()) == []
     said = capsys.readouterr().out
     assert said.startswith("rank 1 on host") and "enough" in said and "no answer in 240 s" in said
 

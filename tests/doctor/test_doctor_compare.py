@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from megaenc.doctor.report import Looked, from_json, to_json, together
+from megaenc.doctor.report import RankFindings, from_json, to_json, together
 from megaenc.doctor.result import note, ok, problem
 
 
 def looked(rank, *findings, where="rank"):
     """Two ranks a node."""
     found = tuple(replace(each, subject="versions", where=where) for each in findings)
-    return Looked(rank, f"node{rank // 2}", found, frozenset({("versions", where)}))
+    return RankFindings(rank, f"node{rank // 2}", found, frozenset({("versions", where)}))
 
 
 def by_name(*ranks):

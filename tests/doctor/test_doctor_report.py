@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 
-from megaenc.doctor.report import WIDTH, Looked, as_json, text
+from megaenc.doctor.report import WIDTH, RankFindings, as_json, text
 from megaenc.doctor.result import note, ok, problem
 
 LONG = "so many words that they do not fit into one line of the page, however wide that page may be, so that it goes on below"
@@ -36,7 +36,7 @@ def test_without_problems_that_is_what_is_said():
 
 
 def test_json_holds_what_each_rank_found():
-    looked = [Looked(0, "a", tuple(FINDINGS), frozenset()), Looked(1, "b", (), frozenset())]
+    looked = [RankFindings(0, "a", tuple(FINDINGS), frozenset()), RankFindings(1, "b", (), frozenset())]
     read = json.loads(as_json(looked, FINDINGS, {"command": "--only disk"}))
     assert read["command"] == "--only disk" and read["worst"] == "problem"
     assert read["findings"][0] == {"subject": "disk", "what": "space", "level": "ok", "found": "1 GiB", "advice": ""}

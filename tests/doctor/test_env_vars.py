@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from megaenc.doctor.env_vars import BITES, variables
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 ROCM_ENV = Path(__file__).parents[2] / "docker" / "rocm_env.sh"
 
 
 def found(**environment):
-    return {each.what: each for each in variables(Asked(environment=environment))}
+    return {each.what: each for each in variables(ProbeContext(environment=environment))}
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(o
     import torch
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    from megaenc.backend import Layout
+    from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         monkeypatch.setenv(name, "0")
     tiny = ModelConfig(num_layers=1, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
-    encoder = build_encoder(tiny, 100, 32, Layout(), torch.float32, seed=3)
+    encoder = build_encoder(tiny, 100, 32, ParallelConfig(), torch.float32, seed=3)
     with pytest.raises(AssertionError, match="NVTE_FLASH_ATTN"):
         LanguageModule._set_attention_backend(encoder)
 
@@ -64,7 +64,7 @@ def test_an_encoder_is_made_whatever_is_said_of_transformer_engine_s_attention(o
 def test_what_rocm_env_sets_does_not_bite():
     set_there = dict(re.findall(r"^megaenc_default (\w+) (\S+)$", ROCM_ENV.read_text(), re.MULTILINE))
     assert len(set_there) > 8
-    assert {each.what: each.level for each in variables(Asked(environment=set_there))} == dict.fromkeys(set_there, "ok")
+    assert {each.what: each.level for each in variables(ProbeContext(environment=set_there))} == dict.fromkeys(set_there, "ok")
 
 
 def test_nothing_else_is_shown():

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaenc.doctor.machine import limits, shared_memory
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 GIB, MIB = 2**30, 2**20
 
@@ -22,7 +22,7 @@ def shm(tmp_path, monkeypatch):
         (tmp_path / "dev/nvidia0").unlink(missing_ok=True)
         if accelerators:
             (tmp_path / "dev/nvidia0").touch()
-        [found] = shared_memory(Asked(root=tmp_path))
+        [found] = shared_memory(ProbeContext(root=tmp_path))
         return found
 
     return judged
@@ -47,7 +47,7 @@ def test_one_that_cannot_be_written_to_is_a_problem(shm):
 
 
 def test_one_that_is_not_there_is_a_problem(tmp_path):
-    [found] = shared_memory(Asked(root=tmp_path))
+    [found] = shared_memory(ProbeContext(root=tmp_path))
     assert found.level == "problem" and "mount a tmpfs" in found.advice
 
 
@@ -62,7 +62,7 @@ def allowed(tmp_path, monkeypatch):
         monkeypatch.setattr("resource.getrlimit", given.get)
         if cards:
             (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True, exist_ok=True)
-        return limits(Asked(root=tmp_path))
+        return limits(ProbeContext(root=tmp_path))
 
     return judged
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from megaenc.doctor import machine
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 GIB = 2**30
 
@@ -51,16 +51,16 @@ def test_no_limit_is_none(tmp_path):
 
 def test_less_time_than_cores_is_a_note(job, monkeypatch):
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
-    found = {each.what: each for each in machine.processors(Asked(root=job))}
+    found = {each.what: each for each in machine.processors(ProbeContext(root=job))}
     assert (found["time on them"].level, found["time on them"].found) == ("note", "limited to that of 2.5 cores")
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    assert "time on them" not in {each.what for each in machine.processors(Asked(root=job))}
+    assert "time on them" not in {each.what for each in machine.processors(ProbeContext(root=job))}
 
 
 def test_a_job_s_memory_is_named(job, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=60 * GIB))
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=0))
-    [found] = machine.memory(Asked(root=job))
+    [found] = machine.memory(ProbeContext(root=job))
     assert (found.level, found.found) == ("ok", "64.0 GiB, 60.0 free; this container or job may use 12.0")
 
 
@@ -69,10 +69,10 @@ def test_swap_and_huge_pages_are_noted_only_where_they_matter(tmp_path, monkeypa
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=GIB))
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:       2048 kB\n")
-    assert [each.what for each in machine.memory(Asked(root=tmp_path))] == ["memory"]
+    assert [each.what for each in machine.memory(ProbeContext(root=tmp_path))] == ["memory"]
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(used=10 * GIB))
     (tmp_path / "proc/meminfo").write_text("HugePages_Total:      10\nHugepagesize:    1048576 kB\n")
-    found = {each.what: each for each in machine.memory(Asked(root=tmp_path))}
+    found = {each.what: each for each in machine.memory(ProbeContext(root=tmp_path))}
     assert (found["swap"].level, found["swap"].found) == ("note", "10.0 GiB are swapped out")
     assert (found["huge pages"].level, found["huge pages"].found) == ("note", "10.0 GiB reserved")
 
@@ -85,5 +85,5 @@ def test_threads_against_cores(given, processes, level, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     monkeypatch.setenv("WORLD_SIZE", str(processes))
     environment = ({"OMP_NUM_THREADS": given} if given else {}) | ({"RANK": "0"} if processes > 1 else {})
-    found = machine.threads(Asked(environment=environment), cores=8)
+    found = machine.threads(ProbeContext(environment=environment), cores=8)
     assert found.level == level

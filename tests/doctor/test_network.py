@@ -4,7 +4,7 @@ import pytest
 
 from megaenc.doctor import network
 from megaenc.doctor.network import cards, gloo_interface, matches, nccl_interface
-from megaenc.doctor.result import Asked
+from megaenc.doctor.result import ProbeContext
 
 GID = "fe80:0000:0000:0000:0e42:a1ff:fe5c:1234"
 NONE = "0000:0000:0000:0000:0000:0000:0000:0000"
@@ -37,8 +37,8 @@ def card(tmp_path):
     return make
 
 
-def asked(root, **environment) -> Asked:
-    return Asked(root=root, environment=environment)
+def asked(root, **environment) -> ProbeContext:
+    return ProbeContext(root=root, environment=environment)
 
 
 def test_a_card_is_shown_with_its_link(card):

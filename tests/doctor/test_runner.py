@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.doctor.result import Asked, Probe
-from megaenc.doctor.runner import Prober
+from megaenc.doctor.result import Probe, ProbeContext
+from megaenc.doctor.runner import ProbeRunner
 
 PLANTED = Path(__file__).parent / "planted"
 
@@ -15,7 +15,7 @@ PLANTED = Path(__file__).parent / "planted"
 @pytest.fixture
 def prober():
     path = os.pathsep.join([str(PLANTED), os.environ.get("PYTHONPATH", "")])
-    with Prober(Asked(seconds=20, environment=os.environ | {"PYTHONPATH": path})) as prober:
+    with ProbeRunner(ProbeContext(seconds=20, environment=os.environ | {"PYTHONPATH": path})) as prober:
         yield prober
 
 
@@ -23,7 +23,7 @@ def probe(function: str, *arguments, where="rank", patience=1.0) -> Probe:
     return Probe("numbers", f"the {function}", f"probes:{function}", where, arguments, patience, advice="take another one")
 
 
-def process(prober: Prober) -> str:
+def process(prober: ProbeRunner) -> str:
     """Which process the next probe is carried out by."""
     (found, _), ended = prober.findings(probe("process", "here"))
     assert ended and found.found.endswith(" here")
@@ -84,7 +84,7 @@ def test_a_probe_asks_for_others(prober):
 
 
 def test_nothing_of_it_outlives_the_prober():
-    with Prober(Asked(environment=dict(os.environ))) as prober:
+    with ProbeRunner(ProbeContext(environment=dict(os.environ))) as prober:
         prober.findings(Probe("machine", "memory", "megaenc.doctor.machine:memory"))
         number = prober._worker.process.pid
     with pytest.raises(ProcessLookupError):

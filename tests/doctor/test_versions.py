@@ -7,12 +7,12 @@ import pytest
 
 from megaenc.backend import megatron
 from megaenc.doctor import versions
-from megaenc.doctor.result import Asked, Finding, Probe
+from megaenc.doctor.result import Finding, Probe, ProbeContext
 
 
 def test_every_package_is_a_probe_of_its_own():
     """An import may take its process with it."""
-    found = versions.versions(Asked())
+    found = versions.versions(ProbeContext())
     probes = {each.name: each.function for each in found if isinstance(each, Probe)}
     assert {"torch", "megatron-core", "transformers", "tokenizers"} <= set(probes)
     said = {each.what: each.found for each in found if isinstance(each, Finding)}
@@ -21,10 +21,10 @@ def test_every_package_is_a_probe_of_its_own():
 
 def test_what_is_installed_here_is_right():
     for name in ("torch", "megatron-core", "tokenizers"):
-        [found] = versions.package(Asked(), name)
+        [found] = versions.package(ProbeContext(), name)
         assert (found.level, found.found) == ("ok", metadata.version(name))
     assert versions.lacking().level == "ok"
-    assert {each.what for each in versions.libraries(Asked())} >= {"torch is built for"}
+    assert {each.what for each in versions.libraries(ProbeContext())} >= {"torch is built for"}
 
 
 @pytest.fixture
@@ -38,22 +38,22 @@ def half_installed(tmp_path, monkeypatch):
 
 
 def test_a_package_for_another_torch_is_a_note_where_nothing_needs_it(half_installed):
-    [found] = versions.package(Asked(), "flash-attn")
+    [found] = versions.package(ProbeContext(), "flash-attn")
     assert found.level == "note" and found.found.startswith("2.8.3, and cannot be imported: ImportError: undefined symbol")
     assert "pip uninstall flash-attn" in found.advice
 
 
 def test_and_a_problem_where_everything_does(half_installed, monkeypatch):
     monkeypatch.setattr(versions, "_REQUIRED", ("flash-attn", "no-such-package"))
-    [found] = versions.package(Asked(), "flash-attn")
+    [found] = versions.package(ProbeContext(), "flash-attn")
     assert found.level == "problem"
-    [found] = versions.package(Asked(), "no-such-package")
+    [found] = versions.package(ProbeContext(), "no-such-package")
     assert (found.level, found.found) == ("problem", "not installed")
 
 
 def test_a_megatron_core_that_the_adapters_do_not_know_is_a_problem(monkeypatch):
     monkeypatch.setattr(megatron, "KNOWN_VERSIONS", ("0.15.0",))
-    [found] = versions.package(Asked(), "megatron-core")
+    [found] = versions.package(ProbeContext(), "megatron-core")
     assert found.level == "problem" and "expected 0.15.0" in found.found and "megatron-core==0.15.0" in found.advice
 
 
@@ -76,7 +76,7 @@ def test_a_triton_that_torch_did_not_ask_for_is_a_note(there, wanted, said, monk
     monkeypatch.setattr(versions, "_installed", lambda name: there.get(name, ""))
     monkeypatch.setattr(versions, "_import", lambda name: None)
     monkeypatch.setattr(metadata, "requires", lambda name: [wanted, "filelock"])
-    [found] = versions.package(Asked(), "triton")
+    [found] = versions.package(ProbeContext(), "triton")
     assert (found.level, found.found) == (("note", said) if said else ("ok", there["triton"]))
     assert bool(found.advice) == bool(said)
 

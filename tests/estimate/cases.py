@@ -3,13 +3,13 @@
 import dataclasses
 
 from megaenc.estimate.hardware import Link, Rates
-from megaenc.estimate.layout_case import Case, PaperLayout, PhaseWork, Work
-from megaenc.estimate.total import Demand
+from megaenc.estimate.layout_case import HypotheticalLayout, LayoutCase, ObjectiveWork, PhaseWork
+from megaenc.estimate.total import Workload
 from megaenc.model.config import ModelConfig
 
 # Two layers of 4 x 8 wide heads: the products of a layer have 32 x (32 + 2 x 16 + 32 + 3 x 80) = 10,752 weights.
 SHAPE = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
-WORK = Work("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, seen=64.0 * 64)
+WORK = ObjectiveWork("mlm", tokens=64, predicted=25.6, squares=64.0 * 64, seen=64.0 * 64)
 
 RATES = Rates(
     peak=1e12, gemm=5e11, attention=2e11, causal_attention=2e11, elementwise=1e11, loss=1e11, optimizer=1e11,
@@ -18,15 +18,15 @@ RATES = Rates(
 )  # fmt: skip
 
 
-def case(shape=SHAPE, *, gpus=1, vocab_size=1024, batch=16, micro=1, bf16=True, **layout) -> Case:
+def case(shape=SHAPE, *, gpus=1, vocab_size=1024, batch=16, micro=1, bf16=True, **layout) -> LayoutCase:
     """`layout`: fields of the layout."""
-    laid = PaperLayout(**layout)
-    return Case(shape, vocab_size, laid, laid.split(shape.num_layers), gpus, micro, batch, 64, bf16)
+    laid = HypotheticalLayout(**layout)
+    return LayoutCase(shape, vocab_size, laid, laid.split(shape.num_layers), gpus, micro, batch, 64, bf16)
 
 
-def demand(steps: int = 100, batch: int = 16, work: Work = WORK) -> Demand:
+def demand(steps: int = 100, batch: int = 16, work: ObjectiveWork = WORK) -> Workload:
     """One phase of one objective."""
-    return Demand((PhaseWork("mlm", 1, steps, ((work, float(steps)),), ((batch, steps),)),), 0, 0)
+    return Workload((PhaseWork("mlm", 1, steps, ((work, float(steps)),), ((batch, steps),)),), 0, 0)
 
 
 def rates(**values) -> Rates:

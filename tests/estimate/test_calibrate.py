@@ -8,12 +8,12 @@ from cases import WORK, demand
 from megaenc.errors import InputError
 from megaenc.estimate.command import read
 from megaenc.estimate.hardware import TABLE
-from megaenc.estimate.layout_case import Case, phases
+from megaenc.estimate.layout_case import LayoutCase, phases
 from megaenc.estimate.length_model import documents
 from megaenc.estimate.memory import worst_memory
 from megaenc.estimate.microbench import calibrate, rates_from, share_of
 from megaenc.estimate.step_time import step_time
-from megaenc.estimate.total import Demand
+from megaenc.estimate.total import Workload
 
 FLAGS = ["--gpu", "h100", "--model", "tiny", "--num-layers", "5", "--vocab-size", "1000", "--seq-length", "64"]
 FLAGS += ["--micro-batch-size", "2", "--global-batch-size", "8", "--objective-schedule", "mlm", "--train-iters", "10"]
@@ -30,8 +30,8 @@ MADE_UP = {
 def made(*more):
     settings = read([*FLAGS, *more], "test").pretrain
     docs = documents(settings.data, ())
-    wanted = Demand(tuple(phases(settings, 1000, docs)), 0, 0)
-    case = Case.of(settings, 1000, 2 if more else 1)
+    wanted = Workload(tuple(phases(settings, 1000, docs)), 0, 0)
+    case = LayoutCase.of(settings, 1000, 2 if more else 1)
     return settings, case, wanted, docs
 
 
@@ -62,7 +62,7 @@ def test_a_rank_of_two_has_half_of_every_layer_and_of_the_vocabulary():
     settings, case, _, _ = made("--gpus", "2", "--tensor-model-parallel-size", "2")
     share = share_of(settings, case)
     whole = case.stage(0)
-    assert Case.of(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
+    assert LayoutCase.of(share, share.shape.vocab_size, 1).stage(0).parameters == whole.parameters
     assert share.layout.tensor_model_parallel_size == 1 and share.shape.head_dim == settings.shape.head_dim
 
 

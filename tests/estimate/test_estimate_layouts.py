@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from cases import WORK, case, demand, rates
 
-from megaenc.backend.parallel_config import Layout
+from megaenc.backend.parallel_config import ParallelConfig
 from megaenc.errors import InputError
-from megaenc.estimate.layout_case import PaperLayout, read_split, write_split
+from megaenc.estimate.layout_case import HypotheticalLayout, read_split, write_split
 from megaenc.estimate.total import balanced, best_layout, estimate, flags_of
 from megaenc.model.config import PRESETS, ModelConfig
 from megaenc.training.config import read_settings
@@ -19,8 +19,8 @@ from megaenc.training.config import read_settings
 )
 def test_megatrons_notation_is_read_as_megatron_reads_it(text, layers, stages):
     flags = {"pipeline_model_parallel_size": stages, "pipeline_model_parallel_layout": text}
-    split = PaperLayout(**flags).split(layers)
-    assert split == Layout(**flags).split(layers)
+    split = HypotheticalLayout(**flags).split(layers)
+    assert split == ParallelConfig(**flags).split(layers)
     if len(split) == stages:
         assert read_split(write_split(split), layers, stages) == split
 

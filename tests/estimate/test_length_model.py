@@ -7,7 +7,7 @@ from megaenc.errors import InputError
 from megaenc.estimate.length_model import documents, vocabulary
 from megaenc.study.manifest.expand import expected_documents
 from megaenc.study.manifest.pretrain_args import run_flags
-from megaenc.training.config_groups import DataSettings
+from megaenc.training.config_groups import DataConfig
 
 
 @pytest.mark.parametrize("lengths", [(50,), (65,), (1000,), (1,), (10, 64, 65, 300)])
@@ -17,7 +17,7 @@ def test_squares_and_pieces_are_those_of_documents_cut_into_packs(lengths):
     edges = np.unique(np.concatenate([ends, np.arange(0, ends[-1], 64)]))
     pieces = np.diff(np.concatenate([[0], edges[edges > 0]]))
     packs = ends[-1] / 64
-    found = documents(DataSettings(seq_length=64), lengths)
+    found = documents(DataConfig(seq_length=64), lengths)
     assert found.squares == pytest.approx((pieces**2).sum() / packs, rel=0.02)
     assert found.pieces == pytest.approx(len(pieces) / packs, rel=0.02)
 
@@ -30,7 +30,7 @@ def test_random_lengths_are_counted_as_the_study_plan_counts_them():
 
 
 def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
-    data = DataSettings(data_path=(str(small_corpus.prefix),), seq_length=64)
+    data = DataConfig(data_path=(str(small_corpus.prefix),), seq_length=64)
     from megaenc.data.indexed.corpus import Corpus
 
     lengths = Corpus.open(small_corpus.prefix).document_lengths
@@ -42,13 +42,13 @@ def test_a_corpus_tells_lengths_and_vocabulary(small_corpus):
 
 
 def test_without_any_word_of_them_each_pack_is_one():
-    found = documents(DataSettings(seq_length=64, data_path=("nowhere/corpus",)), ())
+    found = documents(DataConfig(seq_length=64, data_path=("nowhere/corpus",)), ())
     assert (found.squares, found.pieces) == (64 * 64, 1)
     with pytest.raises(InputError, match="--document-tokens: found 0"):
-        documents(DataSettings(), (5, 0))
+        documents(DataConfig(), (5, 0))
 
 
 def test_packs_of_sentences_want_a_corpus_of_sentences(small_corpus):
-    data = DataSettings(data_path=(str(small_corpus.prefix),), seq_length=64, packing="sentences")
+    data = DataConfig(data_path=(str(small_corpus.prefix),), seq_length=64, packing="sentences")
     with pytest.raises(InputError, match=r"--packing sentences: .* holds whole documents, expected .* --split-sentences"):
         documents(data, ())

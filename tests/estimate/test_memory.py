@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import SHAPE, WORK, case, rates
 
-from megaenc.backend import Layout
+from megaenc.backend import ParallelConfig
 from megaenc.estimate.memory import (
     LOGIT_BYTES_AT_ONCE,
     LOGITS_AT_ONCE,
@@ -71,7 +71,7 @@ def test_parameters_are_those_of_the_model(layout):
 
     for tied in (False, True):
         shape = ModelConfig(3, 64, 160, 8, 4, add_qkv_bias=tied, qk_layernorm=tied, untie_embeddings_and_output_weights=not tied)
-        encoder = build_encoder(shape, 1000, 64, Layout(), torch.float32, seed=None)
+        encoder = build_encoder(shape, 1000, 64, ParallelConfig(), torch.float32, seed=None)
         mine = case(shape, vocab_size=1000).stage(0).parameters
         assert mine == sum(parameter.numel() for parameter in encoder.parameters())
         stages = case(shape, gpus=3, vocab_size=1000, pipeline_model_parallel_size=3).every_stage()
@@ -89,12 +89,12 @@ HEADS_NORMALISED = [ModelConfig(2, 96, 96, heads, 2, kv_channels=32, qk_layernor
 def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     """The second layer's own storages, on the host; what it shares with others or with the weights is not counted."""
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
 
     rows = 256
     recompute = {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
-    encoder = build_encoder(shape, 512, rows, Layout(**recompute), dtype, seed=3)
+    encoder = build_encoder(shape, 512, rows, ParallelConfig(**recompute), dtype, seed=3)
     kept, keeping = {tensor.untyped_storage().data_ptr(): 0 for tensor in encoder.parameters()}, []
 
     def pack(tensor):
@@ -106,7 +106,7 @@ def test_layers_keep_what_autograd_saves_of_them(dtype, shape, modules):
     found = []
     for layer in encoder.decoder.layers:
         layer.register_forward_hook(lambda *_: found.append(sum(kept.values())))
-    packing = Packing.of([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
+    packing = PackedSequences.of([0, 100, 256], Attention.BIDIRECTIONAL, torch.device("cpu"))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         encoder(torch.arange(rows)[None], torch.arange(rows), packing, torch.arange(9))
     one = case(shape, micro=4, bf16=dtype == torch.bfloat16, **recompute)

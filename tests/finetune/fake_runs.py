@@ -12,13 +12,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
-from megaenc.finetune.examples import Dataset, Family
+from megaenc.finetune.examples import Dataset, TaskFamily
 from megaenc.finetune.grid.jobs import Job, Progress, rate_name
 from megaenc.finetune.results import files as result_files
 
-FAMILIES = {"sc": Family.SC, "tc": Family.TC, "qa": Family.QA, "ir": Family.IR}
+FAMILIES = {"sc": TaskFamily.SC, "tc": TaskFamily.TC, "qa": TaskFamily.QA, "ir": TaskFamily.IR}
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def make_model(folder: Path, **behaviour) -> Path:
 def find(text: str, **options) -> Dataset:
     """`sc1`, `ir2`: the family by the first two letters; retrieval is trained on `pairs`."""
     if text.endswith("_said"):
-        say(f"{text}: 5 % of train validate")
+        print_rank_0(f"{text}: 5 % of train validate")
     if text[:2] not in FAMILIES:
         raise InputError(f"unknown data set `{text}`, expected sc1 or the like")
     family = FAMILIES[text[:2]]
-    train_on, trained = ("pairs", "p" * 64) if family == Family.IR else (text, text * 8)
+    train_on, trained = ("pairs", "p" * 64) if family == TaskFamily.IR else (text, text * 8)
     return Dataset(text, family, (), train_on, text * 8, trained, load=None)
 
 
@@ -76,7 +76,7 @@ def run(job: Job, report) -> None:
     (model / "environment").write_text(json.dumps(dict(os.environ)))
     report(Progress("loading"))
     if what.get("says"):
-        say(what["says"])
+        print_rank_0(what["says"])
     for step in range(1, 11):
         report(Progress("training", step, 10, {"loss": 1 / step}))
         time.sleep(what.get("seconds", 0) / 10)

@@ -179,7 +179,7 @@ def test_the_command_shows_and_counts(folder, tmp_path, capsys):
 def test_the_right_guess_is_marked():
     from rich.console import Console
 
-    riddle = fill_mask.Riddle("A ", "cat", " sat.")
+    riddle = fill_mask.MaskedSentence("A ", "cat", " sat.")
     console = Console(width=80)
     with console.capture() as output:
         console.print(fill_mask.table([riddle], [[("dog", 0.5), ("cat", 0.25)]]))

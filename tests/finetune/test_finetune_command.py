@@ -9,32 +9,32 @@ from fake_runs import make_model
 
 from megaenc import flags
 from megaenc.finetune import command
-from megaenc.finetune.command import RunSettings, run_main
+from megaenc.finetune.command import FinetuneRunConfig, run_main
 from megaenc.finetune.datasets.registry import DATASETS
-from megaenc.finetune.examples import Family
-from megaenc.finetune.grid.command import GridSettings, grid_main
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.grid.command import GridConfig, grid_main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "finetune"
 
 
 def test_the_studys_file_says_what_the_defaults_are():
-    found = flags.from_yaml(GridSettings(), CONFIGS / "paper.yaml")
+    found = flags.from_yaml(GridConfig(), CONFIGS / "paper.yaml")
     assert set(found.datasets) == {name for name in DATASETS if not name.startswith("demo_")} and len(found.datasets) == 12
-    assert dataclasses.replace(found, datasets=()) == GridSettings()
+    assert dataclasses.replace(found, datasets=()) == GridConfig()
 
 
 def test_the_command_line_wins_over_the_file():
     argv = ["--config", str(CONFIGS / "demo.yaml"), "--seeds", "1"]
-    found = flags.parse_with_config(GridSettings, argv, prog="test", description="")
+    found = flags.parse_with_config(GridConfig, argv, prog="test", description="")
     assert (found.seeds, found.protocol.max_steps, found.learning_rates) == (1, 200, (2e-4, 5e-4))
 
 
 def test_the_guide_s_run_is_one_of_its_grid():
     """Both write to `results`: a run of another protocol would stop the grid."""
     run, grid, _ = (ROOT / "docs" / "finetuning.md").read_text().partition("```bash\n")[2].splitlines()[:3]
-    one = flags.parse(RunSettings, run.split()[3:], prog="test", description="")
-    all_ = flags.parse_with_config(GridSettings, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
+    one = flags.parse(FinetuneRunConfig, run.split()[3:], prog="test", description="")
+    all_ = flags.parse_with_config(GridConfig, [word.replace("configs", str(ROOT / "configs")) for word in grid.split()[3:]],
                                    prog="test", description="")  # fmt: skip
     assert one.protocol == all_.protocol and one.output == all_.output and (one.model,) == all_.model
     assert one.dataset in all_.datasets and one.learning_rate in all_.learning_rates and one.seed < all_.seeds
@@ -47,11 +47,11 @@ def test_what_is_missing_is_named(refusal):
 
 
 def test_each_family_says_what_its_scores_stand_beside():
-    assert set(command._WITHOUT_A_MODEL) == set(Family)
+    assert set(command._WITHOUT_A_MODEL) == set(TaskFamily)
 
 
 def test_a_run_has_the_protocol_of_a_grid():
-    assert RunSettings().protocol == GridSettings().protocol and RunSettings().data == GridSettings().data
+    assert FinetuneRunConfig().protocol == GridConfig().protocol and FinetuneRunConfig().data == GridConfig().data
 
 
 def test_wrong_input_does_not_wait_for_torch(tmp_path):

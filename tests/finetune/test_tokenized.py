@@ -7,7 +7,7 @@ import pytest
 
 from megaenc.data.tokenizer.tokenizer import train_tokenizer
 from megaenc.errors import InputError
-from megaenc.finetune.tokenized import Encoded, TextEncoder, cached
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, cached
 
 TEXTS = [
     "The small garden behind the house was full of yellow flowers.",
@@ -86,7 +86,7 @@ def test_tokens_by_row_and_columns_by_token(tokenizer):
 def test_the_cache_makes_once(tokenizer, tmp_path):
     encoder, calls = TextEncoder(tokenizer, 20), []
 
-    def make() -> dict[str, Encoded]:
+    def make() -> dict[str, TokenizedTexts]:
         calls.append(1)
         both = {"queries": encoder.encode(TEXTS), "documents": encoder.encode(TEXTS[:2])}
         both["queries"].columns["labels"] = np.arange(5)
@@ -124,13 +124,13 @@ def test_several_processes_make_it_once_together(tmp_path):
     context, folder, made = multiprocessing.get_context("fork"), tmp_path / "cache", tmp_path / "made"
     begun, all_wait = context.Event(), context.Semaphore(0)
 
-    def make() -> Encoded:
+    def make() -> TokenizedTexts:
         with open(made, "a") as file:
             file.write("once\n")
         begun.set()
         for _ in range(2):  # until both others have said that they wait
             assert all_wait.acquire(timeout=60)
-        return Encoded.of([np.arange(3)], 0)
+        return TokenizedTexts.of([np.arange(3)], 0)
 
     def want(first: bool) -> None:
         assert first or begun.wait(60)
@@ -148,11 +148,11 @@ def test_several_processes_make_it_once_together(tmp_path):
 
 
 def test_what_a_killed_process_left_is_removed_when_it_is_made_again(tmp_path):
-    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    cached(tmp_path, {}, lambda: TokenizedTexts.of([np.arange(3)], 0))
     [path] = tmp_path.iterdir()
     path.rename(tmp_path / f".{path.name}.123-0123abcd.tmp")
     (tmp_path / f".{path.stem}.lock").touch()
-    cached(tmp_path, {}, lambda: Encoded.of([np.arange(3)], 0))
+    cached(tmp_path, {}, lambda: TokenizedTexts.of([np.arange(3)], 0))
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -17,12 +17,12 @@ from transformers import EuroBertConfig, EuroBertForMaskedLM
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.errors import InputError
 from megaenc.finetune.command import run_main
-from megaenc.finetune.config import Protocol
-from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.datasets.registry import find
 from megaenc.finetune.grid.jobs import Progress, make_jobs
-from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
-from megaenc.finetune.tasks.token_classification import Tagging
+from megaenc.finetune.tasks.retrieval import RetrievalTask as RetrievalTask
+from megaenc.finetune.tasks.token_classification import TokenClassification
 from megaenc.finetune.tokenized import TextEncoder
 from megaenc.finetune.train import _Reader, batches, number_of_steps, run, weights_digest
 
@@ -200,8 +200,8 @@ def test_texts_longer_than_the_model_reads_are_counted_once(model, data, tmp_pat
 def test_texts_are_told_as_they_are_read(model, data, tmp_path):
     """Silence is taken for a hang: tokenising and evaluation say how far they are, not training alone."""
     told: list[Progress] = []
-    few = Protocol(max_steps=2, batch_size=8, tokens_per_forward=50, precision="fp32")
-    [job] = make_jobs([str(model)], [str(data / "sc")], [1e-3], [0], str(tmp_path), few, DataFlags(), find)
+    few = FinetuneConfig(max_steps=2, batch_size=8, tokens_per_forward=50, precision="fp32")
+    [job] = make_jobs([str(model)], [str(data / "sc")], [1e-3], [0], str(tmp_path), few, DatasetConfig(), find)
     run(job, told.append)
     for stage, texts in (("validation", 12), ("test", 12)):
         done = [at.done for at in told if at.stage == stage and at.total == texts]
@@ -241,8 +241,8 @@ def test_wrong_input_is_one_line(flags, words, model, data, tmp_path, refusal):
 
 
 def planned(model, dataset, output):
-    few = Protocol(max_steps=6, batch_size=8, precision="fp32")
-    [job] = make_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DataFlags(), find)
+    few = FinetuneConfig(max_steps=6, batch_size=8, precision="fp32")
+    [job] = make_jobs([str(model)], [str(dataset)], [1e-3], [0], str(output), few, DatasetConfig(), find)
     return job
 
 
@@ -265,7 +265,7 @@ def reader(model, cache):
 def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path):
     """As of a set of the Hub without a revision, which changes under one fingerprint."""
     dataset = find(str(data / "tc"))
-    task, read = Tagging(dataset, Protocol()), reader(model, tmp_path)
+    task, read = TokenClassification(dataset, FinetuneConfig()), reader(model, tmp_path)
     before, examples = read.evaluated(task, dataset, "test")
     fewer = dataclasses.replace(dataset, load=lambda split: dataset.load(split)[:5])
     tokens, five = read.evaluated(task, fewer, "test")
@@ -275,7 +275,7 @@ def test_tokens_are_those_of_the_examples_that_are_scored(model, data, tmp_path)
 
 def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
     dataset = find(str(data / "ir"))
-    task, calls = RetrievalTask(dataset, Protocol()), []
+    task, calls = RetrievalTask(dataset, FinetuneConfig()), []
     counted = dataclasses.replace(dataset, load=lambda split: calls.append(split) or dataset.load(split))
     first, second = (reader(model, tmp_path).training(task, counted) for _ in range(2))
     assert calls == ["train"] and np.array_equal(first["documents"].tokens, second["documents"].tokens)
@@ -283,7 +283,7 @@ def test_training_examples_are_read_once_for_all_runs(model, data, tmp_path):
 
 def test_both_splits_share_the_tokens_of_their_documents(model, data, tmp_path):
     dataset = find(str(data / "ir"))
-    task, read = RetrievalTask(dataset, Protocol()), reader(model, tmp_path)
+    task, read = RetrievalTask(dataset, FinetuneConfig()), reader(model, tmp_path)
     for split in ("validation", "test"):
         tokens, examples = read.evaluated(task, dataset, split)
         whole = task.encode(examples, read.encoder)
@@ -302,4 +302,4 @@ def test_each_pass_reads_every_example_once_in_an_order_of_its_own():
 
 @pytest.mark.parametrize(("examples", "epochs", "steps"), [(67_349, 1, 1000), (956, 1, 30), (33, 1, 2), (33, 0.5, 1), (33, 3, 6)])
 def test_steps_are_an_epoch_or_a_thousand(examples, epochs, steps):
-    assert number_of_steps(Protocol(epochs=epochs), examples) == steps
+    assert number_of_steps(FinetuneConfig(epochs=epochs), examples) == steps

@@ -34,12 +34,12 @@ def test_attention_is_counted_by_the_pairs_that_see_each_other(prefix):
 def test_parameters_are_those_of_the_built_model(name, untied):
     import torch
 
-    from megaenc.backend import Layout
+    from megaenc.backend import ParallelConfig
     from megaenc.model.encoder import build_encoder
 
     model = dataclasses.replace(PRESETS[name], untie_embeddings_and_output_weights=untied)
     vocab_size = 128 * model.make_vocab_size_divisible_by  # no padding
-    encoder = build_encoder(model, vocab_size, 32, Layout(), torch.float32, seed=None)
+    encoder = build_encoder(model, vocab_size, 32, ParallelConfig(), torch.float32, seed=None)
     assert sum(parameter.numel() for parameter in encoder.parameters()) == model.parameters(vocab_size)
 
 

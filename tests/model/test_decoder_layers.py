@@ -42,7 +42,7 @@ def pair(request, one_process):
     for parameter in reference.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.dim() == 1 else 0.0, std=0.2)
     model = dataclasses.replace(SMALL, **shape)
-    encoder = build_encoder(model, 90, 4096, backend.Layout(), torch.float32, seed=0)  # rows of padding are zero
+    encoder = build_encoder(model, 90, 4096, backend.ParallelConfig(), torch.float32, seed=0)  # rows of padding are zero
     weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     core = hf_to_core(weights, model)
     state = encoder.state_dict()
@@ -57,9 +57,9 @@ def pair(request, one_process):
 
 
 def logits(encoder, tokens, positions, attention):
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
-    packing = Packing.of([0, len(tokens)], attention, torch.device("cpu"))
+    packing = PackedSequences.of([0, len(tokens)], attention, torch.device("cpu"))
     return encoder(tokens[None], positions, packing, None)[:, :90]
 
 

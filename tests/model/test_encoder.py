@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaenc.backend import Layout
+from megaenc.backend import ParallelConfig
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
@@ -27,14 +27,14 @@ def same_numbers_every_time():
 def build(vocab_size=100, seed=3, shape=TINY):
     from megaenc.model.encoder import build_encoder
 
-    return build_encoder(shape, vocab_size, 32, Layout(), torch.float32, seed=seed)
+    return build_encoder(shape, vocab_size, 32, ParallelConfig(), torch.float32, seed=seed)
 
 
 def packing(attention, edges=EDGES, prefixes=PREFIXES):
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
-    return Packing.of(edges, attention, torch.device("cpu"), prefixes)
+    return PackedSequences.of(edges, attention, torch.device("cpu"), prefixes)
 
 
 def forward(encoder, tokens, attention, predict_at=None, labels=None):
@@ -74,7 +74,7 @@ def query_key_value():
 def core_attention():
     from megaenc.model.layer_spec import PackedAttention, transformer_config
 
-    return PackedAttention(transformer_config(TINY, Layout(), torch.float32), 1, None, "self")
+    return PackedAttention(transformer_config(TINY, ParallelConfig(), torch.float32), 1, None, "self")
 
 
 @pytest.mark.parametrize("attention", Attention)
@@ -131,10 +131,10 @@ def test_prefixes_that_no_attention_can_use():
         (Attention.PREFIX, [2, 0, -1, 4]),
         (Attention.PREFIX, [2, 0, 13]),
     ):
-        from megaenc.model.packed_sequences import Packing
+        from megaenc.model.packed_sequences import PackedSequences
 
         with pytest.raises(ValueError, match="prefixes"):
-            Packing.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
+            PackedSequences.of(EDGES, attention, torch.device("cpu"), None if prefixes is None else np.array(prefixes))
 
 
 def test_sparse_head_gives_the_rows_of_the_full_one():

@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megaenc.backend import Layout
+from megaenc.backend import ParallelConfig
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
@@ -21,12 +21,12 @@ IN_PLACE = {torch.ops.aten.addmm_: lambda _, a, b, **others: 2 * a[0] * a[1] * b
 def executed(attention, predict_at):
     """torch's count, forward and backward, and the row's documents."""
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
-    encoder = build_encoder(SHAPE, VOCABULARY, 32, Layout(), torch.float32, seed=3)
+    encoder = build_encoder(SHAPE, VOCABULARY, 32, ParallelConfig(), torch.float32, seed=3)
     positions = torch.cat([torch.arange(stop - start) for start, stop in itertools.pairwise(EDGES)])
     prefixes = np.array(PREFIXES) if attention == Attention.PREFIX else None
-    packing = Packing.of(EDGES, attention, torch.device("cpu"), prefixes)
+    packing = PackedSequences.of(EDGES, attention, torch.device("cpu"), prefixes)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         labels = torch.zeros(len(predict_at), dtype=torch.long)
         loss, _ = encoder(torch.arange(32)[None], positions, packing, torch.tensor(predict_at), labels)

@@ -6,12 +6,12 @@ They compute what megatron-core's own layers do, but keep a state of their own b
 import pytest
 import torch
 
-from megaenc.backend import Kernels, Layout
+from megaenc.backend import KernelConfig, ParallelConfig
 from megaenc.errors import InputError
 from megaenc.model import ModelConfig
 
 TINY = ModelConfig(num_layers=2, hidden_size=32, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2, qk_layernorm=True)
-ENGINE = Kernels(transformer_impl="transformer_engine")
+ENGINE = KernelConfig(transformer_impl="transformer_engine")
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
@@ -62,7 +62,7 @@ def stand_ins(monkeypatch):
 def build(kernels, seed=3):
     from megaenc.model.encoder import build_encoder
 
-    return build_encoder(TINY, 100, 32, Layout(), torch.float32, seed=seed, kernels=kernels)
+    return build_encoder(TINY, 100, 32, ParallelConfig(), torch.float32, seed=seed, kernels=kernels)
 
 
 def test_linear_layers_and_norms_are_its_own_and_the_attention_is_not(stand_ins):
@@ -77,11 +77,11 @@ def test_linear_layers_and_norms_are_its_own_and_the_attention_is_not(stand_ins)
     norms = [kind for name, kind in kinds.items() if "norm" in name and kind != "IdentityOp"]
     assert norms == ["EngineNorm"] * (2 * 4 + 1)
     assert layer["self_attention.core_attention"] == "PackedAttention"
-    assert kinds.keys() == {name for name, _ in build(Kernels()).decoder.named_modules()}
+    assert kinds.keys() == {name for name, _ in build(KernelConfig()).decoder.named_modules()}
 
 
 def test_weights_have_the_same_names_and_first_values(stand_ins):
-    here, there = dict(build(ENGINE).named_parameters()), dict(build(Kernels()).named_parameters())
+    here, there = dict(build(ENGINE).named_parameters()), dict(build(KernelConfig()).named_parameters())
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
 
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_either_is_one_of_the_other(stand_ins, tmp_path):
 
     from megaenc.training.checkpoint.loader import fill_module
 
-    for number, (saves, loads) in enumerate([(ENGINE, Kernels()), (Kernels(), ENGINE)]):
+    for number, (saves, loads) in enumerate([(ENGINE, KernelConfig()), (KernelConfig(), ENGINE)]):
         saved, loaded = build(saves, seed=5), build(loads, seed=6)
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -109,10 +109,10 @@ def test_float8_is_left_to_it(stand_ins, fp8_format):
     """megatron-core's configuration tells its classes; without it, the configuration stays as it was and layers are our own."""
     from megaenc.model.layer_spec import transformer_config
 
-    asked = Kernels(transformer_impl="transformer_engine", fp8_format=fp8_format)
-    config = transformer_config(TINY, Layout(), torch.float32, asked)
+    asked = KernelConfig(transformer_impl="transformer_engine", fp8_format=fp8_format)
+    config = transformer_config(TINY, ParallelConfig(), torch.float32, asked)
     assert (config.transformer_impl, config.fp8, config.fp8_recipe) == ("transformer_engine", fp8_format, "tensorwise")
-    assert transformer_config(TINY, Layout(), torch.float32, Kernels(fp8_format="hybrid")).fp8 is None
+    assert transformer_config(TINY, ParallelConfig(), torch.float32, KernelConfig(fp8_format="hybrid")).fp8 is None
 
 
 def test_one_line_says_that_it_is_not_installed():

@@ -10,7 +10,7 @@ from text_helpers import reference_ids, small_tokenizer, write_jsonl
 
 from megaenc.counter_rng import SampleRandomness
 from megaenc.data.indexed.corpus import Corpus, split_documents
-from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.data.preprocess import command as preprocess
 from megaenc.data.tokenizer.tokenizer import vocabulary_of
 from megaenc.objectives import MaskedLanguageModeling, inspect
@@ -94,7 +94,7 @@ def test_the_pack_is_the_one_that_a_run_reads(corpus, capsys, pack, seed):
     prefix, folder = corpus
     flags = ["--tokenizer", folder, "--seq-length", 5, "--split", "1,0,0", "--pack", pack, "--seed", seed]
     out = shown(capsys, prefix, *flags, "--objective", "mlm(mask=0.5)")
-    read = ConcatPacks(Corpus.open(prefix), np.arange(4), 5, seed)[pack]
+    read = ConcatPackedDataset(Corpus.open(prefix), np.arange(4), 5, seed)[pack]
     tokenizer = small_tokenizer()
     objective = MaskedLanguageModeling(vocabulary_of(tokenizer), mask=0.5)
     targets = objective.targets(read, SampleRandomness(seed, read.sample, read.epoch))

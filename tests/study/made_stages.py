@@ -9,11 +9,11 @@ import manifests
 from megaenc.finetune.results import files as result_files
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
-from megaenc.study.run.finetune_stage import GridNode
-from megaenc.study.run.pretrain_stage import PretrainNode
-from megaenc.study.run.stage import ExportNode, Node, identity_of
+from megaenc.study.run.finetune_stage import FinetuneStage
+from megaenc.study.run.pretrain_stage import PretrainStage
+from megaenc.study.run.stage import ExportStage, StageRunner, identity_of
 from megaenc.training.checkpoint_dir import json_digest
-from megaenc.training.run_init import Start, digest
+from megaenc.training.run_init import RunInit, digest
 
 STUDY = "study"
 TWO = [
@@ -24,20 +24,20 @@ TWO = [
 GRID = {"datasets": ["demo_sc"], "learning_rates": [1e-3], "seeds": 1}
 
 
-def nodes(folder: Path, **changes) -> dict[str, Node]:
+def nodes(folder: Path, **changes) -> dict[str, StageRunner]:
     """Of a small manifest with changes, for the study in `folder`/study as it is."""
     study = folder / STUDY
     return build_graph(read_manifest(manifests.write(folder, **changes)), study).nodes
 
 
-def make(*made: Node, identity: dict | None = None) -> None:
+def make(*made: StageRunner, identity: dict | None = None) -> None:
     """All that `made` makes; `identity`: more of that of runs."""
     for node in made:
-        if isinstance(node, PretrainNode):
+        if isinstance(node, PretrainStage):
             make_run(node, node.model.steps, identity or {})
-        elif isinstance(node, ExportNode):
+        elif isinstance(node, ExportStage):
             make_export(node)
-        elif isinstance(node, GridNode):
+        elif isinstance(node, FinetuneStage):
             make_results(node)
         else:
             node.prepare()
@@ -45,13 +45,13 @@ def make(*made: Node, identity: dict | None = None) -> None:
                 made.touch()
 
 
-def make_run(node: PretrainNode, step: int, identity: dict | None = None) -> None:
+def make_run(node: PretrainStage, step: int, identity: dict | None = None) -> None:
     """A run that has come to `step`, with the checkpoints that it keeps."""
     parent = identity_of(node.study / "runs" / node.parent)
-    start = Start()
+    start = RunInit()
     if node.parent:
         at = node.at or parent["train_iters"]
-        start = Start(node.start, str(node.study / "runs" / node.parent), at, digest(parent))
+        start = RunInit(node.start, str(node.study / "runs" / node.parent), at, digest(parent))
     facts = {"identity": node._identity() | start.identity | (identity or {}), "start": asdict(start)}
     checkpoints = node.folder / "checkpoints"
     checkpoints.mkdir(parents=True)
@@ -65,7 +65,7 @@ def make_run(node: PretrainNode, step: int, identity: dict | None = None) -> Non
     (checkpoints / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
-def make_export(node: ExportNode, weights: str = "weights", **facts) -> None:
+def make_export(node: ExportStage, weights: str = "weights", **facts) -> None:
     """An export of the run that is there."""
     node.folder.mkdir(parents=True, exist_ok=True)
     for name, text in {"config.json": "{}", "model.safetensors": weights, "tokenizer.json": "{}"}.items():
@@ -74,7 +74,7 @@ def make_export(node: ExportNode, weights: str = "weights", **facts) -> None:
     (node.folder / "conversion.json").write_text(json.dumps(said | facts))
 
 
-def make_results(node: GridNode) -> None:
+def make_results(node: FinetuneStage) -> None:
     """Every result, of the model and the data that are there."""
     for training in node.trainings:
         for dataset in training.datasets:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.grid.jobs import rate_name
 from megaenc.finetune.results.aggregate import STUDY
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Score
 from megaenc.study.results.published import published
 
@@ -35,7 +35,7 @@ def write(root: Path, examples: int = 10, models: list[str] | None = None) -> No
     A rate that must not be chosen is better on test by a point, another one worse.
     """
     for setting in published().settings():
-        for family in Family:
+        for family in TaskFamily:
             model, scores = seed_scores(setting, family)
             for dataset, of_seeds in scores.items() if models is None or model in models else ():
                 best = RATES.index(chosen_rate(model, dataset))
@@ -46,7 +46,7 @@ def write(root: Path, examples: int = 10, models: list[str] | None = None) -> No
                     for seed, score in enumerate(of_seeds):
                         test = min(1.0, max(0.0, score + (0.0, -0.02, 0.01)[away]))
                         validation = (0.5, 0.4, 0.45)[away] + score / 10
-                        train_on = "msmarco_pairs_" if family == Family.IR else ""
+                        train_on = "msmarco_pairs_" if family == TaskFamily.IR else ""
                         folder = place / f"{train_on}lr{rate_name(rate)}_sd{seed}"
                         folder.mkdir()
                         splits = {"validation": split(validation, examples), "test": split(test, examples)}
@@ -59,7 +59,7 @@ def split(score: float, examples: int) -> dict:
     return {"score": score, "scores_i": (score + min(score, 1 - score) * ease).tolist()}
 
 
-def seed_scores(setting: Setting, family: Family) -> tuple[str, dict[str, np.ndarray]]:
+def seed_scores(setting: ModelKey, family: TaskFamily) -> tuple[str, dict[str, np.ndarray]]:
     """The model's name and by data set float[5]: scores that print as the tables do, their average by seed included if it can."""
     cells, average = _printed(setting, family)
     means, spreads = np.array([(cell.mean, cell.half) for cell in cells]).T
@@ -85,7 +85,7 @@ def seed_scores(setting: Setting, family: Family) -> tuple[str, dict[str, np.nda
     return cells[0].model, {cell.dataset: of_seeds for cell, of_seeds in zip(cells, scores, strict=True)}
 
 
-def reachable(setting: Setting, family: Family) -> bool:
+def reachable(setting: ModelKey, family: TaskFamily) -> bool:
     """Whether any scores by seed print as the three sets and as the average do.
 
     The sd of the average is between (largest - others) / 3, or 0, and the mean of the three, within what rounding leaves open.
@@ -97,7 +97,7 @@ def reachable(setting: Setting, family: Family) -> bool:
     return least - 3 * _SLACK <= 3 * average.half <= high.sum() + 3 * _SLACK
 
 
-def _printed(setting: Setting, family: Family) -> tuple[list[Score], Score]:
+def _printed(setting: ModelKey, family: TaskFamily) -> tuple[list[Score], Score]:
     cells = [published().find(setting, dataset, family) for dataset in STUDY[family]]
     return cells, published().find(setting, AVERAGE, family)
 

@@ -16,21 +16,21 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import interval
 from megaenc.study.claims.verdicts import Verdict, judge
-from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.manifest.model_key import ModelKey, name_of
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
 
-SETS = {Family.SC: "sst2", Family.TC: "uner_en", Family.QA: "squad", Family.IR: "nq"}
+SETS = {TaskFamily.SC: "sst2", TaskFamily.TC: "uner_en", TaskFamily.QA: "squad", TaskFamily.IR: "nq"}
 RATES = (2e-5, 5e-5, 1e-4)
 SEEDS = 5
 
-Shift = Callable[[Setting, Family], float]
+Shift = Callable[[ModelKey, TaskFamily], float]
 
 
-def nothing(setting: Setting, family: Family) -> float:
+def nothing(setting: ModelKey, family: TaskFamily) -> float:
     """No model is better or worse than another one."""
     return 0.0
 
@@ -67,7 +67,7 @@ def study(
         shifts = np.array([shift(setting, family) for setting in settings])[:, None, None]
         logits = ease + liked * random.standard_normal((len(settings), 1, examples)) + shifts
         logits = logits + (1 - shared**2) ** 0.5 * own + shared * common
-        if family == Family.SC:
+        if family == TaskFamily.SC:
             found = (random.random(logits.shape) < 1 / (1 + np.exp(-logits))).astype(np.float32)
         else:
             found = (1 / (1 + np.exp(-logits - random.standard_normal(logits.shape)))).astype(np.float32)

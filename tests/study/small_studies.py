@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from megaenc.study.claims.verdicts import Verdict, judge
-from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.manifest.model_key import ModelKey, name_of
 from megaenc.study.results.evidence import Evidence, Score
 
 
@@ -21,9 +21,9 @@ def mini(seeds, pretrained=(1,), gain=0.05, examples=200, families=TWO):
     """A study of one size, forty steps and two tasks, as a manifest may name and choose them."""
     random = np.random.default_rng(1)
     settings = [
-        Setting("tiny", mlm_steps=40, mask_ratio=0.15),
-        Setting("tiny", clm_steps=40),
-        Setting("tiny", clm_steps=10, mlm_steps=30, mask_ratio=0.15),
+        ModelKey("tiny", mlm_steps=40, mask_ratio=0.15),
+        ModelKey("tiny", clm_steps=40),
+        ModelKey("tiny", clm_steps=10, mlm_steps=30, mask_ratio=0.15),
     ]
     scores = []
     for family, dataset in families:
@@ -43,7 +43,7 @@ def sized(size, pretrained, gap=0.0, runs=0.02, random=2):
     """MLM and CLM of a size with five fine-tunings of each seed of the pretraining, whose runs differ by so much."""
     random, scores = np.random.default_rng(random), []
     for seed in pretrained:
-        for setting, above in ((Setting(size, mlm_steps=600, mask_ratio=0.4), gap), (Setting(size, clm_steps=600), 0.0)):
+        for setting, above in ((ModelKey(size, mlm_steps=600, mask_ratio=0.4), gap), (ModelKey(size, clm_steps=600), 0.0)):
             mean = 0.8 + above + runs * random.standard_normal()
             by_seed = {at: mean + 0.001 * random.standard_normal() for at in range(5)}
             named = dataclasses.replace(setting, seed=seed)

@@ -6,37 +6,39 @@ from pathlib import Path
 
 import numpy as np
 
-from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.manifest.model_key import ModelKey, name_of
 
 RATES, SEEDS, EXAMPLES = (2e-4, 1e-3), 3, 40
 DATASETS = {"demo_sc": "SC", "demo_qa": "QA"}
 _METRICS = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("exact_match", "f1"), "IR": ("ndcg@10",)}
 
 
-def settings() -> dict[str, Setting]:
+def settings() -> dict[str, ModelKey]:
     """A study in miniature: every figure has something to show."""
     steps = 300
-    models = [Setting("mini", round(share * steps), round((1 - share) * steps), mask_ratio=0.4) for share in (0, 0.25, 0.5, 0.75)]
-    models += [Setting("mini", steps), Setting("mini", 0, steps, mask_ratio=0.2), Setting("mini", 75, 225, mask_ratio=0.2)]
-    models += [Setting("mini", 0, 150, mask_ratio=0.4), Setting("mini", 75, 75, mask_ratio=0.4), Setting("mini", 150)]
-    models += [Setting("mini", steps, 0, more, 0.4) for more in (30, 150)]
-    models += [Setting("mini", 0, steps, more, 0.4) for more in (30, 150)]
-    models += [Setting("mini", at, decayed=False, budget=steps) for at in (50, 150)]
-    models += [Setting("mini", 0, at, mask_ratio=0.4, decayed=False, budget=steps) for at in (50, 150)]
+    models = [
+        ModelKey("mini", round(share * steps), round((1 - share) * steps), mask_ratio=0.4) for share in (0, 0.25, 0.5, 0.75)
+    ]
+    models += [ModelKey("mini", steps), ModelKey("mini", 0, steps, mask_ratio=0.2), ModelKey("mini", 75, 225, mask_ratio=0.2)]
+    models += [ModelKey("mini", 0, 150, mask_ratio=0.4), ModelKey("mini", 75, 75, mask_ratio=0.4), ModelKey("mini", 150)]
+    models += [ModelKey("mini", steps, 0, more, 0.4) for more in (30, 150)]
+    models += [ModelKey("mini", 0, steps, more, 0.4) for more in (30, 150)]
+    models += [ModelKey("mini", at, decayed=False, budget=steps) for at in (50, 150)]
+    models += [ModelKey("mini", 0, at, mask_ratio=0.4, decayed=False, budget=steps) for at in (50, 150)]
     return {name_of(one): one for one in models}
 
 
-def ability(setting: Setting) -> float:
+def ability(setting: ModelKey) -> float:
     """More steps are better, and a quarter of CLM best."""
     return 0.5 + 0.2 * min(1.0, setting.steps / 450) - 0.1 * abs(setting.clm_share - 0.25)
 
 
 def write_results(
     root: Path,
-    models: Mapping[str, Setting],
+    models: Mapping[str, ModelKey],
     datasets: Mapping[str, str] = DATASETS,
     rates: Iterable[float] = RATES,
-    score: Callable[[Setting], float] = ability,
+    score: Callable[[ModelKey], float] = ability,
 ) -> Path:
     """The tree of `megaenc finetune grid`: SEEDS runs of each model, set and rate; one of the second rate has collapsed."""
     random = np.random.default_rng(0)
@@ -61,7 +63,7 @@ def _result(family: str, right: np.ndarray, collapsed: str | None) -> dict:
     return {name: {**split, "scores_i": right.tolist()} for name in ("validation", "test")}
 
 
-def write_runs(root: Path, models: Mapping[str, Setting]) -> Path:
+def write_runs(root: Path, models: Mapping[str, ModelKey]) -> Path:
     """A run folder for every model that is no checkpoint on the way; two-stage models branch off the CLM run of 300 steps."""
     for name, one in models.items():
         if not one.decayed:
@@ -73,7 +75,7 @@ def write_runs(root: Path, models: Mapping[str, Setting]) -> Path:
             begun = one.clm_steps
             start = {"kind": "branch", "run": "/made/elsewhere/runs/mini-clm-300", "at": begun}
         elif one.cpt_mlm_steps:
-            parent = name_of(Setting(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None))
+            parent = name_of(ModelKey(one.size, one.clm_steps, one.mlm_steps, mask_ratio=0.4 if one.mlm_steps else None))
             start = {"kind": "weights", "run": f"/made/elsewhere/runs/{parent}", "at": 300}
         start |= _progress(begun)
         phases = [("clm", one.clm_steps)] * (one.clm_steps > 0 and not one.cpt_mlm_steps)
@@ -106,7 +108,7 @@ def _progress(step: int) -> dict:
     return {"tokens": 2048 * step, "predicted_tokens": 1024 * step, "flops": 1e12 * step}
 
 
-def _validation(step: int, one: Setting) -> dict:
+def _validation(step: int, one: ModelKey) -> dict:
     loss = 8.3 - 3 * (step / 450) ** 0.4
     slow = 0.3 * (0.4 if one.mask_ratio is None else one.mask_ratio) + (0.3 if one.mask_ratio else 0)
     losses = {"clm": loss + 2 * slow, "mlm": loss + 0.3 - slow * (one.clm_share - 0.25)}

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint_dir import json_digest
 
 
@@ -46,7 +46,7 @@ def errors(result: subprocess.CompletedProcess) -> list[str]:
 
 def assert_only_step_4(folder: Path) -> None:
     """Its checkpoint is whole, and nothing is there of another."""
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = CheckpointLoader(folder / "checkpoints")
     assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["iter_0000004", "latest_checkpointed_iteration.txt"]
     assert checkpoints.latest() == 4
     assert checkpoints.state(4)["step"] == 4

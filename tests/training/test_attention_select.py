@@ -14,17 +14,17 @@ WRONG = "values off by 0.5, where 0.06 is allowed"
 
 
 def choose(asked, backend, masks=tuple(Attention)):
-    from megaenc.backend import Layout
+    from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
     from megaenc.training.attention_select import choose_attention
 
-    return choose_attention(asked, ModelConfig(), Layout(), torch.float32, masks, backend)
+    return choose_attention(asked, ModelConfig(), ParallelConfig(), torch.float32, masks, backend)
 
 
 @pytest.fixture
 def machine(monkeypatch, one_process):
     """A machine on which each backend is what it is said to be: right, wrong or missing; says which were tried."""
-    from megaenc.model.kernels.selftest import Verdict
+    from megaenc.model.kernels.selftest import SelfTestResult
     from megaenc.training import attention_select
 
     def machine(**kinds):
@@ -34,7 +34,7 @@ def machine(monkeypatch, one_process):
             tried.append((name, asked))
             kind = kinds.get(name, "missing")
             why = {"right": "", "wrong": WRONG, "missing": "is not installed"}[kind]
-            return Verdict(name, kind != "missing", 0.5 if kind == "wrong" else 0.0, 0.06, why)
+            return SelfTestResult(name, kind != "missing", 0.5 if kind == "wrong" else 0.0, 0.06, why)
 
         monkeypatch.setattr(attention_select, "check_backend", check)
         return tried
@@ -87,12 +87,12 @@ def test_where_none_is_right(asked, message, machine, one_process):
 
 def test_what_is_checked_is_what_the_run_will_compute(machine, one_process):
     """Its heads and groups as a tensor-parallel rank has them, and its masks."""
-    from megaenc.backend import Layout
+    from megaenc.backend import ParallelConfig
     from megaenc.model.config import preset
     from megaenc.training.attention_select import choose_attention
 
     asked = machine(flash="right")
-    layout = Layout(tensor_model_parallel_size=2)
+    layout = ParallelConfig(tensor_model_parallel_size=2)
     choose_attention("auto", preset("1b"), layout, torch.bfloat16, {Attention.PREFIX, Attention.CAUSAL}, one_process)
     [(_, found)] = asked
     assert (found["heads"], found["groups"], found["head_dim"], found["dtype"]) == (9, 3, 96, torch.bfloat16)

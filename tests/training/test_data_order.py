@@ -9,7 +9,7 @@ import runs
 from megaenc.data.preprocess import command as preprocess
 from megaenc.training.command import main
 from megaenc.training.config import read_settings
-from megaenc.training.micro_batches import Share
+from megaenc.training.micro_batches import DataParallelSampler
 from megaenc.training.planning import make_plan
 
 
@@ -43,7 +43,7 @@ def test_order_knows_nothing_of_length_and_batch(packing, blend):
 
 @pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 1), (1, 8), (4, 2), (2, 4)])
 def test_every_layout_reads_the_samples_of_a_step_once(micro, ranks):
-    shares = [Share(8, micro, rank, ranks) for rank in range(ranks)]
+    shares = [DataParallelSampler(8, micro, rank, ranks) for rank in range(ranks)]
     read = [sample for share in shares for samples in share.samples(40) for sample in samples]
     assert sorted(read) == list(range(40, 48))
 

@@ -122,24 +122,24 @@ def engine_of(flags):
     from megaenc.training.planning import make_plan
 
     plan = make_plan(read_settings(flags, "test"))
-    device = backend.start(plan.settings.layout, plan.settings.seed)
+    device = backend.init_distributed(plan.settings.layout, plan.settings.seed)
     from megaenc.training.engine import Engine
 
     try:
         yield Engine(plan, device)
     finally:
-        backend.stop()
+        backend.destroy_distributed()
 
 
 def forward_and_backward(engine, objective, watched):
     """Of one micro-batch, as megatron-core's schedule calls it, inside `watched`; returns the norm of the gradient."""
     from megaenc.objectives import Schedule
-    from megaenc.training.micro_batches import Wanted
+    from megaenc.training.micro_batches import MicroBatchSpec
 
     plan, [model] = engine.plan, engine.chunks
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
     engine.clear_gradient()
-    batch = Wanted(plan.packs, (0, 1), objective, 1).made(engine.device)
+    batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).made(engine.device)
     with watched:
         output, loss_of = engine._forward_step({"predicted": 0, "flops": 0.0}, iter([batch]), model)
         loss, _, _ = loss_of(output)
@@ -206,13 +206,13 @@ def test_a_micro_batch_is_copied_from_pinned_memory_without_waiting(objective, s
     from megaenc.training.planning import make_plan
 
     plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN], "test"))
-    from megaenc.training.micro_batches import Wanted
+    from megaenc.training.micro_batches import MicroBatchSpec
 
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
     objective = Schedule.build(objective, 1, plan.vocabulary, 1).objective(1)
     with Copies() as copies:
-        batch = Wanted(plan.packs, (0, 1), objective, 1).made(torch.device("meta"))
+        batch = MicroBatchSpec(plan.packs, (0, 1), objective, 1).made(torch.device("meta"))
     rows = batch.packing.prefix_rows
     parts = [batch.tokens, batch.positions, batch.predict_at, batch.labels, batch.packing.cu_seqlens_q]
     parts += [rows.prefix, rows.suffix, rows.cu_seqlens_prefix, rows.cu_seqlens_suffix] if rows else []

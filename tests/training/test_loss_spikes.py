@@ -11,7 +11,7 @@ from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 from workers.bad_packs import spoil
 
 from megaenc.counter_rng import uniforms
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.command import main
 from megaenc.training.trainer import SHORTEST, WINDOW, RecentLosses, deviations
 
@@ -107,7 +107,7 @@ def test_killed_in_a_rewind_the_same_command_goes_on(small_corpus, without, tmp_
     flags = [json.dumps(SPIKE), *small_corpus.flags, *RUN, *REWIND, "--save-interval", "3", "--skip-packs", "900"]
     monkeypatch.setenv("KILLED", "1")
     runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)], expect=-signal.SIGKILL)
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = CheckpointLoader(folder / "checkpoints")
     assert checkpoints.latest() == 39 and runs.metrics(folder)[-1]["step"] == 40
     monkeypatch.delenv("KILLED")
     said = runs.script(runs.WORKERS / "bad_packs.py", [*flags, "--save", str(folder)]).stdout

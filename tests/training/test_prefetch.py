@@ -8,12 +8,12 @@ import time
 import pytest
 import runs
 
-from megaenc.training.micro_batches import DEPTH, Ahead
+from megaenc.training.micro_batches import DEPTH, Prefetcher
 
 
 def test_results_come_in_order_and_the_next_are_begun():
     made = []
-    ahead = Ahead(lambda key: made.append(key) or 10 * key)
+    ahead = Prefetcher(lambda key: made.append(key) or 10 * key)
     assert list(ahead.over([1, 2, 3], following=[4, 5, 6, 7])) == [10, 20, 30]
     deadline = time.monotonic() + 10
     while len(made) < 3 + DEPTH and time.monotonic() < deadline:
@@ -24,7 +24,7 @@ def test_results_come_in_order_and_the_next_are_begun():
 
 
 def test_a_wrong_guess_is_forgotten():
-    ahead = Ahead(lambda key: 10 * key)
+    ahead = Prefetcher(lambda key: 10 * key)
     assert list(ahead.over([1], following=[2, 3])) == [10]
     assert list(ahead.over([2, 9], following=[5])) == [20, 90]
     assert list(ahead.over([7], following=[])) == [70]
@@ -33,7 +33,7 @@ def test_a_wrong_guess_is_forgotten():
 
 def test_they_are_made_while_others_are_used():
     begun = threading.Event()
-    ahead = Ahead(lambda key: begun.set() if key == 2 else key)
+    ahead = Prefetcher(lambda key: begun.set() if key == 2 else key)
     results = ahead.over([1, 2])
     assert next(results) == 1
     assert begun.wait(10)  # though nobody has asked for the second
@@ -45,7 +45,7 @@ def test_an_error_arrives_in_its_place():
             raise ValueError("no such document")
         return key
 
-    results = Ahead(make).over([1, 2, 3])
+    results = Prefetcher(make).over([1, 2, 3])
     assert next(results) == 1
     with pytest.raises(ValueError, match="no such document"):
         next(results)
@@ -53,7 +53,7 @@ def test_an_error_arrives_in_its_place():
 
 def test_the_thread_is_set_up_and_leaves_with_its_owner():
     threads = []
-    ahead = Ahead(lambda key: key, set_up=lambda: threads.append(threading.current_thread()))
+    ahead = Prefetcher(lambda key: key, set_up=lambda: threads.append(threading.current_thread()))
     assert list(ahead.over([1, 2], following=[3, 4, 5])) == [1, 2]
     assert len(threads) == 1 and threads[0].name.startswith("micro-batches")
     del ahead
@@ -62,7 +62,7 @@ def test_the_thread_is_set_up_and_leaves_with_its_owner():
 
 
 def test_a_process_ends_though_more_was_begun_than_is_taken():
-    code = "from megaenc.training.micro_batches import Ahead\nprint(next(Ahead(abs).over(range(100), range(100, 200))))"
+    code = "from megaenc.training.micro_batches import Prefetcher\nprint(next(Prefetcher(abs).over(range(100), range(100, 200))))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and ended.stdout == "0\n", ended.stderr
 

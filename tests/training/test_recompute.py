@@ -40,14 +40,14 @@ def test_fewer_activations_are_kept(way, one_process):
     """Bytes that autograd holds between the forward and the backward pass."""
     import torch
 
-    from megaenc.backend import Layout
+    from megaenc.backend import ParallelConfig
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
     from megaenc.objectives import Attention
     from megaenc.training.config import read_settings
 
-    def kept(layout: Layout) -> int:
+    def kept(layout: ParallelConfig) -> int:
         encoder = build_encoder(ModelConfig(num_layers=4), 128, 256, layout, torch.float32, seed=1).train()
         sizes = {}
 
@@ -56,12 +56,12 @@ def test_fewer_activations_are_kept(way, one_process):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            packing = Packing.of([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
+            packing = PackedSequences.of([0, 256], Attention.BIDIRECTIONAL, one_process.device, None)
             logits = encoder(torch.zeros(1, 256, dtype=torch.int64), torch.arange(256), packing, torch.arange(4))
         del logits
         return sum(sizes.values()) - sum(parameter.nbytes for parameter in encoder.parameters())
 
-    assert kept(read_settings(WAYS[way], "test").layout) < 0.98 * kept(Layout())
+    assert kept(read_settings(WAYS[way], "test").layout) < 0.98 * kept(ParallelConfig())
 
 
 @pytest.mark.parametrize(

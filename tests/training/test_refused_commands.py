@@ -15,7 +15,7 @@ from megaenc.errors import InputError
 from megaenc.training.command import main
 from megaenc.training.config import read_settings
 from megaenc.training.planning import make_plan
-from megaenc.training.run_dir import RunFolder
+from megaenc.training.run_dir import RunDir
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
@@ -72,7 +72,7 @@ def test_rows_that_no_run_writes(refused, copy):
     try:
         assert "metrics.jsonl: line 4: found" in refused("--save", copy)
     finally:
-        backend.stop()  # a rank that finds an error alone leaves without the others
+        backend.destroy_distributed()  # a rank that finds an error alone leaves without the others
 
 
 FACTS = {
@@ -134,7 +134,7 @@ def test_a_disk_that_is_full_at_any_moment_of_the_start(small_corpus, small_disk
         with open(filler, "wb") as stream:
             os.posix_fallocate(stream.fileno(), 0, size - free)
         try:
-            folder = RunFolder(small_disk / "new" / "run", plan)
+            folder = RunDir(small_disk / "new" / "run", plan)
         except InputError as error:
             assert "No space left on device" in str(error) and "\n" not in str(error)
             complaints.add(str(error).partition(":")[0].rpartition("/")[2])

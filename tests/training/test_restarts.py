@@ -15,7 +15,7 @@ import pytest
 import runs
 
 from megaenc.errors import InputError
-from megaenc.training.run_lock import FolderLock
+from megaenc.training.run_lock import RunLock
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 FAULTY = str(runs.WORKERS / "fault_at_step.py")
@@ -112,9 +112,9 @@ def test_the_lock_of_a_process_on_its_way_out_is_waited_for(tmp_path):
     held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
     with pytest.raises(InputError, match="another process is training in this folder"):
-        FolderLock(tmp_path, patience=0.2)
+        RunLock(tmp_path, patience=0.2)
     threading.Timer(0.5, os.close, [held]).start()
-    FolderLock(tmp_path, patience=20).close()
+    RunLock(tmp_path, patience=20).close()
 
 
 class Nodes:

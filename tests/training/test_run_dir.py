@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.training.run_dir import METRICS, RunFolder
-from megaenc.training.run_lock import FolderLock
+from megaenc.training.run_dir import METRICS, RunDir
+from megaenc.training.run_lock import RunLock
 
 
-def opened(path) -> RunFolder:
+def opened(path) -> RunDir:
     """A run folder whose rows can be read and written; nothing else of it is there."""
-    folder = object.__new__(RunFolder)
-    folder.path, folder.lock = path, FolderLock(path)
+    folder = object.__new__(RunDir)
+    folder.path, folder.lock = path, RunLock(path)
     return folder
 
 
@@ -87,12 +87,12 @@ def test_nothing_is_written_once_the_lock_is_another_file(tmp_path):
 
 def test_a_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(tmp_path):
     """As by a command that was refused: the file that it has locked is no longer the lock."""
-    first = FolderLock(tmp_path / "a" / "b")
+    first = RunLock(tmp_path / "a" / "b")
     threading.Timer(0.3, lambda: (first.undo(), first.close())).start()
-    second = FolderLock(tmp_path / "a" / "b", patience=20)
+    second = RunLock(tmp_path / "a" / "b", patience=20)
     second.check()
     with pytest.raises(InputError, match="another process is training in this folder"):
-        FolderLock(tmp_path / "a" / "b")
+        RunLock(tmp_path / "a" / "b")
     second.undo()
     # Empty folders stay if the second has its file in them before the first has removed them.
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
@@ -106,7 +106,7 @@ def test_each_save_renews_the_lock_file_which_purges_of_old_files_would_remove(t
 
 
 def test_a_file_system_whose_inode_numbers_change_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(FolderLock, "is_held", lambda *_: False)
+    monkeypatch.setattr(RunLock, "is_held", lambda *_: False)
     with pytest.raises(InputError, match=r"cannot be locked \(its inode number changes"):
-        FolderLock(tmp_path / "new" / "run")
+        RunLock(tmp_path / "new" / "run")
     assert list(tmp_path.iterdir()) == []

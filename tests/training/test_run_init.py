@@ -6,7 +6,7 @@ from counting import counted
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.objectives import Schedule
 from megaenc.training.parent_run import first_difference
-from megaenc.training.run_init import Stage, Start, digest
+from megaenc.training.run_init import Ancestor, RunInit, digest
 
 VOCABULARY = Vocabulary(size=64, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="f" * 64)
 
@@ -55,11 +55,11 @@ def test_a_comparison_at_the_length_of_the_study_does_not_look_at_each_step_anew
 
 
 def test_a_start_is_read_back_and_says_nothing_where_there_is_nothing():
-    start = Start("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, 2, ("7",), (Stage("b", 3, "clm", 5),))
-    assert Start.read({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
+    start = RunInit("branch", "a", 15, "0123", 96, 10, 9, 8.0, 1, 2, ("7",), (Ancestor("b", 3, "clm", 5),))
+    assert RunInit.read({"start": {**vars(start), "before": [vars(stage) for stage in start.before]}}) == start
     assert start.identity == {"start": "branch at step 15 of run 0123", "skip_samples": 96} and start.step == 15
-    assert Start.read({}) == Start() and Start().identity == {}
-    assert Start(skip_samples=7).identity == {"skip_samples": 7}
+    assert RunInit.read({}) == RunInit() and RunInit().identity == {}
+    assert RunInit(skip_samples=7).identity == {"skip_samples": 7}
 
 
 def test_the_digest_tells_any_field_and_no_order():

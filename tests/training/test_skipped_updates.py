@@ -33,11 +33,11 @@ def _updates(node) -> list[int]:
 
 
 def assert_step_5_was_left_out(folder) -> None:
-    backend.start(backend.Layout(), seed=0)  # a world of one, to read them
+    backend.init_distributed(backend.ParallelConfig(), seed=0)  # a world of one, to read them
     try:
         before, after, later = (tensors(folder, step) for step in (4, 5, 6))
     finally:
-        backend.stop()
+        backend.destroy_distributed()
     assert before.keys() == after.keys() and len(before["updates"]) > 0
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in before)
     for name in before:
@@ -138,8 +138,8 @@ def test_a_gradient_alone_is_never_reduced(small_corpus, one_process, monkeypatc
         return sums(*arguments, **named)
 
     monkeypatch.setattr(engine, "_sums", watched)
-    with engine.unreduced():
-        alone = [engine.gradient_alone([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
+    with engine.no_grad_reduction():
+        alone = [engine.local_grad_norm([sample], engine.plan.schedule.objective(1)) for sample in (0, 1, 0)]
     assert seen == [([False] * len(groups), None)] * 3
     assert alone[0] == alone[2] != alone[1] and min(min(alone)) > 0
     assert engine.config.finalize_model_grads_func is finalize and all(group.is_last_microbatch for group in groups)

@@ -10,7 +10,7 @@ import runs
 import torch
 
 from megaenc.backend import Backend
-from megaenc.training.timers import Stopwatch, memory
+from megaenc.training.timers import StepTimers, memory
 
 PARTS = ["data_seconds", "forward_backward_seconds", "optimizer_seconds"]
 
@@ -83,13 +83,13 @@ def sleepy():
 
 
 def test_the_stopwatch_knows_sleeping_from_computing():
-    watch = Stopwatch()
+    watch = StepTimers()
     with watch.measure("forward_backward"):
         for _ in watch.over("data", sleepy()):
             sum(range(10_000))
     assert watch.wall["data"] >= 0.15 > 0.1 > watch.processor["data"]
     assert watch.seconds()["forward_backward"] == watch.wall["forward_backward"] - watch.wall["data"]
-    assert set(Stopwatch().seconds().values()) == {0}
+    assert set(StepTimers().seconds().values()) == {0}
 
 
 def test_memory_of_a_host_and_of_an_accelerator(monkeypatch):

@@ -8,7 +8,7 @@ import time
 import pytest
 import runs
 
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 
 PROCESSES, RACES = 4, 20
 IN_USE = "another process is training in this folder; wait for it or choose another"
@@ -38,7 +38,7 @@ def test_two_commands_at_once_make_one_run(small_corpus, tmp_path):
     # Where one was done before the other came to the folder, that one went on from there.
     assert [0, 2] in codes and all(pair in ([0, 2], [0, 0]) for pair in codes)
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, 21))
-    assert Checkpoints(folder / "checkpoints").steps() == list(range(1, 21))
+    assert CheckpointLoader(folder / "checkpoints").steps() == list(range(1, 21))
 
 
 def start(command: list[str]) -> subprocess.Popen:
@@ -65,5 +65,5 @@ def test_a_run_that_has_lost_its_lock_stops_before_it_writes(small_corpus, tmp_p
         first.kill()
     assert first.returncode == 2
     assert [".lock: found it removed or replaced, expected the lock of this run" in line for line in err.splitlines()] == [True]
-    last = Checkpoints(folder / "checkpoints").latest()
+    last = CheckpointLoader(folder / "checkpoints").latest()
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, last + 1))

@@ -76,7 +76,7 @@ def test_no_run_is_one_line(refusal):
 
 def test_smoothing_damps_noise_and_does_not_look_across_phases():
     steps = np.arange(1, 201)
-    noisy = plot.Phase("mlm", 0, 200, steps, 5 + 0.5 * (-1.0) ** steps)
+    noisy = plot.PlottedPhase("mlm", 0, 200, steps, 5 + 0.5 * (-1.0) ** steps)
     assert np.abs(noisy.smoothed[5:] - 5).max() < 0.09
     rows = [
         {"step": step, "objective": "clm" if step <= 50 else "mlm", "phase": int(step > 50), "loss": 1.0 if step <= 50 else 3.0}

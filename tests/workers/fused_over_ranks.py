@@ -6,11 +6,11 @@ import torch
 
 def main() -> None:
     from megaenc import backend
-    from megaenc.backend import Kernels, Layout, prepare_megatron
+    from megaenc.backend import KernelConfig, ParallelConfig, prepare_megatron
 
-    layout = Layout(tensor_model_parallel_size=2, sequence_parallel=True)
+    layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     prepare_megatron()
-    backend.start(layout, 0)
+    backend.init_distributed(layout, 0)
     from megaenc.model import ModelConfig
     from megaenc.model.encoder import build_encoder
     from megaenc.model.layer_spec import Packing
@@ -20,18 +20,18 @@ def main() -> None:
     draw = np.random.default_rng(0)
     tokens, labels = (torch.from_numpy(draw.integers(0, 150, count)) for count in (32, 11))  # the second rank has 22 ids of 150
 
-    def outcome(kernels: Kernels) -> tuple[bool, list[torch.Tensor]]:
+    def outcome(kernels: KernelConfig) -> tuple[bool, list[torch.Tensor]]:
         encoder = build_encoder(shape, 150, 32, layout, torch.float32, seed=3, kernels=kernels)
         packing = Packing.of([0, 5, 32], Attention.BIDIRECTIONAL, torch.device("cpu"))
         loss, correct = encoder(tokens[None], torch.arange(32), packing, torch.arange(0, 32, 3), labels)
         loss.backward()
         return encoder.fused.loss, [loss.detach(), correct, *(weight.grad for weight in encoder.parameters())]
 
-    (fused, here), (plain, there) = (outcome(Kernels(fused_kernels=wanted)) for wanted in (True, False))
+    (fused, here), (plain, there) = (outcome(KernelConfig(fused_kernels=wanted)) for wanted in (True, False))
     assert fused and not plain
     torch.testing.assert_close(here, there, rtol=1e-5, atol=1e-6)
     assert all(gradient.abs().max() > 0 for gradient in here[2:])
-    backend.stop()
+    backend.destroy_distributed()
 
 
 if __name__ == "__main__":

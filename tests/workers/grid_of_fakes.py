@@ -6,14 +6,14 @@ import fake_runs
 
 from megaenc import flags
 from megaenc.errors import one_line_errors
-from megaenc.finetune.grid.command import GridSettings, run_grid
+from megaenc.finetune.grid.command import GridConfig, run_grid
 
 
 @one_line_errors
 def main() -> None:
     model, output, *rest = sys.argv[1:]
     argv = ["--model", model, "--output", output, *rest]
-    settings = flags.parse(GridSettings, argv, prog="grid", description="a grid")
+    settings = flags.parse(GridConfig, argv, prog="grid", description="a grid")
     run_grid(settings, fake_runs.find, "fake_runs:run")
 
 

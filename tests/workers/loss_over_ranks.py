@@ -12,11 +12,11 @@ ROWS, HIDDEN, VOCABULARY = 50, 16, 45
 
 def main(file: str) -> None:
     from megaenc import backend
-    from megaenc.backend import Layout, prepare_megatron
+    from megaenc.backend import ParallelConfig, prepare_megatron
     from megaenc.dist_env import world_size
 
     prepare_megatron()
-    backend.start(Layout(tensor_model_parallel_size=world_size()), 0)
+    backend.init_distributed(ParallelConfig(tensor_model_parallel_size=world_size()), 0)
     from megatron.core import parallel_state
 
     from megaenc.model.linear_cross_entropy import summed_loss
@@ -49,7 +49,7 @@ def main(file: str) -> None:
         }
         with open(file, "w") as out:
             json.dump(found, out)
-    backend.stop()
+    backend.destroy_distributed()
 
 
 if __name__ == "__main__":

@@ -13,14 +13,14 @@ from megaenc.errors import InputError
 from megaenc.training.config import read_settings
 from megaenc.training.plan import Plan
 from megaenc.training.planning import make_plan
-from megaenc.training.run_dir import RunFolder
+from megaenc.training.run_dir import RunDir
 
 
 def enter(folder: Path, plan: Plan, together, answers) -> None:
     """One process of a race."""
     together.wait(60)
     try:
-        RunFolder(folder, plan)
+        RunDir(folder, plan)
         answers.put(None)
     except InputError as error:
         answers.put(str(error))

@@ -15,15 +15,15 @@ def main(folder: Path, flags: list[str]) -> None:
 
     plan = make_plan(read_settings([*flags, "--save", str(folder)], "starting_point.py"))
     layout = plan.settings.layout
-    device = backend.start(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
-    from megaenc.training.checkpoint.manager import OwnCheckpoints
+    device = backend.init_distributed(layout, plan.settings.seed, layout.chunks(plan.settings.shape.num_layers))
+    from megaenc.training.checkpoint.manager import CheckpointManager
     from megaenc.training.engine import Engine
     from megaenc.training.micro_batches import micro_batch
-    from megaenc.training.run_dir import RunFolder
+    from megaenc.training.run_dir import RunDir
 
     engine = Engine(plan, device)
     if rank() == 0:
-        RunFolder(folder, plan)
+        RunDir(folder, plan)
     torch.distributed.barrier()  # it takes no folder that holds something else
     for step in (1, plan.settings.train_iters):  # one of each phase
         objective = plan.schedule.objective(step)
@@ -33,8 +33,8 @@ def main(folder: Path, flags: list[str]) -> None:
                 folder / f"batch_{samples.start}_rank{rank()}.npz",
                 **{name: getattr(batch, name).numpy() for name in ("tokens", "positions", "predict_at", "labels")},
             )
-    OwnCheckpoints(folder / "checkpoints").save(engine, 0, {})
-    backend.stop()
+    CheckpointManager(folder / "checkpoints").save(engine, 0, {})
+    backend.destroy_distributed()
 
 
 if __name__ == "__main__":  # checkpoint writers are spawned and import this file again

@@ -18,7 +18,7 @@ from megaenc.bench.gpu.kernel_groups import BACKWARD, FORWARD, IDLE, MATMUL, Ran
 from megaenc.bench.train_worker import wait
 from megaenc.objectives import Objective
 from megaenc.training.engine import Engine
-from megaenc.training.micro_batches import Wanted
+from megaenc.training.micro_batches import MicroBatchSpec
 
 UPDATES = 2
 SHOWN = 12  # kernels that are named
@@ -43,7 +43,7 @@ class Watched(Engine):
     def forward_and_backward(self, rows: Sequence[Sequence[int]], objective: Objective) -> None:
         """Run one micro-batch of the packs of each of `rows`, nothing else; the gradients stay."""
         seed = self.plan.settings.seed
-        self._sums([Wanted(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
+        self._sums([MicroBatchSpec(self.plan.packs, tuple(row), objective, seed) for row in rows], (), train=True)
 
     def attention_flops(self, step: int) -> int:
         """Return those of attention in update number `step`, as training counts them."""

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, write_whole
+from megaenc.atomic_io import atomic_write, stopped_by_sigterm
 from megaenc.bench import report
 from megaenc.bench.gpu import variants
-from megaenc.bench.gpu.presets import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, Sizes
+from megaenc.bench.gpu.presets import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, BenchPreset
 from megaenc.bench.gpu.table import table
-from megaenc.bench.gpu.worker_pool import Crew, Failed
+from megaenc.bench.gpu.worker_pool import Failed, WorkerPool
 from megaenc.bench.synthetic_docs import Setup
-from megaenc.bench.train_worker import Work
-from megaenc.console import quiet, say
+from megaenc.bench.train_worker import TrainingJob
+from megaenc.console import print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_output_file, make_parent
 
@@ -42,7 +42,7 @@ HOST = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 
 
 @dataclass(frozen=True)
-class GpuFlags:
+class GpuBenchConfig:
     """What is measured."""
 
     output: str = "gpu.json"
@@ -64,12 +64,12 @@ class GpuFlags:
     each field that can be had here"""
 
 
-def sizes_of(settings: GpuFlags) -> Sizes:
+def sizes_of(settings: GpuBenchConfig) -> BenchPreset:
     """Return how much is done."""
     return SMALL if settings.small else FULL
 
 
-def kernels_of(settings: GpuFlags) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def kernels_of(settings: GpuBenchConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the fields of Kernels that are not to be the default, and those of what is compared. Raises InputError."""
     given = variants.given(settings.kernels, "--kernels")
     return given, [given | variants.given(words.split(","), "--compare") for words in settings.compare]
@@ -78,7 +78,7 @@ def kernels_of(settings: GpuFlags) -> tuple[dict[str, Any], list[dict[str, Any]]
 class Benchmark:
     """What is found so far, and the time that is left. A phase of the name of each of ALL makes more of it."""
 
-    def __init__(self, settings: GpuFlags, folder: Path, device: Crew, host: Crew) -> None:
+    def __init__(self, settings: GpuBenchConfig, folder: Path, device: WorkerPool, host: WorkerPool) -> None:
         """`device`, `host`: who does jobs on the accelerator and beside it."""
         self.settings, self.sizes, self.folder = settings, sizes_of(settings), folder
         self.device, self.host, self.begun = device, host, time.monotonic()
@@ -95,7 +95,7 @@ class Benchmark:
         """Seconds."""
         return self.settings.seconds - (time.monotonic() - self.begun)
 
-    def phase(self, name: str, crew: Crew, kind: str, least: float, most: float, /, **arguments: Any) -> bool:
+    def phase(self, name: str, crew: WorkerPool, kind: str, least: float, most: float, /, **arguments: Any) -> bool:
         """Let `crew` do a job if `least` seconds are left, within `most`; whether all of it was done. What it finds is kept."""
         clock, left, why = time.monotonic(), self.left, ""
         if left < least:
@@ -109,7 +109,7 @@ class Benchmark:
         seconds = time.monotonic() - clock
         self.found["phases"][name] = {"seconds": round(seconds, 1), "ended": why or "done"}
         self.write()
-        say(f"{name}: {why or 'done'}, {seconds:.0f} s; {max(0.0, self.left):.0f} s left")
+        print_rank_0(f"{name}: {why or 'done'}, {seconds:.0f} s; {max(0.0, self.left):.0f} s left")
         return not why
 
     @property
@@ -128,7 +128,7 @@ class Benchmark:
         """Write JSON and the table, each whole or not at all."""
         self.found["seconds"] = round(time.monotonic() - self.begun, 1)
         report.write(self.settings.output, json.loads(json.dumps(self.found), parse_constant=lambda _: None))
-        write_whole(Path(self.settings.output).with_suffix(".md"), table(self.found) + "\n")
+        atomic_write(Path(self.settings.output).with_suffix(".md"), table(self.found) + "\n")
 
     def correctness(self) -> None:
         """Compare one micro-batch with float32 on the host."""
@@ -170,7 +170,7 @@ class Benchmark:
     def peer(self) -> None:
         """Time transformers on the same work."""
         sizes, part = self.sizes, self.part("peer")
-        work = Work(
+        work = TrainingJob(
             **vars(self._timing(sizes.compared, self.given)["setup"]),
             objective=MLM,
             documents=sizes.documents,
@@ -178,7 +178,7 @@ class Benchmark:
             passes=sizes.passes,
             weights=str(self.folder / "weights.safetensors"),
         )
-        self.phase("peer", self.device, "hf_baseline.beside", 40, 130, work=work)
+        self.phase("peer", self.device, "hf_baseline.compare_with_hf", 40, 130, work=work)
         part["ratios"] = ratios(part.get("rows", {}), self.fullest)
         self.write()
 
@@ -188,7 +188,7 @@ class Benchmark:
         tried = self.tried
         if not tried:
             lacking = self.found["device"]["lacking"]
-            tried, self.part("compare")["left out"] = variants.worth_a_trial(base, known and known["kernels"], lacking)
+            tried, self.part("compare")["left out"] = variants.candidate_variants(base, known and known["kernels"], lacking)
         packs = max(1, known["packs"] // 2) if known else self.sizes.packs
         less = {"objectives": (MLM,), "packs": packs, "seconds": self.sizes.seconds / 2, "looks": False}
         for left, kernels in zip(range(len(tried) + 1, 0, -1), [base, *tried], strict=True):
@@ -230,7 +230,7 @@ def unset(environment: dict[str, str]) -> dict[str, str]:
     return {} if any(name in os.environ for name in environment) else environment
 
 
-def run(settings: GpuFlags) -> dict[str, Any]:
+def run(settings: GpuBenchConfig) -> dict[str, Any]:
     """Run all phases. Raises InputError for wrong settings."""
     report.check_positive(settings, "seconds")
     known = sizes_of(settings).speed
@@ -247,16 +247,16 @@ def run(settings: GpuFlags) -> dict[str, Any]:
         stack.enter_context(stopped_by_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log.write_bytes(b"")
-        device = stack.enter_context(Crew(HOST if host else unset(DEVICE), fresh=not host, log=log))
+        device = stack.enter_context(WorkerPool(HOST if host else unset(DEVICE), fresh=not host, log=log))
         # Where both are the host, one process does for both.
-        beside = device if host else stack.enter_context(Crew(HOST, fresh=False, log=log))
+        beside = device if host else stack.enter_context(WorkerPool(HOST, fresh=False, log=log))
         benchmark = Benchmark(settings, folder, device, beside)
         if not benchmark.phase("machine", device, "worker.machine", 0, 60):
             raise InputError(f"the device cannot be used: {benchmark.found['phases']['machine']['ended']}; see {log}")
         found = benchmark.found["device"]
         if not host and found["backend"] == "cpu":
             raise InputError("no accelerator found; --device cpu --small tries the benchmark without one")
-        say(f"{found['name']}, torch {found['torch']}; {settings.seconds:.0f} s for all")
+        print_rank_0(f"{found['name']}, torch {found['torch']}; {settings.seconds:.0f} s for all")
         for name in ALL:
             if name in settings.phases:
                 getattr(benchmark, name)()
@@ -267,7 +267,7 @@ def run(settings: GpuFlags) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """`benchmarks/gpu.sh`."""
     quiet()
-    settings = flags.parse(GpuFlags, argv, prog="benchmarks/gpu.sh", description=DESCRIPTION)
+    settings = flags.parse(GpuBenchConfig, argv, prog="benchmarks/gpu.sh", description=DESCRIPTION)
     found = run(settings)
     print(table(found))
-    say(f"{settings.output}: written after {found['seconds']:.0f} s, with the table beside it")
+    print_rank_0(f"{settings.output}: written after {found['seconds']:.0f} s, with the table beside it")

@@ -18,7 +18,7 @@ from megaenc.bench.gpu.presets import CLM, MLM
 from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.synthetic_docs import Setup
 from megaenc.training.engine import Engine
-from megaenc.training.micro_batches import Wanted
+from megaenc.training.micro_batches import MicroBatchSpec
 
 OBJECTIVES = (CLM, MLM)
 # Largest errors: of the loss, relative; of the gradient of the worst parameter, norm of the difference over norm.
@@ -39,11 +39,11 @@ def engine_for(setup: Setup, backend: Any) -> Engine:
 def gradients(engine: Engine, setup: Setup, text: str, packs: int) -> Found:
     """Return the mean loss over `packs` packs and, by parameter, the gradient of the summed one, float32 on the host."""
     objective, seed = setup.objective_of(text), engine.plan.settings.seed
-    with engine.unreduced():
-        loss, _ = engine.gradient_alone(range(packs), objective)
+    with engine.no_grad_reduction():
+        loss, _ = engine.local_grad_norm(range(packs), objective)
         parameters = synthetic.encoder_of(engine).named_parameters()
         found = {name: parameter.main_grad.to("cpu", torch.float32, copy=True) for name, parameter in parameters}
-    batch = Wanted(engine.plan.packs, tuple(range(packs)), objective, seed).made(torch.device("cpu"))
+    batch = MicroBatchSpec(engine.plan.packs, tuple(range(packs)), objective, seed).made(torch.device("cpu"))
     return loss / batch.labels.numel(), found
 
 
@@ -110,7 +110,7 @@ def run_losses(setups: dict[str, Setup], packs: int, updates: int, deadline: flo
         found: list[float] = []
         for step in range(1, updates + 1):
             if (step - 1) % max(1, updates // 2) == 0:
-                synthetic.lay(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
+                synthetic.configure_batches(engine, setup, CLM if step <= updates // 2 else MLM, packs, 2)
             found.append(engine.update(step).result.loss)
         synthetic.end()
         yield ["parity", name], found

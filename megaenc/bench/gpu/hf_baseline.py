@@ -23,7 +23,7 @@ OURS = "megaenc, as many documents"
 SMALLEST = 4  # documents of an update: a peer that has no room for them is left out
 
 
-def beside(work: train_worker.Work, deadline: float) -> Iterator[Finding]:
+def compare_with_hf(work: train_worker.TrainingJob, deadline: float) -> Iterator[Finding]:
     """Yield a row for each side, and how they compare. `work` has the largest batch to try."""
     if not importlib.util.find_spec("transformers") or not importlib.util.find_spec("safetensors"):
         yield ["peer", "left out"], "transformers or safetensors is not installed"
@@ -52,7 +52,7 @@ def beside(work: train_worker.Work, deadline: float) -> Iterator[Finding]:
     Path(work.weights).unlink()
 
 
-def _best(work: train_worker.Work) -> tuple[train_worker.Work, dict[str, Any]]:
+def _best(work: train_worker.TrainingJob) -> tuple[train_worker.TrainingJob, dict[str, Any]]:
     """Return `work` with the largest batch that fits the peer and its fastest attention, and the seconds of each.
 
     Eager attention keeps all scores of all heads, which no accelerator's memory has room for: it is not tried.
@@ -76,7 +76,7 @@ def _best(work: train_worker.Work) -> tuple[train_worker.Work, dict[str, Any]]:
     raise RuntimeError(f"transformers: no batch of {SMALLEST} documents or more fits")
 
 
-def _row(work: train_worker.Work, name: str) -> dict[str, Any]:
+def _row(work: train_worker.TrainingJob, name: str) -> dict[str, Any]:
     """Return what the side `name` takes; this project has the documents of each batch end to end."""
     synthetic.forget_peak()
     work = dataclasses.replace(work, by_length=name == SORTED)

@@ -25,7 +25,7 @@ def _by_width(heads: int, groups: int, layers: int, vocab_size: int, seq_length:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class BenchPreset:
     """Of everything."""
 
     correctness: Mapping[str, Setup]  # by the width of a head
@@ -41,7 +41,7 @@ class Sizes:
     passes: int
 
 
-FULL = Sizes(
+FULL = BenchPreset(
     correctness=_by_width(6, 2, 2, vocab_size=2000, seq_length=2048),  # no multiple of 128: padding takes part
     parity=Setup(shape=PRESETS["tiny"], vocab_size=2000, seq_length=256, rate=2e-3),
     parity_packs=4,
@@ -55,7 +55,7 @@ FULL = Sizes(
     passes=3,
 )
 _MINIATURE = ModelConfig(2, 128, 256, 2, 1)
-SMALL = Sizes(
+SMALL = BenchPreset(
     correctness=_by_width(3, 1, 1, vocab_size=500, seq_length=96),
     parity=Setup(shape=_MINIATURE, vocab_size=500, seq_length=64, rate=2e-3),
     parity_packs=1,

@@ -18,7 +18,7 @@ from megaenc.bench.gpu.worker import Finding
 from megaenc.bench.synthetic_docs import Setup
 from megaenc.bench.train_worker import clock, peak_memory
 from megaenc.objectives import Objective
-from megaenc.training.engine import BatchResult, Update
+from megaenc.training.engine import StepMetrics, Update
 
 FILLED = 0.92  # of the memory that is free, how much tensors may take; the rest is lost between them
 LARGEST = 2**31 - 1  # numbers of one tensor: kernels that count in 32 bits go no further
@@ -41,7 +41,7 @@ class Timing:
         """Return a row for the table; `packs` are fewer from then on where the memory did not suffice."""
         while True:
             try:
-                synthetic.lay(self.engine, self.setup, objective, self.packs, self.micro_batches)
+                synthetic.configure_batches(self.engine, self.setup, objective, self.packs, self.micro_batches)
                 return self._row()
             except torch.OutOfMemoryError:
                 if self.packs == 1 or time.monotonic() > self.deadline:
@@ -65,7 +65,7 @@ class Timing:
             timed.append(self._update())
             spent += timed[-1][1]
         updates, taken = zip(*timed, strict=True)
-        total = sum((update.result for update in updates), BatchResult())
+        total = sum((update.result for update in updates), StepMetrics())
         tokens = len(taken) * self.micro_batches * self.packs * self.setup.seq_length
         peak = self.backend.peak_flops(torch.bfloat16 if self.setup.bf16 else torch.float32)
         return {
@@ -131,7 +131,7 @@ def _retries() -> int:
 
 def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Iterator[int]) -> int:
     """Return the packs of the largest micro-batch that the accelerator's memory holds; one without an accelerator."""
-    synthetic.lay(engine, setup, objectives[0], 1, 1)
+    synthetic.configure_batches(engine, setup, objectives[0], 1, 1)
     engine.update(next(steps))  # the optimizer's state is made here
     if engine.device.type == "cpu":
         return 1
@@ -153,8 +153,8 @@ def fitting(engine: Watched, setup: Setup, objectives: Sequence[str], steps: Ite
 def _peak(engine: Watched, objective: Objective, packs: int) -> float:
     """Return the bytes of tensors at the worst moment of one micro-batch of `packs` packs."""
     synthetic.forget_peak()
-    with engine.unreduced():
-        engine.gradient_alone(range(packs), objective)
+    with engine.no_grad_reduction():
+        engine.local_grad_norm(range(packs), objective)
     return float(torch.cuda.max_memory_allocated())
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from megaenc import backend as processes
-from megaenc.backend import Backend, Layout, prepare_megatron
+from megaenc.backend import Backend, ParallelConfig, prepare_megatron
 from megaenc.bench.synthetic_docs import Setup
-from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 
@@ -19,14 +19,14 @@ CORPUS = 1 << 21  # tokens of the made documents, about
 def plan_of(setup: Setup, *objectives: str, tokens: int = CORPUS) -> Plan:
     """Return the plan of a run that trains `objectives` on packs of varying documents, cut by the run's own packing."""
     count = max(8, 2 * tokens // (setup.shortest + setup.seq_length))
-    packs = ConcatPacks(setup.documents_of(count), np.arange(count), setup.seq_length, 0)
+    packs = ConcatPackedDataset(setup.documents_of(count), np.arange(count), setup.seq_length, 0)
     return setup.plan(packs, *objectives)
 
 
 def begin() -> Backend:
     """Make this process a run's only one."""
     prepare_megatron()
-    return processes.start(Layout(), 0)
+    return processes.init_distributed(ParallelConfig(), 0)
 
 
 def clean() -> None:
@@ -43,11 +43,11 @@ def forget_peak() -> None:
 
 def end() -> None:
     """Leave no trace for what is begun next in this process."""
-    processes.stop()
+    processes.destroy_distributed()
     clean()
 
 
-def lay(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches: int) -> None:
+def configure_batches(engine: Engine, setup: Setup, objective: str, packs: int, micro_batches: int) -> None:
     """Let the updates of `engine` train `objective` in `micro_batches` rows of `packs` packs."""
     sizes = {"micro_batch_size": packs, "global_batch_size": packs * micro_batches}
     settings = dataclasses.replace(engine.plan.settings, **sizes)

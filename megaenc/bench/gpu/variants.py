@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from megaenc.backend.parallel_config import Kernels
+from megaenc.backend.parallel_config import KernelConfig
 from megaenc.errors import InputError
 
 FIRST = ("fused_kernels", "fp8_format")
@@ -33,7 +33,7 @@ def _values(hint: Any) -> tuple[Any, ...]:
     return (None,) if hint is NoneType else tuple(value for part in get_args(hint) for value in (_values(part) or (part,)))
 
 
-VALUES = {name: _values(hint) for name, hint in get_type_hints(Kernels).items()}
+VALUES = {name: _values(hint) for name, hint in get_type_hints(KernelConfig).items()}
 """The values that each field of Kernels may have."""
 
 
@@ -44,12 +44,12 @@ def plain() -> dict[str, Any]:
 
 def others(base: dict[str, Any]) -> list[dict[str, Any]]:
     """Return every change of one field from `base` over the defaults, what changes most first."""
-    usual = dataclasses.asdict(Kernels()) | base
+    usual = dataclasses.asdict(KernelConfig()) | base
     names = sorted(VALUES, key=lambda name: name not in FIRST)
     return [base | {name: value} for name in names for value in VALUES[name] if value != usual[name]]
 
 
-def worth_a_trial(
+def candidate_variants(
     base: dict[str, Any], computed: dict[str, Any] | None, lacking: dict[str, str]
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return those of `others` to be tried, and by title why the rest is not.
@@ -60,7 +60,7 @@ def worth_a_trial(
     left_out = {}
     for kernels in others(base):
         missing = [lacking[word] for word in title(kernels).split() if word in lacking]
-        if computed == dataclasses.asdict(Kernels()) | kernels:
+        if computed == dataclasses.asdict(KernelConfig()) | kernels:
             missing = ["what is measured above"]
         if missing:
             left_out[title(kernels)] = missing[0]

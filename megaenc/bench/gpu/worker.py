@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from megaenc.console import overheard
+from megaenc.console import capture_messages
 
 Finding = tuple[list[str], Any]
 """Names, one inside the other, and what is found under them."""
 
 
-class Failed(Exception):
+class JobFailed(Exception):
     """A job did not come to its end; the message says why."""
 
 
@@ -69,12 +69,12 @@ def findings(job: dict[str, Any]) -> Iterator[Finding]:
     module, _, name = job["kind"].partition(".")
     try:
         function = getattr(importlib.import_module(f"megaenc.bench.gpu.{module}"), name)
-        with overheard(said.append):  # which kernels were found wrong, for one
+        with capture_messages(said.append):  # which kernels were found wrong, for one
             yield from function(**job.get("arguments", {}), deadline=job["deadline"])
         yield ["said", job["name"]], said
     except Exception as error:
         traceback.print_exc()
-        raise Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
+        raise JobFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from None
     finally:
         if torch.distributed.is_initialized():  # a failed job is still in its process groups
             synthetic.end()

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from megaenc.bench.gpu.worker import Failed, findings
+from megaenc.bench.gpu.worker import JobFailed, findings
 from megaenc.processes import Worker, WorkerEnded, python_environment
 
 
-class Crew:
+class WorkerPool:
     """Use as a context manager.
 
     `fresh`: each job has a process of its own, since what one does to an accelerator's memory the next would suffer from; the
@@ -55,14 +55,14 @@ class Crew:
             worker.send(job | {"deadline": ends - 0.1 * seconds})  # by the clock that all processes of a machine have
             try:
                 yield from worker.results(ends)
-            except Failed:
+            except JobFailed:
                 self._keep(worker)
                 raise
             self._keep(worker)
         except TimeoutError:
-            raise Failed("its time was over") from None
+            raise JobFailed("its time was over") from None
         except WorkerEnded as error:
-            raise Failed(f"its process {error}") from None
+            raise JobFailed(f"its process {error}") from None
         finally:
             if self._working:
                 self._working.kill()

@@ -12,7 +12,7 @@ import numpy as np
 
 from megaenc import counter_rng
 from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC, TOKEN_TYPES, VERSION, IndexArrays
-from megaenc.data.indexed.metadata import Sidecar, read_sidecar, sidecar_path
+from megaenc.data.indexed.metadata import CorpusMetadata, read_sidecar, sidecar_path
 from megaenc.data.packing.shared_memory import shared
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, LocalInputError
@@ -29,7 +29,7 @@ class Corpus:
     document d being the sequences first_sequences[d] up to first_sequences[d + 1].
     """
 
-    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], sidecar: Sidecar | None):
+    def __init__(self, prefix: str, index: IndexArrays, token_type: type[np.number], sidecar: CorpusMetadata | None):
         self.prefix = prefix
         self.sidecar = sidecar
         self.first_sequences = np.asarray(index.documents)  # memory-mapped, as are the lengths
@@ -201,7 +201,7 @@ def check_bin_size(prefix: str, expected_bytes: int) -> None:
 
 
 def check_sidecar(
-    prefix: str, sidecar: Sidecar, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
+    prefix: str, sidecar: CorpusMetadata, *, documents: int, sequences: int, tokens: int, token_type: type[np.number]
 ) -> None:
     """Raise InputError unless the sidecar's counts and sizes are those of the .bin and .idx beside it."""
     found = {
@@ -220,7 +220,7 @@ def check_sidecar(
             )
 
 
-def check_tokenizer(prefix: str, sidecar: Sidecar, vocabulary: Vocabulary) -> None:
+def check_tokenizer(prefix: str, sidecar: CorpusMetadata, vocabulary: Vocabulary) -> None:
     """Raise InputError unless the tokenizer behind `vocabulary` is the one that the sidecar names and has ids for all."""
     made_with = sidecar.tokenizer
     if made_with.fingerprint != vocabulary.fingerprint:

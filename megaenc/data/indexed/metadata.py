@@ -26,7 +26,7 @@ class TokenizerIdentity:
 
 
 @dataclass(frozen=True)
-class Sidecar:
+class CorpusMetadata:
     """One corpus: `PREFIX_KEY_document.json`. It gets its name before the .idx, without which nothing opens."""
 
     format: int
@@ -68,7 +68,7 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def read_sidecar(prefix: str | Path) -> Sidecar:
+def read_sidecar(prefix: str | Path) -> CorpusMetadata:
     """Read the sidecar of the corpus `prefix`. Raises InputError if missing, not JSON, of another format or incomplete."""
     path = sidecar_path(prefix)
     try:
@@ -80,7 +80,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(f"{path}: not JSON ({error}); expected what `megaenc preprocess` wrote") from None
-    values = _checked(path, values, Sidecar)
+    values = _checked(path, values, CorpusMetadata)
     if values["format"] != FORMAT:
         raise InputError(f"{path}: field `format`: found {values['format']}, expected {FORMAT}; preprocess the text again")
     identity = _checked(path, values["tokenizer"], TokenizerIdentity, within="tokenizer.")
@@ -93,7 +93,7 @@ def read_sidecar(prefix: str | Path) -> Sidecar:
     if values["eod"] is not None and not 0 <= values["eod"] < values["vocab_size"]:
         expected = f"0 to {values['vocab_size'] - 1} or null"
         raise InputError(f"{path}: field `eod`: found {str(values['eod'])[:40]}, expected {expected}")
-    return Sidecar(**{**values, "tokenizer": TokenizerIdentity(**identity)})
+    return CorpusMetadata(**{**values, "tokenizer": TokenizerIdentity(**identity)})
 
 
 _COUNTS = ("documents", "sequences", "tokens", "empty_documents", "skipped_lines", "bin_bytes", "idx_bytes")

@@ -15,10 +15,10 @@ import numpy as np
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.data.indexed.corpus import check_bin_size, check_index, check_sidecar, check_tokenizer
 from megaenc.data.indexed.indexed_dataset import IndexArrays
-from megaenc.data.indexed.metadata import Sidecar, read_sidecar, sidecar_path
+from megaenc.data.indexed.metadata import CorpusMetadata, read_sidecar, sidecar_path
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, one_line_errors
 
@@ -27,7 +27,7 @@ _ENTRIES = 1 << 20  # entries of the index that are looked at together
 
 
 @dataclass(frozen=True)
-class VerifyFlags:
+class VerifyConfig:
     """What `megaenc data verify` takes."""
 
     prefix: Annotated[tuple[str, ...], Positional, arg(metavar="PREFIX")]
@@ -37,7 +37,7 @@ class VerifyFlags:
 
 
 @dataclass(frozen=True)
-class Whole:
+class VerifiedCorpus:
     """A corpus in which nothing is wrong."""
 
     documents: int
@@ -50,7 +50,9 @@ class Whole:
     """What could not be checked, for want of a sidecar or a tokenizer."""
 
 
-def verify(prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None) -> Whole:
+def verify(
+    prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Callable[[int], None] = lambda count: None
+) -> VerifiedCorpus:
     """Read all of a corpus. `vocabulary` is that of the tokenizer it must have been made with; `tick` is told the bytes read.
 
     Raises InputError for the first damage: file, place, what was found and what was expected.
@@ -61,7 +63,7 @@ def verify(prefix: str | Path, vocabulary: Vocabulary | None = None, tick: Calla
         raise InputError(f"{error.filename or prefix}: cannot be read: {error.strerror or error}") from None
 
 
-def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> Whole:
+def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], None]) -> VerifiedCorpus:
     dtype = np.dtype(check_index(prefix))
     index = IndexArrays.map(f"{prefix}.idx")
     tokens = _check_sequences(prefix, index, dtype.itemsize)
@@ -97,7 +99,7 @@ def _verify(prefix: str, vocabulary: Vocabulary | None, tick: Callable[[int], No
     unchecked = [] if sidecar else ["sha256", "ends of documents"]
     unchecked += [] if sidecar or vocabulary else ["token ids (give --tokenizer)"]
     size = sum(Path(prefix + extension).stat().st_size for extension in (".bin", ".idx"))
-    return Whole(documents, sequences, tokens, dtype.name, size, tuple(unchecked))
+    return VerifiedCorpus(documents, sequences, tokens, dtype.name, size, tuple(unchecked))
 
 
 def _check_sequences(prefix: str, index: IndexArrays, size: int) -> int:
@@ -142,7 +144,9 @@ def _check_documents(prefix: str, index: IndexArrays) -> None:
 class _Look:
     """Looks at pieces of the .bin in their order; each call returns what is wrong in its piece, empty where nothing is."""
 
-    def __init__(self, index: IndexArrays, dtype: np.dtype, tokens: int, sidecar: Sidecar | None, vocabulary: Vocabulary | None):
+    def __init__(
+        self, index: IndexArrays, dtype: np.dtype, tokens: int, sidecar: CorpusMetadata | None, vocabulary: Vocabulary | None
+    ):
         self.dtype, self.tokens, self._index = dtype, tokens, index
         self._limit = sidecar.vocab_size if sidecar else vocabulary.size if vocabulary else None
         self._eod = sidecar.eod if sidecar and sidecar.append_eod else None
@@ -211,7 +215,7 @@ def _pieces(path: str, digest: Any, tick: Callable[[int], None]) -> Iterator[np.
             tick(count)
 
 
-def _other_hash(digest: Any, sidecar: Sidecar | None, extension: str) -> str:
+def _other_hash(digest: Any, sidecar: CorpusMetadata | None, extension: str) -> str:
     """Describe how the hash differs from the one in the .json; empty where it does not."""
     if not sidecar or (found := digest.hexdigest()) == (expected := sidecar.sha256[extension]):
         return ""
@@ -222,7 +226,7 @@ def _other_hash(digest: Any, sidecar: Sidecar | None, extension: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc data verify`: a line for each whole corpus; damage is one line in the end."""
     quiet()
-    settings = flags.parse(VerifyFlags, argv, prog="megaenc data verify", description=__doc__)
+    settings = flags.parse(VerifyConfig, argv, prog="megaenc data verify", description=__doc__)
     if not settings.prefix:
         raise InputError("PREFIX: missing, expected one corpus or more (see megaenc data verify --help)")
     vocabulary = None
@@ -257,7 +261,7 @@ def _report(prefix: str, vocabulary: Vocabulary | None) -> None:
     rate = found.bytes / 1e6 / max(time.monotonic() - started, 1e-9)
     told = f"whole as far as can be told without {Path(prefix).name}.json" if found.unchecked else "whole"
     missing = f"; not checked: {', '.join(found.unchecked)}" if found.unchecked else ""
-    say(
+    print_rank_0(
         f"{prefix}: {told}: {found.documents:,} documents, {found.tokens:,} tokens of {found.dtype}, "
         f"{found.bytes / 1e6:,.1f} MB at {rate:,.0f} MB/s{missing}"
     )

@@ -9,7 +9,7 @@ from math import lcm
 
 import numpy as np
 
-from megaenc.data.packing.packed_dataset import Pack, Packs
+from megaenc.data.packing.packed_dataset import Pack, PackedDataset
 from megaenc.errors import InputError
 
 PERIOD = 1 << 16  # samples after which an order repeats at the latest; weights are kept to one part in as many
@@ -87,14 +87,14 @@ def interleave(counts: Sequence[int]) -> np.ndarray:
     return order
 
 
-class BlendedPacks:
+class BlendedDataset:
     """Packs of several corpora: `packs[s]` is the Pack of sample s, the next one of the corpus whose turn it is.
 
     The turns repeat after at most PERIOD samples; they depend on the weights alone, and within a corpus packs come as they would
     without the others.
     """
 
-    def __init__(self, parts: Sequence[Packs], weights: Sequence[Fraction]):
+    def __init__(self, parts: Sequence[PackedDataset], weights: Sequence[Fraction]):
         """One weight above 0, in any unit, for each of `parts`. Raises InputError for one that is too small to be kept."""
         self.parts = list(parts)
         self.seq_length = parts[0].seq_length

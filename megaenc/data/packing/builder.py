@@ -8,24 +8,24 @@ from functools import partial
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus, parse_split, split_documents
-from megaenc.data.packing.blended_dataset import BlendedPacks, parse_data_path
-from megaenc.data.packing.packed_dataset import ConcatPacks, CorpusPacks, RandomLengthPacks
-from megaenc.data.packing.sentence_packing import SentencePacks
+from megaenc.data.packing.blended_dataset import BlendedDataset, parse_data_path
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset, CorpusPackedDataset, RandomLengthPackedDataset
+from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.data.packing.shared_memory import shared
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 
 _AT_ONCE = 1 << 20  # documents that are looked at together; the first of them answer, as a rule
 
-PACKINGS: dict[str, type[CorpusPacks]] = {
-    "concat": ConcatPacks,
-    "random-length": RandomLengthPacks,
-    "sentences": SentencePacks,
+PACKINGS: dict[str, type[CorpusPackedDataset]] = {
+    "concat": ConcatPackedDataset,
+    "random-length": RandomLengthPackedDataset,
+    "sentences": SentencePackedDataset,
 }
 
 
 @dataclass(frozen=True)
-class Reading:
+class CorpusUsage:
     """What some stretch of a run reads of one corpus."""
 
     prefix: str
@@ -46,10 +46,10 @@ class RunData:
     """
 
     corpora: tuple[Corpus, ...]
-    train_parts: tuple[CorpusPacks, ...]
+    train_parts: tuple[CorpusPackedDataset, ...]
     shares: tuple[Fraction, ...]
-    train: BlendedPacks
-    held_out: BlendedPacks | None
+    train: BlendedDataset
+    held_out: BlendedDataset | None
 
     @classmethod
     def open(
@@ -72,15 +72,15 @@ class RunData:
             corpora.append(corpus)
             trains.append(packs_of(corpus, train, seq_length, seed))
             if _has_tokens(corpus, held_out):
-                tests[len(corpora) - 1] = ConcatPacks(corpus, held_out, seq_length, 0)
+                tests[len(corpora) - 1] = ConcatPackedDataset(corpus, held_out, seq_length, 0)
         given = [weight for weight, _ in pairs]
         weights = [Fraction(part.tokens_per_epoch) for part in trains] if None in given else given
         return cls(
             tuple(corpora),
             tuple(trains),
             tuple(weight / sum(weights) for weight in weights),
-            BlendedPacks(trains, weights),
-            BlendedPacks(list(tests.values()), [weights[number] for number in tests]) if tests else None,
+            BlendedDataset(trains, weights),
+            BlendedDataset(list(tests.values()), [weights[number] for number in tests]) if tests else None,
         )
 
     @property
@@ -90,7 +90,7 @@ class RunData:
             return self.corpora[0].fingerprint
         return ", ".join(f"{share} {corpus.fingerprint}" for share, corpus in zip(self.shares, self.corpora, strict=True))
 
-    def reading(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[Reading]:
+    def reading(self, end: int, first: int = 0, without: Sequence[tuple[int, int]] = ()) -> list[CorpusUsage]:
         """What samples `first` to `end` - 1 read of each corpus, but for the ranges `without`, each its first and last sample."""
         spans = [(first, end, 1), *((start, last + 1, -1) for start, last in without)]
         rows = []
@@ -100,7 +100,7 @@ class RunData:
                 before, after = (self.train.samples_of(number, samples) for samples in (start, stop))
                 packs += sign * (after - before)
                 epochs += sign * (part.epochs_after(after) - part.epochs_after(before))
-            rows.append(Reading(corpus.prefix, float(share), packs, epochs, part.dropped))
+            rows.append(CorpusUsage(corpus.prefix, float(share), packs, epochs, part.dropped))
         return rows
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from megaenc import counter_rng
-from megaenc.data.packing.token_stream import Documents, Stream, narrow
+from megaenc.data.packing.token_stream import DocumentSource, TokenStream, narrow
 from megaenc.errors import InputError
 
 LONGEST_PACK = 1 << 24
@@ -43,7 +43,7 @@ def places(edges: np.ndarray) -> np.ndarray:
     return np.arange(edges[-1]) - np.repeat(starts, np.diff(edges))
 
 
-class Packs(Protocol):
+class PackedDataset(Protocol):
     """What a run reads: the packs of one corpus or of a blend, `packs[s]` being that of sample s = 0, 1, 2, ... without end."""
 
     seq_length: int
@@ -55,13 +55,13 @@ class Packs(Protocol):
         """How many of the first samples read no token a second time, but for the start of the next epoch in the last one."""
 
 
-class CorpusPacks(ABC):
+class CorpusPackedDataset(ABC):
     """The packs of one corpus. The packs that start in an epoch are visited in random order: otherwise the pieces of one long
     document would meet in one batch."""
 
-    def __init__(self, corpus: Documents, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
-        self.stream = Stream(corpus, documents, seed)
+        self.stream = TokenStream(corpus, documents, seed)
         self.seq_length = seq_length
         self.seed = seed
         self._visits = lru_cache(maxsize=1)(self._make_visits)
@@ -113,7 +113,7 @@ class CorpusPacks(ABC):
         return self.stream.shared(("visits", count, epoch), lambda: (narrow(make()),))[0]
 
 
-class ConcatPacks(CorpusPacks):
+class ConcatPackedDataset(CorpusPackedDataset):
     """The stream cut every `seq_length` tokens, so that nothing is wasted; an edge wherever a document ends."""
 
     def epoch_of_sample(self, sample: int) -> int:
@@ -147,13 +147,13 @@ def mean_squares_of_chunks(seq_length: int) -> float:
     return 2 * (to_longest - below) / (longest - shortest + 1)  # the left chunk's squares; the right one has the same
 
 
-class RandomLengthPacks(ConcatPacks):
+class RandomLengthPackedDataset(ConcatPackedDataset):
     """The study's way (arXiv 2507.00994): each pack is cut at a random place into two chunks of at least 12 tokens.
 
     A chunk may span documents; there is no edge inside it, so attention sees across their ends.
     """
 
-    def __init__(self, corpus: Documents, documents: np.ndarray, seq_length: int, seed: int):
+    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seq_length: int, seed: int):
         """See CorpusPacks. Raises InputError when a pack has no room for two chunks."""
         check_two_chunks(seq_length)
         super().__init__(corpus, documents, seq_length, seed)

@@ -7,12 +7,12 @@ from functools import lru_cache
 import numpy as np
 
 from megaenc.data.indexed.corpus import Corpus
-from megaenc.data.indexed.metadata import Sidecar
-from megaenc.data.packing.packed_dataset import CorpusPacks
+from megaenc.data.indexed.metadata import CorpusMetadata
+from megaenc.data.packing.packed_dataset import CorpusPackedDataset
 from megaenc.errors import InputError
 
 
-def check_sentences(prefix: str, sidecar: Sidecar | None, *, sequences: int, documents: int) -> None:
+def check_sentences(prefix: str, sidecar: CorpusMetadata | None, *, sequences: int, documents: int) -> None:
     """InputError where every document of the corpus is one sequence.
 
     A corpus of one sentence a document looks like one of whole documents: its sidecar tells.
@@ -23,7 +23,7 @@ def check_sentences(prefix: str, sidecar: Sidecar | None, *, sequences: int, doc
         )
 
 
-class SentencePacks(CorpusPacks):
+class SentencePackedDataset(CorpusPackedDataset):
     """Every pack starts at a sentence. What the pack's end leaves of a sentence is dropped, and the next pack starts after it.
 
     Within a pack attention ends where a document ends, not where a sentence does. A sentence longer than a pack fills one.

@@ -11,7 +11,7 @@ from megaenc.data.packing.shared_memory import Arrays, digest, shared, sharing
 from megaenc.errors import InputError
 
 
-class Documents(Protocol):
+class DocumentSource(Protocol):
     """Where the tokens come from; a Corpus is one."""
 
     document_lengths: np.ndarray
@@ -21,13 +21,13 @@ class Documents(Protocol):
         """int64[sum(stops - starts)]: of each of `documents` its tokens starts..stops-1, at least one, end to end."""
 
 
-class Stream:
+class TokenStream:
     """In every epoch all documents are laid end to end in a new random order, and epoch follows epoch without a gap.
 
     Documents without tokens take no part. A position is a number of tokens from the start of the stream.
     """
 
-    def __init__(self, corpus: Documents, documents: np.ndarray, seed: int):
+    def __init__(self, corpus: DocumentSource, documents: np.ndarray, seed: int):
         """`documents`: int64[D], the numbers of those to use. Raises InputError when they hold no token."""
         self.corpus = corpus
         self.seed = seed

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import megaenc
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, whole_files
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.atomic_io import atomic_files, stopped_by_sigterm
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers, token_dtype
-from megaenc.data.indexed.metadata import FORMAT, Sidecar, TokenizerIdentity
+from megaenc.data.indexed.metadata import FORMAT, CorpusMetadata, TokenizerIdentity
 from megaenc.data.preprocess.outputs import (
     output_files,
     output_prefixes,
@@ -23,9 +23,9 @@ from megaenc.data.preprocess.outputs import (
     tell_left_behind,
     with_hashes,
 )
-from megaenc.data.preprocess.resumable import Parts, noted_outputs, work_folder
+from megaenc.data.preprocess.resumable import ShardStore, noted_outputs, work_folder
 from megaenc.data.preprocess.sentence_splitter import Punkt, installed_punkt, learnt_punkt
-from megaenc.data.preprocess.worker import Tokenise
+from megaenc.data.preprocess.worker import BlockTokenizer
 from megaenc.data.sources import resolve
 from megaenc.data.sources.base import LineFile
 from megaenc.errors import InputError, one_line_errors
@@ -36,7 +36,7 @@ _MOST_PARTITIONS = 100_000  # each is a few files
 
 
 @dataclass(frozen=True)
-class PreprocessFlags(resolve.InputFlags):
+class PreprocessConfig(resolve.InputConfig):
     """What preprocessing takes."""
 
     output_prefix: str
@@ -67,10 +67,10 @@ _Counts = dict[str, int]
 class _Job:
     """One run: what to read, what to do with it, and where it goes."""
 
-    settings: PreprocessFlags
+    settings: PreprocessConfig
     prefixes: list[Path]
-    found: resolve.Inputs
-    work: Tokenise
+    found: resolve.ResolvedInputs
+    work: BlockTokenizer
     identity: TokenizerIdentity
     vocab_size: int
 
@@ -85,10 +85,10 @@ class _Job:
         made_with = {"tokenizer": self.identity.fingerprint, "sentences": sentences, "megaenc": megaenc.__version__}
         return {"input": self.settings.input, "files": files.hexdigest(), **plan, **made_with}
 
-    def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> Sidecar:
+    def sidecar(self, writer: IndexedWriter, counts: _Counts, files: Sequence[Path]) -> CorpusMetadata:
         """Finish the corpus of one key; `files` are its .bin and .idx."""
         hashes = writer.finish()
-        return Sidecar(
+        return CorpusMetadata(
             format=FORMAT,
             tokenizer=self.identity,
             vocab_size=self.vocab_size,
@@ -109,7 +109,7 @@ class _Job:
         )
 
 
-def preprocess(settings: PreprocessFlags) -> list[Path]:
+def preprocess(settings: PreprocessConfig) -> list[Path]:
     """Tokenise `settings.input`; return the corpus prefixes written (`OUTPUT_PREFIX_KEY_document`), one a key.
 
     All files appear whole or not at all, the .idx last; the bytes depend neither on the number of workers or partitions nor on
@@ -119,7 +119,7 @@ def preprocess(settings: PreprocessFlags) -> list[Path]:
     return prepare(settings)()
 
 
-def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
+def prepare(settings: PreprocessConfig) -> Callable[[], list[Path]]:
     """The part of `preprocess` that looks at flags and input and loads the tokenizer; calling what it returns does the rest."""
     if settings.partitions > _MOST_PARTITIONS:
         raise InputError(f"--partitions {settings.partitions}: expected at most {_MOST_PARTITIONS:,}")
@@ -136,7 +136,7 @@ def prepare(settings: PreprocessFlags) -> Callable[[], list[Path]]:
         raise InputError(f"--punkt-language {settings.punkt_language}: expected --split-sentences with it")
     found = resolve.find_inputs(settings, settings.json_keys)
     for remark in found.remarks:
-        say(remark)
+        print_rank_0(remark)
     check_parent(prefixes[0], "--output-prefix")
     return partial(_run, _job(settings, prefixes, found), folder)
 
@@ -151,11 +151,11 @@ def _run(job: _Job, folder: Path) -> list[Path]:
                 made = _write(job, partial(_tokenise, job, workers), lambda hashes: refuse_outputs(job.prefixes))
     seconds = time.monotonic() - started
     for prefix, corpus in zip(job.prefixes, made, strict=True):
-        say(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
+        print_rank_0(f"{prefix}: {_summary(corpus)}, in {seconds:.1f} s")
     return job.prefixes
 
 
-def _job(settings: PreprocessFlags, prefixes: list[Path], found: resolve.Inputs) -> _Job:
+def _job(settings: PreprocessConfig, prefixes: list[Path], found: resolve.ResolvedInputs) -> _Job:
     from megaenc.data.tokenizer.tokenizer import encoder_of, load_tokenizer, vocabulary_of
 
     tokenizer = load_tokenizer(settings.tokenizer)
@@ -171,7 +171,7 @@ def _job(settings: PreprocessFlags, prefixes: list[Path], found: resolve.Inputs)
         eos_id=vocabulary.eos_id,
         mask_id=vocabulary.mask_id,
     )
-    work = Tokenise(
+    work = BlockTokenizer(
         encoder=encoder_of(tokenizer),
         keys=settings.json_keys,
         eod=vocabulary.eos_id if settings.append_eod else None,
@@ -182,14 +182,14 @@ def _job(settings: PreprocessFlags, prefixes: list[Path], found: resolve.Inputs)
     return _Job(settings, prefixes, found, work, identity, vocabulary.size)
 
 
-def _punkt(settings: PreprocessFlags, found: resolve.Inputs) -> Punkt:
+def _punkt(settings: PreprocessConfig, found: resolve.ResolvedInputs) -> Punkt:
     punkt = installed_punkt(settings.punkt_language)
     if punkt is not None:
-        say(f"sentences: Punkt's model of {punkt.language}, as installed")
+        print_rank_0(f"sentences: Punkt's model of {punkt.language}, as installed")
         return punkt
     pieces = (block.documents(settings.json_keys, settings.skip_bad_lines) for block in resolve.read_blocks(found))
     punkt = learnt_punkt(text for piece in pieces for texts in piece.texts for text in texts)
-    say(
+    print_rank_0(
         f"sentences: nltk's data hold no Punkt model of {settings.punkt_language} (punkt_tab); learnt one from the beginning of "
         f"the input, {len(punkt.parameters.abbrev_types):,} abbreviations"
     )
@@ -198,7 +198,7 @@ def _punkt(settings: PreprocessFlags, found: resolve.Inputs) -> Punkt:
 
 def _write(
     job: _Job, fill: Callable[[list[IndexedWriter]], _Counts], last_look: Callable[[dict[str, str]], None]
-) -> list[Sidecar]:
+) -> list[CorpusMetadata]:
     """Have `fill` write every corpus to temporary names; rename them when all are whole.
 
     `last_look` comes right before that, is given the sha256 of each file by its name to be, and may refuse by an InputError.
@@ -210,7 +210,7 @@ def _write(
         job.found.check_unchanged()
         last_look(hashes)
 
-    with whole_files(*finals, last_look=look) as temporary:
+    with atomic_files(*finals, last_look=look) as temporary:
         bins, notes, indices = temporary[:count], temporary[count : 2 * count], temporary[2 * count :]
         with open_writers([*bins, *indices], job.work.dtype) as writers:
             counts = fill(writers)
@@ -236,19 +236,19 @@ def _workers(job: _Job, count: int) -> Workers | Threads:
     return (Threads if threads else Workers)(job.work, count)
 
 
-def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
+def _write_in_parts(job: _Job, folder: Path) -> list[CorpusMetadata]:
     """As `_write`, part by part: those that `folder` holds already are not made again."""
     spans = resolve.cut(job.found, job.settings.partitions)
     with work_folder(folder, job.plan()):
-        parts = Parts(folder, job.settings.json_keys, job.work.dtype, len(spans))
+        parts = ShardStore(folder, job.settings.json_keys, job.work.dtype, len(spans))
         missing = parts.missing()
         # What these parts have made may be made again; anything else may be by a process that has just left the folder.
         ours = with_hashes(job.prefixes, noted_outputs(folder))
         refuse_outputs(job.prefixes, but=ours)
         if len(missing) < len(spans):
-            say(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
+            print_rank_0(f"{folder}: {len(spans) - len(missing)} of {len(spans)} parts are there; goes on with the others")
         elif len(spans) < job.settings.partitions:
-            say(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
+            print_rank_0(f"--partitions {job.settings.partitions}: the input can be cut into {len(spans)} parts at most")
 
         def merge(writers: list[IndexedWriter]) -> _Counts:
             noted = parts.merge(writers)
@@ -267,7 +267,7 @@ def _write_in_parts(job: _Job, folder: Path) -> list[Sidecar]:
         except BaseException:
             if done := len(spans) - len(parts.missing()):
                 also = "" if done < len(spans) else ", or remove the folder"
-                say(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
+                print_rank_0(f"{folder}: {done} of {len(spans)} parts are done; the same command goes on from there{also}")
             raise
 
 
@@ -275,7 +275,7 @@ def _tokenise(
     job: _Job,
     workers: Workers | Threads,
     writers: list[IndexedWriter],
-    spans: Sequence[resolve.Span] | None = None,
+    spans: Sequence[resolve.DocumentRange] | None = None,
     label: str = "tokenising",
 ) -> _Counts:
     """Run the workers over `spans` (None: all) of the input and write what they make of it."""
@@ -298,7 +298,7 @@ def _tokenise(
     return counts
 
 
-def _summary(corpus: Sidecar) -> str:
+def _summary(corpus: CorpusMetadata) -> str:
     parts = [f"{corpus.documents:,} documents"]
     if corpus.sentences is not None:
         parts.append(f"{corpus.sequences:,} sentences")
@@ -314,6 +314,6 @@ def _summary(corpus: Sidecar) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc preprocess`, also known as tools/preprocess_data.py."""
     quiet()
-    settings = flags.parse(PreprocessFlags, argv, prog="megaenc preprocess", description=__doc__)
+    settings = flags.parse(PreprocessConfig, argv, prog="megaenc preprocess", description=__doc__)
     with stopped_by_sigterm():
         preprocess(settings)

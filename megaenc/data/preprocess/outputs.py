@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from megaenc.atomic_io import left_behind, longest_name
-from megaenc.console import say
+from megaenc.atomic_io import longest_name, stale_temp_files
+from megaenc.console import print_rank_0
 from megaenc.data.sources.resolve import shown
 from megaenc.errors import InputError
 from megaenc.output_paths import refuse_existing
@@ -51,13 +51,13 @@ def tell_left_behind(*paths: Path) -> None:
 
     They are not removed: a number in the name may by now be another process's, or that of a process on another machine.
     """
-    found = left_behind(*paths)
+    found = stale_temp_files(*paths)
     if found:
         size = 0
         for file in (file for path in found for file in (path, *path.rglob("*")) if not file.is_dir()):
             with contextlib.suppress(OSError):
                 size += file.stat().st_size
-        say(
+        print_rank_0(
             f"{paths[0].parent}: {len(found)} unfinished by a stopped run, {size / 1e6:,.1f} MB; remove them unless another "
             f"process is at work on them: {shown([path.name for path in found])}"
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaenc.atomic_io import FileLock, temporary_path, whole_files, write_whole
+from megaenc.atomic_io import FileLock, atomic_files, atomic_write, temporary_path
 from megaenc.console import ProgressLine
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, open_writers
 from megaenc.errors import InputError
@@ -31,7 +31,7 @@ def noted_outputs(folder: Path) -> dict[str, str]:
         return {}
 
 
-class Parts:
+class ShardStore:
     """`count` parts, numbered from 0, each a corpus a key: part-00001-KEY.bin and .idx, and part-00001.json, written last."""
 
     def __init__(self, folder: Path, keys: Sequence[str], dtype: str, count: int) -> None:
@@ -50,7 +50,7 @@ class Parts:
         `last_look` may still refuse the part, by an InputError, when it is on the disk.
         """
         paths = [*self._files(number), self._note_path(number)]
-        with whole_files(*paths, last_look=last_look) as [*files, note], open_writers(files, self._dtype) as writers:
+        with atomic_files(*paths, last_look=last_look) as [*files, note], open_writers(files, self._dtype) as writers:
             counts = fill(writers)
             hashes = [writer.finish() for writer in writers]
             sizes = [path.stat().st_size for path in files]
@@ -77,7 +77,7 @@ class Parts:
 
     def merged(self, hashes: dict[str, str]) -> None:
         """Note that the parts are joined into files of these sha256, by name, which are about to be renamed."""
-        write_whole(self.folder / _MERGED, json.dumps(hashes) + "\n")
+        atomic_write(self.folder / _MERGED, json.dumps(hashes) + "\n")
 
     def _files(self, number: int) -> list[Path]:
         """Return the .bin of each key, then the .idx of each."""
@@ -161,7 +161,7 @@ def _check_plan(folder: Path, plan: dict[str, Any]) -> None:
                     f"{path}: field `{field}`: found {was[:80]}, expected {now[:80]}; "
                     f"give the first command's flags to go on with its parts, or remove {folder}"
                 )
-    write_whole(path, json.dumps(plan, indent=2) + "\n")
+    atomic_write(path, json.dumps(plan, indent=2) + "\n")
 
 
 def _remove(folder: Path) -> None:

@@ -7,12 +7,12 @@ from functools import cached_property
 import numpy as np
 
 from megaenc.data.preprocess.sentence_splitter import Punkt, splitter
-from megaenc.data.sources.text_files import Block
-from megaenc.data.tokenizer.fast_encode import Encoder, well_formed
+from megaenc.data.sources.text_files import TextBlock
+from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
 
 
 @dataclass(frozen=True)
-class TokenisedBlock:
+class TokenizedBlock:
     """The tokens of a block: for each key the documents laid end to end; those without a token are left out."""
 
     tokens: list[np.ndarray]
@@ -29,21 +29,21 @@ class TokenisedBlock:
 
 
 @dataclass(frozen=True)
-class Tokenise:
+class BlockTokenizer:
     """Parse a block, cut its documents into sentences where a `punkt` is given, encode them, append the end of document."""
 
-    encoder: Encoder
+    encoder: FastEncoder
     keys: tuple[str, ...]
     eod: int | None
     dtype: str
     skip_bad: bool
     punkt: Punkt | None
 
-    def __call__(self, block: Block) -> TokenisedBlock:
+    def __call__(self, block: TextBlock) -> TokenizedBlock:
         documents = block.documents(self.keys, self.skip_bad)
         columns = [self._column([texts[at] for texts in documents.texts]) for at in range(len(self.keys))]
         tokens, lengths, counts = map(list, zip(*columns, strict=True))
-        return TokenisedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, block.size, block.position)
+        return TokenizedBlock(tokens, lengths, counts, len(documents.texts), documents.skipped, block.size, block.position)
 
     @cached_property
     def _sentences(self) -> Callable[[str], list[str]]:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.data.sources import text_files
-from megaenc.data.sources.base import Source, look
-from megaenc.data.sources.text_files import Block, listed, texts_of
+from megaenc.data.sources.base import TextSource, look
+from megaenc.data.sources.text_files import TextBlock, listed, texts_of
 from megaenc.errors import InputError, first_line
 
 _BATCH_BYTES = 1 << 20  # of text that is decoded at a time
@@ -25,7 +25,7 @@ _HUB_FILE_BYTES = 1 << 28  # what a file of the Hub counts where parts are to be
 
 
 @dataclass(frozen=True)
-class Rows(Block):
+class Rows(TextBlock):
     """Rows of a table, a document each."""
 
     name: str
@@ -50,7 +50,7 @@ class Rows(Block):
         return f"{self.name}: row {number}"
 
 
-class ParquetFile(Source):
+class ParquetFile(TextSource):
     """A Parquet file; a document a row, a place a row group."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ class ParquetFile(Source):
         return min(rows, _REPEATING_ROWS) if repeating else rows
 
 
-class SavedFile(Source):
+class SavedFile(TextSource):
     """One Arrow file of a data set that `save_to_disk` wrote; a document a row, which is a place."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
@@ -144,7 +144,7 @@ def saved_files(folder: str, split: str, keys: Sequence[str]) -> list[SavedFile]
     return [SavedFile(file["filename"], keys) for file in data.cache_files]
 
 
-class HubStream(Source):
+class HubStream(TextSource):
     """A data set of the Hub, streamed; a document a row, a place one of its files. Its progress is not known."""
 
     is_size_known = False
@@ -154,7 +154,9 @@ class HubStream(Source):
         import datasets
 
         self.name, self._keys, self.seen = name, keys, []
-        say(f"{name}: no file or folder here; asking the Hugging Face Hub for it")  # which may take half a minute not to answer
+        print_rank_0(
+            f"{name}: no file or folder here; asking the Hugging Face Hub for it"
+        )  # which may take half a minute not to answer
         try:
             data = datasets.load_dataset(name, config, split=split, streaming=True)
         except Exception as error:  # no network, no such name, no such config or split: as many types as reasons

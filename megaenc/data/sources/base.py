@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from megaenc.data.sources import text_files
-from megaenc.data.sources.text_files import Block, is_compressed
+from megaenc.data.sources.text_files import TextBlock, is_compressed
 from megaenc.errors import InputError
 
 
-class Source(ABC):
+class TextSource(ABC):
     """Documents in a fixed order."""
 
     name: str
@@ -37,7 +37,7 @@ class Source(ABC):
         """Return the first place at or after `offset` of the `size` bytes, where a part may begin. Grows with `offset`."""
 
     @abstractmethod
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         """Yield the documents between two places; `before` (bytes) is added to the blocks' positions."""
 
 
@@ -53,7 +53,7 @@ def look(paths: Sequence[str]) -> list[tuple[str, int, int]]:
     return found
 
 
-class LineFile(Source):
+class LineFile(TextSource):
     """A JSONL file, or a text file of which each line or paragraph is a document."""
 
     def __init__(self, path: str, sample_by: str | None) -> None:
@@ -67,12 +67,12 @@ class LineFile(Source):
     def place(self, offset: int) -> int:
         return min(offset, 1) if self._whole else text_files.line_start(self.name, offset)
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         between = (0, None) if self._whole else (start, stop)
         return text_files.read_lines(self.name, *between, before, self._sample_by) if start < stop else iter(())
 
 
-class TextGroup(Source):
+class TextGroup(TextSource):
     """Text files, each a document."""
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -86,7 +86,7 @@ class TextGroup(Source):
     def place(self, offset: int) -> int:
         return 0 if offset <= 0 else bisect.bisect_left(self._ends, offset) + 1
 
-    def blocks(self, start: int, stop: int, before: int) -> Iterator[Block]:
+    def blocks(self, start: int, stop: int, before: int) -> Iterator[TextBlock]:
         while start < stop:
             done = self._ends[start - 1] if start else 0
             there = max(start + 1, min(stop, bisect.bisect_right(self._ends, done + text_files.BLOCK_BYTES), start + 1000))

@@ -9,8 +9,8 @@ from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from megaenc.data.sources.base import LineFile, Source, TextGroup
-from megaenc.data.sources.text_files import Block
+from megaenc.data.sources.base import LineFile, TextGroup, TextSource
+from megaenc.data.sources.text_files import TextBlock
 from megaenc.errors import InputError
 
 EXPECTED = "JSONL, Parquet or text files, a folder of them or of a saved data set, or the name of one on the Hugging Face Hub"
@@ -20,7 +20,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass(frozen=True)
-class InputFlags:
+class InputConfig:
     """What text to read; for every command that reads any."""
 
     input: tuple[str, ...]
@@ -34,10 +34,10 @@ class InputFlags:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class ResolvedInputs:
     """The sources of one command, in order."""
 
-    sources: list[Source]
+    sources: list[TextSource]
     origins: list[dict[str, Any]]
     """What each --input is: `path` (a name without folder), `bytes` on disk (None where not known), `files` of a folder, `config`
     and `split` of a data set."""
@@ -59,7 +59,7 @@ class Inputs:
         for source in self.sources:
             yield from source.seen or [(source.name, source.end, 0)]
 
-    def check_unchanged(self, spans: "Sequence[Span] | None" = None) -> None:
+    def check_unchanged(self, spans: "Sequence[DocumentRange] | None" = None) -> None:
         """Raise InputError when a file that `spans` (None: everything) are read from is not what it was when it was found."""
         for span in whole(self) if spans is None else spans:
             for path, size, changed in self.sources[span.source].seen_between(span.start, span.stop):
@@ -77,7 +77,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Span:
+class DocumentRange:
     """A run of documents of one source, between two places."""
 
     source: int
@@ -85,11 +85,11 @@ class Span:
     stop: int
 
 
-def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
+def find_inputs(settings: InputConfig, keys: Sequence[str]) -> ResolvedInputs:
     """Look at every --input. Raises InputError for what is missing, empty, of no known kind or without the columns `keys`."""
     if not settings.input:
         raise InputError(f"--input: nothing given, expected {EXPECTED}")
-    inputs, kinds = Inputs([], [], []), set()
+    inputs, kinds = ResolvedInputs([], [], []), set()
     for name in settings.input:
         path = Path(name)
         if not os.path.exists(path) and _may_be_on_hub(name):
@@ -119,26 +119,26 @@ def find_inputs(settings: InputFlags, keys: Sequence[str]) -> Inputs:
     return inputs
 
 
-def read_blocks(inputs: Inputs, spans: Sequence[Span] | None = None) -> Iterator[Block]:
+def read_blocks(inputs: ResolvedInputs, spans: Sequence[DocumentRange] | None = None) -> Iterator[TextBlock]:
     """The blocks of `spans` (None: of everything) in order. Raises InputError for what cannot be read."""
     before = [0, *accumulate(source.size for source in inputs.sources)]
     for span in whole(inputs) if spans is None else spans:
         yield from inputs.sources[span.source].blocks(span.start, span.stop, before[span.source])
 
 
-def read_texts(inputs: Inputs, key: str) -> Iterator[str]:
+def read_texts(inputs: ResolvedInputs, key: str) -> Iterator[str]:
     """The text under `key` of every document. Raises InputError as `read_blocks` does and for a bad document."""
     for block in read_blocks(inputs):
         for (text,) in block.documents([key], False).texts:
             yield text
 
 
-def whole(inputs: Inputs) -> list[Span]:
+def whole(inputs: ResolvedInputs) -> list[DocumentRange]:
     """Every source from its beginning to its end."""
-    return [Span(number, 0, source.end) for number, source in enumerate(inputs.sources)]
+    return [DocumentRange(number, 0, source.end) for number, source in enumerate(inputs.sources)]
 
 
-def cut(inputs: Inputs, count: int) -> list[list[Span]]:
+def cut(inputs: ResolvedInputs, count: int) -> list[list[DocumentRange]]:
     """The input in at most `count` parts: together they are everything in order; alike in bytes, as far as places allow."""
     ends = list(accumulate(source.size for source in inputs.sources))
     edges = [(0, 0)]
@@ -151,11 +151,11 @@ def cut(inputs: Inputs, count: int) -> list[list[Span]]:
     edges.append((len(inputs.sources), 0))
     parts = []
     for (first, start), (last, stop) in pairwise(edges):
-        spans = [Span(at, 0, inputs.sources[at].end) for at in range(first, last)]
+        spans = [DocumentRange(at, 0, inputs.sources[at].end) for at in range(first, last)]
         if spans:
-            spans[0] = Span(first, start, spans[0].stop)
+            spans[0] = DocumentRange(first, start, spans[0].stop)
         if stop:
-            spans.append(Span(last, start if last == first else 0, stop))
+            spans.append(DocumentRange(last, start if last == first else 0, stop))
         if any(span.start < span.stop for span in spans):
             parts.append(spans)
     return parts or [whole(inputs)]
@@ -167,7 +167,7 @@ def shown(paths: Sequence[str]) -> str:
     return f"{names} and {len(paths) - 3:,} more" if len(paths) > 3 else names
 
 
-def _sources(found: Sequence[tuple[str, str]], settings: InputFlags, keys: Sequence[str]) -> Iterator[Source]:
+def _sources(found: Sequence[tuple[str, str]], settings: InputConfig, keys: Sequence[str]) -> Iterator[TextSource]:
     for kind, paths in groupby(found, key=lambda entry: entry[0]):
         if kind == "text" and settings.sample_by == "document":
             yield TextGroup([path for _, path in paths])

@@ -35,7 +35,7 @@ _FOREIGN = {
 _BROKEN = (EOFError, zlib.error, zstd.ZstdError, gzip.BadGzipFile)  # of compressed data, damaged or cut short
 
 
-class Documents(NamedTuple):
+class TextBatch(NamedTuple):
     """The documents of one block."""
 
     texts: list[tuple[str, ...]]
@@ -44,7 +44,7 @@ class Documents(NamedTuple):
     """Bad documents left out."""
 
 
-class Block(ABC):
+class TextBlock(ABC):
     """A run of documents that has been found but not parsed; small enough for memory, and it pickles."""
 
     position: int
@@ -56,7 +56,7 @@ class Block(ABC):
         """Bytes to parse, decompressed."""
         return len(self.data)
 
-    def documents(self, keys: Sequence[str], skip_bad: bool) -> Documents:
+    def documents(self, keys: Sequence[str], skip_bad: bool) -> TextBatch:
         """Parse the block. Raises InputError `file:line: ...` for a bad document, unless such are to be skipped."""
         texts, skipped = [], 0
         for number, found in self._parsed(keys):
@@ -66,7 +66,7 @@ class Block(ABC):
                 skipped += 1
             else:
                 raise InputError(f"{self._place(number)}: {found}")
-        return Documents(texts, skipped)
+        return TextBatch(texts, skipped)
 
     @abstractmethod
     def _parsed(self, keys: Sequence[str]) -> Iterator[tuple[int, tuple[str, ...] | InputError]]:
@@ -78,7 +78,7 @@ class Block(ABC):
 
 
 @dataclass(frozen=True)
-class Lines(Block):
+class Lines(TextBlock):
     """Whole lines of one JSONL file; or lines or paragraphs of a text file, whose text is the same under every key."""
 
     path: str
@@ -119,7 +119,7 @@ class Lines(Block):
 
 
 @dataclass(frozen=True)
-class TextFiles(Block):
+class TextFiles(TextBlock):
     """Some text files, each a document with the same text under every key; opened where they are parsed."""
 
     paths: tuple[str, ...]

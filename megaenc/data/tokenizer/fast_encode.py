@@ -36,7 +36,7 @@ PROBES = (
 )
 
 
-class Encoder:
+class FastEncoder:
     """Encodes documents with one tokenizer; small to pickle, so that worker processes need no transformers.
 
     `tokenizer_json` is the serialised backend of a Hugging Face fast tokenizer. `fast` says whether gigatoken may be used for
@@ -68,7 +68,7 @@ class Encoder:
         return self._quick is not None
 
     def __reduce__(self):
-        return Encoder, (self._json, self.fast)
+        return FastEncoder, (self._json, self.fast)
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each document: uint32[tokens], in the order given; an empty document gives an empty array."""

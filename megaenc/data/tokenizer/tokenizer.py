@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaenc.data.tokenizer.fast_encode import Encoder, well_formed
+from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
 from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError, first_line
 from megaenc.json_files import read_json_object
@@ -111,12 +111,12 @@ def vocabulary_of(tokenizer: "PreTrainedTokenizerFast") -> Vocabulary:
     )
 
 
-def encoder_of(tokenizer: "PreTrainedTokenizerFast") -> Encoder:
+def encoder_of(tokenizer: "PreTrainedTokenizerFast") -> FastEncoder:
     """The encoder of plain text that belongs to `tokenizer` (see megaenc.data.tokenizer.fast_encode)."""
     return _encoder(tokenizer.backend_tokenizer.to_str())
 
 
-_encoder = lru_cache(maxsize=4)(Encoder)
+_encoder = lru_cache(maxsize=4)(FastEncoder)
 
 
 def encode_documents(tokenizer: "PreTrainedTokenizerFast", texts: Sequence[str]) -> list[np.ndarray]:

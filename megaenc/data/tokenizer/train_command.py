@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, whole_folder
-from megaenc.console import ProgressLine, quiet, say
-from megaenc.data.sources.resolve import InputFlags, find_inputs, read_blocks
+from megaenc.atomic_io import atomic_dir, stopped_by_sigterm
+from megaenc.console import ProgressLine, print_rank_0, quiet
+from megaenc.data.sources.resolve import InputConfig, find_inputs, read_blocks
 from megaenc.errors import InputError, one_line_errors
 from megaenc.output_paths import check_parent, created_parent, refuse_existing
 
 
 @dataclass(frozen=True)
-class TokenizerFlags(InputFlags):
+class TrainTokenizerConfig(InputConfig):
     """What `megaenc tokenizer` takes."""
 
     output: str
@@ -24,13 +24,13 @@ class TokenizerFlags(InputFlags):
     """Key of the text in each JSON object, column of a table."""
 
 
-def make_tokenizer(settings: TokenizerFlags) -> None:
+def make_tokenizer(settings: TrainTokenizerConfig) -> None:
     """Train and save a tokenizer, all or nothing. Raises InputError for input or output that cannot be used."""
     output = Path(settings.output)
     refuse_existing(output, "--output")
     inputs = find_inputs(settings, [settings.json_key])
     for remark in inputs.remarks:
-        say(remark)
+        print_rank_0(remark)
     check_parent(output, "--output")
     from megaenc.data.tokenizer.tokenizer import train_tokenizer
 
@@ -47,17 +47,17 @@ def make_tokenizer(settings: TokenizerFlags) -> None:
             raise InputError(f"{inputs.origins[0]['path']}: holds no document to learn from")
         progress.update(block.position, description="merging into a vocabulary")
 
-    with created_parent(output, "--output"), whole_folder(output) as folder:
+    with created_parent(output, "--output"), atomic_dir(output) as folder:
         with ProgressLine("reading for the tokenizer", inputs.known_size) as progress:
             tokenizer = train_tokenizer(texts(), settings.vocab_size)
         tokenizer.save_pretrained(folder)
-    say(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, learnt from {documents:,} documents")
+    print_rank_0(f"{output}: a byte-level BPE of {len(tokenizer):,} ids, learnt from {documents:,} documents")
 
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc tokenizer`."""
     quiet()
-    settings = flags.parse(TokenizerFlags, argv, prog="megaenc tokenizer", description=__doc__)
+    settings = flags.parse(TrainTokenizerConfig, argv, prog="megaenc tokenizer", description=__doc__)
     with stopped_by_sigterm():
         make_tokenizer(settings)

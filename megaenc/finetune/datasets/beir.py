@@ -13,10 +13,10 @@ from megaenc.finetune.examples import (
     QUERY,
     Dataset,
     Examples,
-    Family,
     Pair,
-    Retrieval,
+    RetrievalExamples,
     SplitName,
+    TaskFamily,
     digest,
     say_once,
     too_few,
@@ -86,7 +86,7 @@ def load(name: str, folder: Path, whole_corpus: bool) -> Dataset:
         kept = {key: text for key, text in documents.items() if whole_corpus or key in labelled}
         return retrieval(of_splits[split], queries, kept)
 
-    return Dataset(name, Family.IR, (), name, fingerprint, fingerprint, split_of)
+    return Dataset(name, TaskFamily.IR, (), name, fingerprint, fingerprint, split_of)
 
 
 def _judged_texts(
@@ -150,11 +150,11 @@ def _lines(path: Path) -> list[Line]:
     return list(lines.values())
 
 
-def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping[str, str]) -> Retrieval:
+def retrieval(judged: Judgements, queries: Mapping[str, str], documents: Mapping[str, str]) -> RetrievalExamples:
     """Return the queries that a document is relevant to, and all documents to be searched, with their prefixes."""
     positive = {query: {key: grade for key, grade in grades.items() if grade > 0} for query, grades in judged.items()}
     relevant = {query: grades for query, grades in positive.items() if grades}
-    return Retrieval(
+    return RetrievalExamples(
         {query: QUERY + queries[query] for query in relevant},
         {key: DOCUMENT + text for key, text in documents.items()},
         relevant,

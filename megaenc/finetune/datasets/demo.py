@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaenc import flags
-from megaenc.atomic_io import stopped_by_sigterm, wait_for_lock, whole_folder, write_whole
-from megaenc.console import quiet, say
+from megaenc.atomic_io import atomic_dir, atomic_write, stopped_by_sigterm, wait_for_lock
+from megaenc.console import print_rank_0, quiet
 from megaenc.data import demo as corpus_demo
 from megaenc.errors import InputError, one_line_errors
 from megaenc.finetune.examples import SplitName
@@ -33,7 +33,7 @@ Documented = tuple[str, str, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class DemoSetFlags:
+class DemoDatasetsConfig:
     """What `megaenc finetune demo` takes."""
 
     output: str = "demo/finetune"
@@ -58,14 +58,14 @@ def ensure_demo_sets(folder: str | Path = "demo/finetune", names: Sequence[str] 
     with wait_for_lock(folder / corpus_demo.LOCK):
         missing = [name for name in names if not (folder / name).is_dir()]  # another process may have made them meanwhile
         if missing:
-            say(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
+            print_rank_0(f"{folder}: {', '.join(missing)} will be made, once, of what is installed: some minutes")
         documentation = read_documentation() if {*missing} - {"demo_sc"} else []
         for name in missing:
             read, what = _SETS[name]
             chosen = _choose(read(corpus_demo.corpus_documents(folder.parent) if name == "demo_sc" else documentation))
-            with whole_folder(folder / name) as made:
+            with atomic_dir(folder / name) as made:
                 _write(made, chosen)
-            say(f"{folder / name}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
+            print_rank_0(f"{folder / name}: {what}: " + ", ".join(f"{len(rows):,} {split}" for split, rows in chosen.items()))
     return folder
 
 
@@ -197,15 +197,15 @@ def _write(folder: Path, chosen: dict[str, list[dict]]) -> None:
         (folder / "qrels").mkdir()
         for split, name in (("train", "train"), ("validation", "dev"), ("test", "test")):
             lines = "".join(f"{row['id']}\t{row['id']}\t1\n" for row in chosen[split])
-            write_whole(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
+            atomic_write(folder / "qrels" / f"{name}.tsv", "query-id\tcorpus-id\tscore\n" + lines)
     for name, rows in files.items():
-        write_whole(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        atomic_write(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 @one_line_errors
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune demo`."""
     quiet()
-    settings = flags.parse(DemoSetFlags, argv, prog="megaenc finetune demo", description=__doc__)
+    settings = flags.parse(DemoDatasetsConfig, argv, prog="megaenc finetune demo", description=__doc__)
     with stopped_by_sigterm():
         ensure_demo_sets(settings.output, flag="--output")

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaenc.data.sources.text_files import listed, opened
 from megaenc.errors import InputError
-from megaenc.finetune.examples import Answer, Family, LabelledText, Question, TaggedWords
+from megaenc.finetune.examples import Answer, LabelledText, Question, TaggedWords, TaskFamily
 from megaenc.json_files import parse_json
 
 IOB2 = re.compile(r"O|[BI]-\S+")
@@ -50,14 +50,14 @@ def rows_of(path: Path) -> Iterator[Row]:
     return _squad(path) if name.endswith(".json") and not _begins_with_row(path) else objects(path)
 
 
-def family_of(path: Path, row: dict[str, Any]) -> Family:
+def family_of(path: Path, row: dict[str, Any]) -> TaskFamily:
     """Return the kind of task that a row is of. Raises InputError where it is of none."""
     if "tokens" in row and "tags" in row:
-        return Family.TC
+        return TaskFamily.TC
     if "question" in row and "context" in row:
-        return Family.QA
+        return TaskFamily.QA
     if "text" in row or "label" in row:
-        return Family.SC
+        return TaskFamily.SC
     raise InputError(f"{path}: found rows with {', '.join(row) or 'nothing'}, expected {EXPECTED}; --task says which it is")
 
 
@@ -205,16 +205,16 @@ def spelled(value: Any, place: str) -> str:
     return str(value)
 
 
-def collected(family: Family, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
+def collected(family: TaskFamily, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> LabelSet:
     """Return the labels in (place, row) pairs: numbers by size, else alphabetically; of tags "O" comes first."""
     found: set[str] = set()
     for place, row in rows:
-        if family is Family.SC:
+        if family is TaskFamily.SC:
             found.add(spelled(value_of(row, "label", place), place))
         else:
             tags = value_of(row, "tags", place, list)
             found.update(checked_tag(tag, f"{place}: tag {at}", counted=False) for at, tag in enumerate(tags, 1))
-    if family is Family.TC:
+    if family is TaskFamily.TC:
         return LabelSet(("O", *sorted(found - {"O"})), counted=False)
     numbers = all(_POSITION.fullmatch(name) for name in found)
     return LabelSet(tuple(sorted(found, key=int if numbers else None)), counted=False)
@@ -229,7 +229,7 @@ def checked_tag(tag: Any, place: str, counted: bool) -> Any:
 
 
 def example(
-    family: Family, row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pair_template: str
+    family: TaskFamily, row: Mapping[str, Any], place: str, name: str, labels: LabelSet, pair_template: str
 ) -> LabelledText | TaggedWords | Question:
     """Return the example of a row of SC, TC or QA; `name` is its id where it has none.
 
@@ -239,9 +239,9 @@ def example(
     if isinstance(found := row.get("id"), bool) or not isinstance(found, (str, int, type(None))):
         raise InputError(f"{place}: key `id`: found {_short(found)}, expected text or an integer")
     name = name if found is None else str(found)
-    if family is Family.TC:
+    if family is TaskFamily.TC:
         return _tagged(row, place, name, labels)
-    if family is Family.QA:
+    if family is TaskFamily.QA:
         return _question(row, place, name)
     text = value_of(row, "text", place, str)
     if row.get("text_pair") is not None:

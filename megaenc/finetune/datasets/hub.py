@@ -19,11 +19,11 @@ from megaenc.finetune.examples import (
     DOCUMENT,
     QUERY,
     Dataset,
+    DataUnavailable,
     Examples,
-    Family,
     Pair,
     SplitName,
-    Unreachable,
+    TaskFamily,
     digest,
     say_once,
     validation_half,
@@ -40,7 +40,7 @@ _ROWS_AT_ONCE = 100_000
 class HubSet:
     """How one data set of the Hub is read."""
 
-    family: Family
+    family: TaskFamily
     repository: str
     config: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
@@ -68,24 +68,24 @@ _GLUE = "nyu-mll/glue"
 
 # fmt: off
 HUB_SETS: dict[str, HubSet] = {
-    "sst2": HubSet(Family.SC, _GLUE, "sst2", {"text": "sentence", "label": "label"},
+    "sst2": HubSet(TaskFamily.SC, _GLUE, "sst2", {"text": "sentence", "label": "label"},
                    "{text}", ("negative", "positive"), "validation", _SHARE),
-    "qqp": HubSet(Family.SC, _GLUE, "qqp", _QUESTIONS,
+    "qqp": HubSet(TaskFamily.SC, _GLUE, "qqp", _QUESTIONS,
                   "Question 1: {text}\nQuestion 2: {text_pair}", ("not_duplicate", "duplicate"), "validation", _SHARE),
-    "mnli_m": HubSet(Family.SC, _GLUE, "mnli", _PAIR, "Premise: {text}\nHypothesis: {text_pair}",
+    "mnli_m": HubSet(TaskFamily.SC, _GLUE, "mnli", _PAIR, "Premise: {text}\nHypothesis: {text_pair}",
                      ("entailment", "neutral", "contradiction"), "validation_matched", _SHARE),
-    "conll2003_en": HubSet(Family.TC, "hgissbkh/conll2003-en", fields={"tokens": "words", "tags": "ner"},
+    "conll2003_en": HubSet(TaskFamily.TC, "hgissbkh/conll2003-en", fields={"tokens": "words", "tags": "ner"},
                            labels=(*_NER, "B-MISC", "I-MISC")),
-    "ontonotes": HubSet(Family.TC, "hgissbkh/ontonotes5", fields={"tokens": "tokens", "tags": "tags"},
+    "ontonotes": HubSet(TaskFamily.TC, "hgissbkh/ontonotes5", fields={"tokens": "tokens", "tags": "tags"},
                         labels=tuple(_ONTONOTES.split())),
-    "uner_en": HubSet(Family.TC, "hgissbkh/uner_en", fields={"tokens": "tokens", "tags": "ner_tags"}, labels=_NER),
-    "squad": HubSet(Family.QA, "rajpurkar/squad", fields=_ASKED, test="validation", rule=_SHARE),
-    "squad_v2": HubSet(Family.QA, "rajpurkar/squad_v2", fields=_ASKED, test="validation", rule=_SHARE),
-    "record": HubSet(Family.QA, "hgissbkh/record", fields=_ASKED, test="validation", rule=_SHARE),
-    "msmarco": HubSet(Family.IR, "BeIR/msmarco", rule="BeIR/msmarco-qrels validation and test"),
-    "nq": HubSet(Family.IR, "BeIR/nq", rule="BeIR/nq-qrels test, half of its queries (seed 42) validate; title. text"),
-    "mldr_en": HubSet(Family.IR, "hgissbkh/mldr-en", rule="dev and test, positive passages"),
-    TRAINING_PAIRS: HubSet(Family.IR, "hgissbkh/msmarco-pairs", fields={"query": "query", "positive": "positive"}),
+    "uner_en": HubSet(TaskFamily.TC, "hgissbkh/uner_en", fields={"tokens": "tokens", "tags": "ner_tags"}, labels=_NER),
+    "squad": HubSet(TaskFamily.QA, "rajpurkar/squad", fields=_ASKED, test="validation", rule=_SHARE),
+    "squad_v2": HubSet(TaskFamily.QA, "rajpurkar/squad_v2", fields=_ASKED, test="validation", rule=_SHARE),
+    "record": HubSet(TaskFamily.QA, "hgissbkh/record", fields=_ASKED, test="validation", rule=_SHARE),
+    "msmarco": HubSet(TaskFamily.IR, "BeIR/msmarco", rule="BeIR/msmarco-qrels validation and test"),
+    "nq": HubSet(TaskFamily.IR, "BeIR/nq", rule="BeIR/nq-qrels test, half of its queries (seed 42) validate; title. text"),
+    "mldr_en": HubSet(TaskFamily.IR, "hgissbkh/mldr-en", rule="dev and test, positive passages"),
+    TRAINING_PAIRS: HubSet(TaskFamily.IR, "hgissbkh/msmarco-pairs", fields={"query": "query", "positive": "positive"}),
 }
 # fmt: on
 
@@ -93,14 +93,14 @@ HUB_SETS: dict[str, HubSet] = {
 def load(name: str, revision: str = "") -> Dataset:
     """Return the data set `name` of HUB_SETS, unread. `revision` is a commit, branch or tag of its repository."""
     known = HUB_SETS[name]
-    searched = known.family is Family.IR and name != TRAINING_PAIRS
+    searched = known.family is TaskFamily.IR and name != TRAINING_PAIRS
     if revision and searched:
         raise InputError(f"{name}@{revision}: is read from several repositories of the Hub, expected {name} without a revision")
     source = [known.repository, known.config, revision, known.rule, known.template, dict(known.fields), known.labels]
     fingerprint = digest({"hub": source})
     if searched:
         trained = load(TRAINING_PAIRS).fingerprint
-        return Dataset(name, Family.IR, (), TRAINING_PAIRS, fingerprint, trained, _searched(name))
+        return Dataset(name, TaskFamily.IR, (), TRAINING_PAIRS, fingerprint, trained, _searched(name))
     reader = functools.partial(_pairs if name == TRAINING_PAIRS else _split, name, revision)
     return Dataset(name, known.family, known.labels, name, fingerprint, fingerprint, reader)
 
@@ -118,13 +118,13 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
         data = data.select(numbers)
     labels = formats.LabelSet(known.labels, counted=True)
     # What the Hub calls its tags, where they are integers with names.
-    tags = getattr(data.features[known.fields["tags"]], "feature", None) if known.family is Family.TC else None
+    tags = getattr(data.features[known.fields["tags"]], "feature", None) if known.family is TaskFamily.TC else None
     names = getattr(tags, "names", None)
     examples, bad = [], []
     for number, found in zip(numbers, data.to_list(), strict=True):
         row = {ours: found[theirs] for ours, theirs in known.fields.items()}
-        row["id"] = found["id"] if known.family is Family.QA and isinstance(found.get("id"), str) else f"{on_hub}-{number}"
-        if known.family is Family.TC:
+        row["id"] = found["id"] if known.family is TaskFamily.QA and isinstance(found.get("id"), str) else f"{on_hub}-{number}"
+        if known.family is TaskFamily.TC:
             if not row["tokens"]:
                 continue
             row["tags"] = [names[tag] if names and isinstance(tag, int) else tag for tag in row["tags"]]
@@ -132,7 +132,7 @@ def _split(name: str, revision: str, split: SplitName) -> Examples:
             place = f"{name}: {on_hub} row {number + 1}"
             examples.append(formats.example(known.family, row, place, "", labels, known.template))
         except InputError as error:
-            if known.family is not Family.QA:
+            if known.family is not TaskFamily.QA:
                 raise
             bad.append(str(error))
     if bad:
@@ -242,7 +242,7 @@ def _load(
             data = asked(revision=_PARQUET)  # what the Hub itself has made of a data set that was a program
     except Exception as error:  # no network, no such revision, a damaged cache: as many types as reasons
         reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-        kind = Unreachable if _may_pass(error) else InputError
+        kind = DataUnavailable if _may_pass(error) else InputError
         if datasets.config.HF_HUB_OFFLINE:
             kind, reason = InputError, "not in the cache, and HF_DATASETS_OFFLINE or HF_HUB_OFFLINE forbids the network"
         raise kind(

@@ -11,7 +11,7 @@ from typing import Literal
 from megaenc.data.preprocess.outputs import sha256_of
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import beir, formats
-from megaenc.finetune.examples import Dataset, Examples, Family, SplitName, digest, say_once, too_few, validation_share
+from megaenc.finetune.examples import Dataset, Examples, SplitName, TaskFamily, digest, say_once, too_few, validation_share
 from megaenc.json_files import read_json_object
 
 PAIR_TEMPLATE = "Text 1: {text}\nText 2: {text_pair}"
@@ -19,7 +19,7 @@ _SPLIT_WORDS = {"train": ("train",), "validation": ("validation", "valid", "val"
 
 
 @dataclass(frozen=True)
-class DataFlags:
+class DatasetConfig:
     """How data sets are read that are local files; those of the study have their own ways."""
 
     task: Literal["", "SC", "TC", "QA", "IR"] = ""
@@ -47,7 +47,7 @@ class DataFlags:
             raise InputError(f"{flag}: found {found}, expected {{text}} and {{text_pair}} in it")
 
 
-def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset:
+def load(name: str, path: Path, flags: DatasetConfig, pair_template: str) -> Dataset:
     """Return the data set at `path`, a folder or a file, under the name `name`. Raises InputError if there is none."""
     if path.is_dir() and beir.is_beir(path):
         if flags.task not in ("", "IR"):
@@ -60,10 +60,10 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
     place, row = next(formats.rows_of(first), ("", {}))
     if not row:
         raise InputError(f"{first}: holds no example, expected {formats.EXPECTED}")
-    family = Family(flags.task) if flags.task else formats.family_of(first, row)
-    if family is Family.SC and isinstance(row.get("label"), float):
+    family = TaskFamily(flags.task) if flags.task else formats.family_of(first, row)
+    if family is TaskFamily.SC and isinstance(row.get("label"), float):
         formats.spelled(row["label"], place)  # refuses it before a grid is planned
-    template = pair_template if family is Family.SC else ""
+    template = pair_template if family is TaskFamily.SC else ""
     labels = _labels(path / "meta.json", family, first)
     content = {key: sha256_of(file) for key, file in sorted(files.items())}
     fingerprint = digest({"files": content, "rules": [family, labels.labels, template]})
@@ -89,19 +89,19 @@ def load(name: str, path: Path, flags: DataFlags, pair_template: str) -> Dataset
     return Dataset(name, family, labels.labels, name, fingerprint, fingerprint, split_of)
 
 
-def _read(path: Path, family: Family, labels: formats.LabelSet, template: str) -> Examples:
+def _read(path: Path, family: TaskFamily, labels: formats.LabelSet, template: str) -> Examples:
     """Return the examples of a file, without sentences that have no word."""
     examples, left_out = [], 0
     seen: dict[str, str] = {}
     for number, (place, row) in enumerate(formats.rows_of(path)):
-        if family is Family.TC and row.get("tokens") == [] and row.get("tags") == []:
+        if family is TaskFamily.TC and row.get("tokens") == [] and row.get("tags") == []:
             left_out += 1
             continue
         examples.append(formats.example(family, row, place, f"{number}", labels, template))
         formats.check_new(seen, examples[-1].id, place)
     if left_out:
         say_once(f"{path}: {left_out:,} sentences without a word are left out")
-    if family is Family.TC:
+    if family is TaskFamily.TC:
         loose = 0  # as in IOB1: seqeval and conlleval read them as beginnings
         for example in examples:
             tags = [labels.labels[index] for index in example.tags]
@@ -111,11 +111,11 @@ def _read(path: Path, family: Family, labels: formats.LabelSet, template: str) -
     return examples
 
 
-def _labels(file: Path, family: Family, first: Path) -> formats.LabelSet:
+def _labels(file: Path, family: TaskFamily, first: Path) -> formats.LabelSet:
     """Return the labels that meta.json next to the files lists, else those of the rows of train."""
-    if family is Family.QA:
+    if family is TaskFamily.QA:
         return formats.LabelSet((), counted=False)
-    key = "labels" if family is Family.SC else "tags"
+    key = "labels" if family is TaskFamily.SC else "tags"
     meta = read_json_object(file, "an object with labels or tags") if file.exists() else {}
     listed = meta.get(key, meta.get("labels"))
     if listed is None:
@@ -123,7 +123,7 @@ def _labels(file: Path, family: Family, first: Path) -> formats.LabelSet:
     names = isinstance(listed, list) and listed and all(isinstance(name, str) for name in listed)
     if not names or len(set(listed)) != len(listed):
         raise InputError(f"{file}: key `{key}`: expected a list of names that differ")
-    if family is Family.TC:
+    if family is TaskFamily.TC:
         for name in listed:
             formats.checked_tag(name, f"{file}: key `{key}`", counted=False)
         if "O" not in listed:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megaenc.errors import InputError, closest
 from megaenc.finetune.datasets import demo, formats, hub, local
-from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Dataset, Family
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.examples import Dataset, TaskFamily
 
 DATASETS = (*(name for name in hub.HUB_SETS if name != hub.TRAINING_PAIRS), *demo.NAMES)
 """What can be fine-tuned for by name alone."""
@@ -23,7 +23,7 @@ def find(name_or_path: str, **options: Any) -> Dataset:
     folder's name is the set's, or `NAME=PATH`. A name of the study before a path has the study's text for pairs. Raises
     InputError for anything else, with the nearest name.
     """
-    flags = DataFlags(**options)
+    flags = DatasetConfig(**options)
     flags.check()
     name, path = name_and_path(name_or_path)
     if path is not None:
@@ -36,10 +36,10 @@ def find(name_or_path: str, **options: Any) -> Dataset:
         found = local.load(name, made / name, replace(flags, task=""), local.PAIR_TEMPLATE)
     else:
         found = hub.load(name, name_or_path.partition("@")[2])
-    if not flags.train_on or found.family is not Family.IR:
+    if not flags.train_on or found.family is not TaskFamily.IR:
         return found
     training = find(flags.train_on, **(options | {"train_on": ""}))
-    if training.family is not Family.IR:
+    if training.family is not TaskFamily.IR:
         raise InputError(f"--train-on {flags.train_on}: {training.name} is {training.family}, expected retrieval data (IR)")
     return replace(
         found,

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from megaenc import flags
 from megaenc.atomic_io import stopped_by_sigterm
-from megaenc.console import clock, overheard, quiet, say
+from megaenc.console import capture_messages, clock, print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
-from megaenc.finetune.config import LEARNING_RATES, Protocol, check_least
-from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.grid.executor import Failed, Local, execute
+from megaenc.finetune.config import LEARNING_RATES, FinetuneConfig, check_least
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.grid.executor import Failed, LocalExecution, execute
 from megaenc.finetune.grid.jobs import Find, Job, check_rate, make_jobs, remaining
-from megaenc.finetune.grid.slurm import SlurmSettings, submit
+from megaenc.finetune.grid.slurm import SlurmConfig, submit
 from megaenc.finetune.grid.worker import RUN, log_path
 from megaenc.finetune.model.fingerprint import keep_fingerprints
 from megaenc.output_paths import check_parent, make_parent, remove_new_parents_on_error
@@ -24,7 +24,7 @@ from megaenc.processes import check_process_count
 
 
 @dataclass(frozen=True)
-class GridSettings:
+class GridConfig:
     """What `megaenc finetune grid` takes."""
 
     config: str = ""
@@ -39,13 +39,13 @@ class GridSettings:
     """and with each seed below this"""
     output: str = "results"
     """folder of results; what is finished there is not done again"""
-    data: DataFlags = field(default_factory=DataFlags)
-    local: Local = field(default_factory=Local)
-    slurm: SlurmSettings = field(default_factory=SlurmSettings)
-    protocol: Protocol = field(default_factory=Protocol)
+    data: DatasetConfig = field(default_factory=DatasetConfig)
+    local: LocalExecution = field(default_factory=LocalExecution)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    protocol: FinetuneConfig = field(default_factory=FinetuneConfig)
 
 
-class Plan(NamedTuple):
+class GridPlan(NamedTuple):
     """What is to be done for a grid, and what has been."""
 
     jobs: list[Job]
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     """Failed trainings that are not tried again, with the file that says why."""
 
 
-def plan(settings: GridSettings, find: Find) -> Plan:
+def plan(settings: GridConfig, find: Find) -> GridPlan:
     """Look at every model, data set and finished result. Raises InputError for what no run could be made of."""
     settings.protocol.check()
     settings.slurm.check()
@@ -76,18 +76,18 @@ def plan(settings: GridSettings, find: Find) -> Plan:
     jobs = make_jobs(settings.model, settings.datasets, rates, seeds, settings.output, settings.protocol, settings.data, find)
     states = [(job, *remaining(job, again=settings.local.retry_failed)) for job in jobs]
     todo = [left for _, left, _ in states if left is not None]
-    return Plan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
+    return GridPlan(jobs, todo, [(job, why) for job, _, why in states if why is not None])
 
 
-def announce(settings: GridSettings, planned: Plan) -> None:
+def announce(settings: GridConfig, planned: GridPlan) -> None:
     """Print how large the grid is, in results and trainings, and what of it is left."""
     trainings, evaluations = len(planned.jobs), sum(len(job.evaluate_on) for job in planned.jobs)
     sizes = {"model": len(settings.model), "data set": len(settings.datasets), "rate": len(settings.learning_rates)}
     size = " x ".join(count(number, noun) for noun, number in (sizes | {"seed": settings.seeds}).items())
     once = "" if evaluations == trainings else "; retrieval trains once for all its sets"
-    say(f"{count(evaluations, 'result')} from {count(trainings, 'training')}: {size}{once}")
+    print_rank_0(f"{count(evaluations, 'result')} from {count(trainings, 'training')}: {size}{once}")
     before = f", {len(planned.failed):,} failed before" if planned.failed else ""
-    say(f"{trainings - len(planned.todo) - len(planned.failed):,} finished{before}, {len(planned.todo):,} to do")
+    print_rank_0(f"{trainings - len(planned.todo) - len(planned.failed):,} finished{before}, {len(planned.todo):,} to do")
 
 
 def count(number: int, noun: str) -> str:
@@ -102,12 +102,12 @@ def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, 
         by_reason[one.why].append(one.job)
     for why, jobs in by_reason.items():
         more = f" and {len(jobs) - 1:,} more" if len(jobs) > 1 else ""
-        say(f"without result: {jobs[0].name}{more}: {why}")
+        print_rank_0(f"without result: {jobs[0].name}{more}: {why}")
     for job, where in before:
-        say(f"without result: {job.name}: failed before; {where} says why")
-    say(f"done in {clock(seconds)}; see them with `megaenc finetune summary {output}`")
+        print_rank_0(f"without result: {job.name}: failed before; {where} says why")
+    print_rank_0(f"done in {clock(seconds)}; see them with `megaenc finetune summary {output}`")
     if failed or before:
-        say(
+        print_rank_0(
             f"without result: {count(len(failed) + len(before), 'training')}; the same command tries those that crashed again, "
             "with --retry-failed those with a failed.json too"
         )
@@ -118,17 +118,17 @@ def conclude(output: str, failed: Sequence[Failed], before: Sequence[tuple[Job, 
 def grid_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune grid`."""
     quiet()
-    settings = flags.parse_with_config(GridSettings, argv, prog="megaenc finetune grid", description=__doc__)
+    settings = flags.parse_with_config(GridConfig, argv, prog="megaenc finetune grid", description=__doc__)
     from megaenc.finetune.datasets.registry import find
 
     run_grid(settings, find)
 
 
-def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
+def run_grid(settings: GridConfig, find: Find, run: str = RUN) -> None:
     """Plan, say, and do a grid here or on a cluster; ends with exit code 1 (wrong input: 2) if a run has no result."""
     settings = replace(settings, output=str(Path(settings.output).resolve())) if settings.slurm.slurm else settings
     heard: list[str] = []
-    with overheard(heard.append):
+    with capture_messages(heard.append):
         planned, began = plan(settings, find), time.monotonic()
     announce(settings, planned)
     if settings.slurm.slurm:
@@ -141,7 +141,7 @@ def run_grid(settings: GridSettings, find: Find, run: str = RUN) -> None:
             try:
                 failed = execute(planned.todo, run, settings.local, heard)
             except (KeyboardInterrupt, SystemExit):
-                say("what is finished is kept; the same command goes on with the rest")
+                print_rank_0("what is finished is kept; the same command goes on with the rest")
                 raise
             finally:
                 if any(path.is_file() for path in Path(settings.output).rglob("*")):

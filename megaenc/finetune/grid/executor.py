@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.finetune.grid.jobs import Job, is_locked
 from megaenc.finetune.grid.progress import GridProgress
 from megaenc.finetune.grid.worker import ForkedRun, Outcome, fork_server, log_path, slots, wait_for_news
@@ -15,7 +15,7 @@ _LOOK = 0.5  # seconds between looks at what waits and what is under way
 
 
 @dataclass(frozen=True)
-class Local:
+class LocalExecution:
     """Where and how runs go on this machine."""
 
     jobs: int = 0
@@ -37,7 +37,7 @@ class Failed(NamedTuple):
     """for wrong input: trying again changes nothing"""
 
 
-def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = ()) -> list[Failed]:
+def execute(jobs: Sequence[Job], run: str, local: LocalExecution, heard: Iterable[str] = ()) -> list[Failed]:
     """Do `jobs`, each in a process of its own, and return those without results, with the reason.
 
     A crashed run is tried once more when the others have had their turn; one that another process is at is waited for. However
@@ -47,7 +47,7 @@ def execute(jobs: Sequence[Job], run: str, local: Local, heard: Iterable[str] = 
         return []
     context = fork_server(run)
     free = slots(local.jobs, local.jobs_per_gpu, jobs[0].protocol.threads)
-    say(f"{len(free)} at a time; the first begin when torch is loaded")
+    print_rank_0(f"{len(free)} at a time; the first begin when torch is loaded")
     waiting, tries = list(jobs), defaultdict(int)
     running: list[ForkedRun] = []
     failed: list[Failed] = []

@@ -9,9 +9,9 @@ from typing import Literal
 
 from megaenc.atomic_io import locked
 from megaenc.errors import InputError
-from megaenc.finetune.config import Protocol, rate_name
-from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Dataset, Family
+from megaenc.finetune.config import FinetuneConfig, rate_name
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.examples import Dataset, TaskFamily
 from megaenc.finetune.model.fingerprint import check_model_folder, model_fingerprints, model_stamp, tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
 
@@ -52,15 +52,15 @@ class Job:
     """One training, and the data sets that its model is evaluated on: several in retrieval, else the one it was trained on."""
 
     model: Named
-    family: Family
+    family: TaskFamily
     train_on: str
     evaluate_on: tuple[Named, ...]
     learning_rate: float
     seed: int
     output: str
     """Folder of all results."""
-    protocol: Protocol
-    data: DataFlags
+    protocol: FinetuneConfig
+    data: DatasetConfig
     fingerprints: Fingerprints
 
     @property
@@ -87,8 +87,8 @@ def make_jobs(
     rates: Sequence[float],
     seeds: Iterable[int],
     output: str,
-    protocol: Protocol,
-    data: DataFlags,
+    protocol: FinetuneConfig,
+    data: DatasetConfig,
     find: Find,
 ) -> list[Job]:
     """Return every training of a grid, or the one of a single run; retrieval sets with the same training pairs share one.
@@ -106,7 +106,7 @@ def make_jobs(
     ):
         if twice := [value for value in values if values.count(value) > 1]:
             raise InputError(f"{flag}: found {twice[0]} twice, expected each once{advice}")
-    trainings: dict[tuple[Family, str], list[tuple[str, Dataset]]] = defaultdict(list)
+    trainings: dict[tuple[TaskFamily, str], list[tuple[str, Dataset]]] = defaultdict(list)
     for text, dataset in found:
         trainings[dataset.family, dataset.train_on].append((text, dataset))
     weights_of = model_fingerprints([model.where for model in named], output)

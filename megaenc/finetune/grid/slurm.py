@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 from megaenc.finetune.config import check_least
-from megaenc.finetune.grid.executor import Local, execute
+from megaenc.finetune.grid.executor import LocalExecution, execute
 from megaenc.finetune.grid.jobs import Job
 from megaenc.processes import environment_for_children, python_environment
 
@@ -66,7 +66,7 @@ def import_submitit() -> Any:
 
 
 @dataclass(frozen=True)
-class SlurmSettings(Cluster):
+class SlurmConfig(Cluster):
     """How the grid is given to a cluster: as one array."""
 
     jobs_per_task: int = 30
@@ -79,12 +79,12 @@ class SlurmSettings(Cluster):
 
 
 @dataclass(frozen=True)
-class Part:
+class SlurmTask:
     """What a task does. It is pickled; `run` and this class go by their names."""
 
     jobs: tuple[Job, ...]
     run: str
-    local: Local
+    local: LocalExecution
 
     def __call__(self) -> int:
         """Do the runs that are not finished yet as a grid on this machine; return how many have no result."""
@@ -100,13 +100,13 @@ class Part:
         return DelayedSubmission(self)
 
 
-def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local, output: str) -> list[Any]:
+def submit(jobs: Sequence[Job], run: str, settings: SlurmConfig, local: LocalExecution, output: str) -> list[Any]:
     """Submit `jobs` as one array and say its ids; return submitit's jobs. Raises InputError where that cannot be."""
     if not jobs:
-        say("nothing to submit")
+        print_rank_0("nothing to submit")
         return []
     submitit, size = import_submitit(), settings.jobs_per_task
-    parts = [Part(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
+    parts = [SlurmTask(tuple(jobs[at : at + size]), run, local) for at in range(0, len(jobs), size)]
     logs, asked = Path(output, ".slurm"), settings.asked()
     try:
         executor = submitit.AutoExecutor(folder=logs / "%j", cluster=settings.slurm_cluster)
@@ -117,6 +117,8 @@ def submit(jobs: Sequence[Job], run: str, settings: SlurmSettings, local: Local,
     except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
         raise InputError(f"--slurm: could not be submitted: {error}") from None
     shown = ids[0] if len(ids) == 1 else f"{ids[0]} to {ids[-1]}"
-    say(f"submitted {len(jobs):,} runs as {len(parts):,} tasks of up to {size}: {shown}; what they say: {logs}")
-    say(f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing")
+    print_rank_0(f"submitted {len(jobs):,} runs as {len(parts):,} tasks of up to {size}: {shown}; what they say: {logs}")
+    print_rank_0(
+        f"`squeue --me` shows them, `megaenc finetune summary {output}` what is finished; the same command again what is missing"
+    )
     return submitted

@@ -15,7 +15,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Literal
 
-from megaenc.console import overheard
+from megaenc.console import capture_messages
 from megaenc.errors import InputError
 from megaenc.finetune.grid.jobs import Job, Progress, lock, remaining
 from megaenc.finetune.model.fingerprint import model_stamp
@@ -202,7 +202,7 @@ def _try(run: str, job: Job, again: bool, connection: Connection) -> Outcome:
         _write_to(log)
         module, _, function = run.partition(":")
         try:
-            with overheard(connection.send):
+            with capture_messages(connection.send):
                 getattr(importlib.import_module(module), function)(todo, _reporter(connection))
         except InputError:
             log.unlink(missing_ok=True)  # the message says all

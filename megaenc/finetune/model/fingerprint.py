@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megaenc.atomic_io import write_whole
+from megaenc.atomic_io import atomic_write
 from megaenc.console import ProgressLine
 from megaenc.errors import InputError
 from megaenc.json_files import read_json, read_json_object
@@ -63,7 +63,7 @@ def keep_fingerprints(results: str) -> None:
     known = _known(results)
     if Path(results).is_dir() and not _READ.items() <= known.items():
         with contextlib.suppress(InputError):  # without it the weights are read again, and that is all
-            write_whole(Path(results, KNOWN), json.dumps(known | _READ))
+            atomic_write(Path(results, KNOWN), json.dumps(known | _READ))
 
 
 def _known(results: str) -> dict[str, str]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaenc.console import say
-from megaenc.convert.hf_checkpoint import HFFolder
+from megaenc.console import print_rank_0
+from megaenc.convert.hf_checkpoint import HFCheckpoint
 from megaenc.convert.hf_model import config_of, load_model
 from megaenc.errors import InputError, first_line
 from megaenc.finetune.model.backbone import Attention, Backbone, Packed, pack
@@ -36,7 +36,7 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
     backbone = Backbone(_load(folder).to(device), attention)
     with torch.no_grad():
         _settle(backbone, folder)
-        probe = Probe(backbone)
+        probe = AttentionProbe(backbone)
         exactly = probe.read()
         for parameter in backbone.parameters():
             exact, parameter.data = parameter.data, parameter.data.to(dtype)
@@ -47,7 +47,9 @@ def load_backbone(folder: str, attention: Attention, *, device: torch.device | s
             backbone.one_kernel = False  # an accelerator's, for these numbers alone
             without, why_not = why_not, probe.wrong_in_16_bit(exactly)
             if why_not is None:
-                say(f"{folder}: attention reads the texts of each length by themselves: the kernel for all texts {without}")
+                print_rank_0(
+                    f"{folder}: attention reads the texts of each length by themselves: the kernel for all texts {without}"
+                )
         if why_not is not None:
             raise InputError(f"--model {folder}: {why_not} in {dtype}; expected --precision fp32")
     return backbone
@@ -60,7 +62,7 @@ def _load(folder: str) -> Any:
 
     disable_progress_bar()
     check_model_folder(folder)
-    hf = HFFolder(Path(folder), "--model")
+    hf = HFCheckpoint(Path(folder), "--model")
     config = config_of(hf)
     kind = MODEL_MAPPING.get(type(config), None)
     if not isinstance(kind, type) or config.is_encoder_decoder or not hasattr(config, "max_position_embeddings"):
@@ -82,7 +84,7 @@ def _load(folder: str) -> Any:
 def _settle(backbone: Backbone, folder: str) -> None:
     """Make the model read packed in the direction asked for, or else padded; InputError where neither can be shown to work."""
     try:
-        probe = Probe(backbone)
+        probe = AttentionProbe(backbone)
         own = probe.direction(backbone.read_own_way)
     except Exception as error:  # whatever settings lead to that a model can be built of and not computed with
         raise InputError(f"--model {folder}: the model computes no states: {first_line(error)}; check its config.json") from None
@@ -96,10 +98,10 @@ def _settle(backbone: Backbone, folder: str) -> None:
             f"--model {folder}: found {found or 'another'} attention in {backbone.model.config.model_type}, "
             f"expected that it reads with {backbone.attention} attention (not packed either: {why_not})"
         )
-    say(f"{folder}: texts are padded to like lengths, not packed: {why_not}")
+    print_rank_0(f"{folder}: texts are padded to like lengths, not packed: {why_not}")
 
 
-class Probe:
+class AttentionProbe:
     """Short random texts on which ways of reading are tried: each state depends on what it should and on nothing else."""
 
     def __init__(self, backbone: Backbone):

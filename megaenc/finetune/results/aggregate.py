@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.files import Result
 
 Kind = Literal["normal", "t"]
 
 STUDY = {
-    Family.SC: ("sst2", "qqp", "mnli_m"),
-    Family.TC: ("conll2003_en", "ontonotes", "uner_en"),
-    Family.QA: ("squad", "squad_v2", "record"),
-    Family.IR: ("msmarco", "nq", "mldr_en"),
+    TaskFamily.SC: ("sst2", "qqp", "mnli_m"),
+    TaskFamily.TC: ("conll2003_en", "ontonotes", "uner_en"),
+    TaskFamily.QA: ("squad", "squad_v2", "record"),
+    TaskFamily.IR: ("msmarco", "nq", "mldr_en"),
 }
 """The data sets of each family that the study averages over; what was published holds others too."""
 
@@ -47,7 +47,7 @@ def interval(scores: Sequence[float], kind: Kind = "normal") -> Interval:
 
 
 @dataclass(frozen=True)
-class Asked:
+class GridSpec:
     """The rates of a planned grid, each with every one of its seeds."""
 
     rates: tuple[float, ...]
@@ -55,7 +55,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Cell:
+class ScoreCell:
     """The runs of a model on one data set: those of all rates and seeds that were asked for."""
 
     model: str
@@ -89,7 +89,7 @@ class Cell:
         return max(means, key=lambda rate: (means[rate], -rate), default=None)
 
 
-def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
+def cells(results: Iterable[Result], asked: GridSpec | None = None) -> list[ScoreCell]:
     """Group results by model, data set and set trained on, in the order in which they come up.
 
     Results outside the grid `asked` are left out. By default it is every rate and seed that any model has on that data set.
@@ -102,25 +102,25 @@ def cells(results: Iterable[Result], asked: Asked | None = None) -> list[Cell]:
             found[(result.model, *place)].append(result)
             seen[place][0].add(result.learning_rate)
             seen[place][1].add(result.seed)
-    grids = {place: asked or Asked(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
-    return [Cell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
+    grids = {place: asked or GridSpec(tuple(sorted(rates)), tuple(sorted(seeds))) for place, (rates, seeds) in seen.items()}
+    return [ScoreCell(*key, tuple(runs), grids[key[1:]].rates, grids[key[1:]].seeds) for key, runs in found.items()]
 
 
 Read = Callable[[Result], float | None]
 """Takes a number out of a run: the paper's score or a metric of test; None where the run has none such."""
 
 
-def scores(cell: Cell, read: Read) -> dict[int, float] | None:
+def scores(cell: ScoreCell, read: Read) -> dict[int, float] | None:
     """Return the numbers of the chosen rate by seed; None where no rate can be chosen or a number is missing."""
     return by_rate(cell, read).get(cell.chosen)
 
 
-def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
+def averaged(family: str, members: Sequence[ScoreCell]) -> list[list[ScoreCell]]:
     """Return the cells of a model that each average in `family` is over: the study's three where all are there, else all.
 
     There is one average; one for each set trained on where some set has been evaluated after several trainings.
     """
-    groups: dict[str, list[Cell]] = defaultdict(list)
+    groups: dict[str, list[ScoreCell]] = defaultdict(list)
     apart = trained_apart(members)
     for cell in members:
         groups[cell.train_on if apart else ""].append(cell)
@@ -131,12 +131,12 @@ def averaged(family: str, members: Sequence[Cell]) -> list[list[Cell]]:
     return [group for group in found if len(group) > 1]
 
 
-def trained_apart(members: Sequence[Cell]) -> bool:
+def trained_apart(members: Sequence[ScoreCell]) -> bool:
     """Return whether some set of a model's cells in a family has been evaluated after several trainings."""
     return len({cell.dataset for cell in members}) < len(members)
 
 
-def average(members: Sequence[Cell], read: Read) -> dict[int, float] | None:
+def average(members: Sequence[ScoreCell], read: Read) -> dict[int, float] | None:
     """Return the mean over data sets by seed, each at its own chosen rate; None where their scores are not of the same seeds."""
     by_set = [scores(cell, read) for cell in members]
     if not by_set or None in by_set or len({frozenset(found) for found in by_set}) != 1:
@@ -160,7 +160,7 @@ class Sensitivity:
         return sum(max(self.means.values()) - mean <= within + 1e-12 for mean in self.means.values())
 
 
-def by_rate(cell: Cell, read: Read) -> dict[float, dict[int, float]]:
+def by_rate(cell: ScoreCell, read: Read) -> dict[float, dict[int, float]]:
     """Return the numbers of the finished runs by rate and seed, without rates that lack a number in one of their runs."""
     found = {rate: {run.seed: read(run) for run in cell.at(rate)} for rate in cell.rates}
     return {rate: of_seeds for rate, of_seeds in found.items() if of_seeds and None not in of_seeds.values()}

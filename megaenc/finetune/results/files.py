@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megaenc.atomic_io import left_behind, remove, write_whole
+from megaenc.atomic_io import atomic_write, remove, stale_temp_files
 from megaenc.errors import InputError
-from megaenc.finetune.config import Protocol, rate_name
-from megaenc.finetune.examples import Family
+from megaenc.finetune.config import FinetuneConfig, rate_name
+from megaenc.finetune.examples import TaskFamily
 from megaenc.json_files import parse_json, read_regular
 from megaenc.output_paths import make_parent
 
@@ -82,7 +82,7 @@ def folder(job: "Job", dataset: str) -> Path:
 def run_folder(tree: Path, family: str, dataset: str, train_on: str, rate: float, seed: int) -> Path:
     """Return where the results of one run are in the `tree` of its model."""
     run = f"lr{rate_name(rate)}_sd{seed}"
-    return tree / family / dataset / (f"{train_on}_{run}" if family == Family.IR else run)
+    return tree / family / dataset / (f"{train_on}_{run}" if family == TaskFamily.IR else run)
 
 
 def write(
@@ -91,7 +91,7 @@ def write(
     scores: Mapping[str, "Scores"],
     *,
     steps: int,
-    protocol: Protocol,
+    protocol: FinetuneConfig,
     trained: str,
     seconds: Mapping[str, float],
 ) -> None:
@@ -106,14 +106,14 @@ def write(
     (place / FAILED).unlink(missing_ok=True)
 
 
-def write_failure(job: "Job", reason: str, *, step: int, protocol: Protocol) -> None:
+def write_failure(job: "Job", reason: str, *, step: int, protocol: FinetuneConfig) -> None:
     """Write that `job` cannot be finished, for each data set it was to be evaluated on."""
     for dataset in job.evaluate_on:
         values = _identity(job, dataset.name, protocol) | {"reason": reason, "step": step}
         _write(folder(job, dataset.name) / FAILED, values)
 
 
-def _identity(job: "Job", dataset: str, protocol: Protocol) -> dict[str, Any]:
+def _identity(job: "Job", dataset: str, protocol: FinetuneConfig) -> dict[str, Any]:
     return {
         "model": job.model.name,
         "family": str(job.family),
@@ -134,7 +134,7 @@ def _write(path: Path, values: dict[str, Any]) -> None:
         is_split = key in ("validation", "test")
         fields[key] = _object({name: dump(part) for name, part in value.items()}, "  ") if is_split else dump(value)
     make_parent(path, "--output")
-    write_whole(path, _object(fields, "") + "\n")
+    atomic_write(path, _object(fields, "") + "\n")
 
 
 def _object(fields: Mapping[str, str], indent: str) -> str:
@@ -145,7 +145,7 @@ def _object(fields: Mapping[str, str], indent: str) -> str:
 def sweep(job: "Job") -> None:
     """Remove what killed runs left half written. Only for the process that has locked the run."""
     for path in (folder(job, dataset.name) for dataset in job.evaluate_on):
-        for left in left_behind(path / RESULTS, path / FAILED, path / TIMING):
+        for left in stale_temp_files(path / RESULTS, path / FAILED, path / TIMING):
             remove(left)
 
 
@@ -167,7 +167,7 @@ def state(job: "Job", dataset: str) -> Literal["finished", "failed", "missing"]:
     return "missing"
 
 
-def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -> str | None:
+def other_origin(file: Path, asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> str | None:
     """Return the first choice of the protocol, or fingerprint, in which a run's file differs, with both values.
 
     None where all agree, or the file does not say. Its scores, megabytes of them, are not read.
@@ -186,7 +186,7 @@ def other_origin(file: Path, asked: Protocol, fingerprints: Mapping[str, str]) -
     return None
 
 
-def _differences(found: dict[str, Any], asked: Protocol, fingerprints: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+def _differences(found: dict[str, Any], asked: FinetuneConfig, fingerprints: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (`protocol.batch_size`, or `protocol` where the file has no such section; value there or _MISSING; value asked)."""
     for section, wanted in (("protocol", dataclasses.asdict(asked)), ("fingerprints", fingerprints)):
         there = found.get(section)
@@ -227,7 +227,7 @@ def _run_folders(path: Path, levels: int = 4) -> Iterator[Path]:
             raise InputError(f"{path}: holds the folder {os.fsencode(name)!r}; expected a name in UTF-8")
         if levels == 1:
             yield path / name
-        elif levels != 3 or name in list(Family):
+        elif levels != 3 or name in list(TaskFamily):
             yield from _run_folders(path / name, levels - 1)
 
 

@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from megaenc import flags, markdown
-from megaenc.atomic_io import write_whole
-from megaenc.console import quiet, rich_console, say
+from megaenc.atomic_io import atomic_write
+from megaenc.console import print_rank_0, quiet, rich_console
 from megaenc.errors import InputError, one_line_errors
 from megaenc.finetune.config import rate_name
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results import aggregate
-from megaenc.finetune.results.aggregate import Cell, Kind, Read
+from megaenc.finetune.results.aggregate import Kind, Read, ScoreCell
 from megaenc.finetune.results.files import Result, scan
 from megaenc.output_paths import check_output_file, created_parent
 
@@ -30,7 +30,7 @@ _WIDTH = 80
 
 
 @dataclass(frozen=True)
-class SummaryFlags:
+class GridSummaryConfig:
     """What `megaenc finetune summary` takes."""
 
     results: Annotated[str, Positional, arg(metavar="RESULTS")]
@@ -44,7 +44,7 @@ class SummaryFlags:
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """A number of a table: a metric of a model on a data set, or on the average of a family, in percent."""
 
     model: str
@@ -87,17 +87,17 @@ class RateRow:
 
 
 @dataclass(frozen=True)
-class Summary:
+class GridSummary:
     """Everything that is printed."""
 
-    rows: list[Row]
+    rows: list[SummaryRow]
     rates: list[RateRow]
     collapsed: list[Result]
     failed: list[Result]
     apart: set[tuple[str, str]]
     """Models and families with a set that was evaluated after several trainings."""
 
-    def place(self, of: Row | RateRow | Result) -> str:
+    def place(self, of: SummaryRow | RateRow | Result) -> str:
         """Return the data set, with the set trained on where that tells rows apart."""
         return f"{of.dataset} after {of.train_on}" if (of.model, of.family) in self.apart and of.train_on else of.dataset
 
@@ -107,14 +107,14 @@ class Summary:
         return sorted({rate for row in self.rates for rate in (*row.means, *row.incomplete)})
 
 
-def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> Summary:
+def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "normal") -> GridSummary:
     """Make the tables of a tree: families in the study's order, models and data sets in the order of their names."""
-    order = list(Family)
-    by_model: dict[tuple[Family, str], list[Cell]] = defaultdict(list)
+    order = list(TaskFamily)
+    by_model: dict[tuple[TaskFamily, str], list[ScoreCell]] = defaultdict(list)
     for cell in aggregate.cells(results):
-        by_model[Family(cell.family), cell.model].append(cell)
+        by_model[TaskFamily(cell.family), cell.model].append(cell)
     collapsed = [result for result in results if result.test is not None and result.test.collapsed]
-    summary = Summary([], [], collapsed, [result for result in results if result.failure is not None], set())
+    summary = GridSummary([], [], collapsed, [result for result in results if result.failure is not None], set())
     for family, model in sorted(by_model, key=lambda key: (order.index(key[0]), key[1])):
         members = sorted(by_model[family, model], key=lambda cell: (cell.dataset, cell.train_on))
         if aggregate.trained_apart(members):
@@ -125,7 +125,7 @@ def summarise(results: Sequence[Result], metrics: str = "both", kind: Kind = "no
     return summary
 
 
-def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
+def _metrics(members: Sequence[ScoreCell], which: str) -> list[tuple[str, Read]]:
     """Return the numbers that every finished run of `members` has, by name; in percent later."""
     found: list[tuple[str, Read]] = [(PAPER, lambda run: run.test.score)] if which != "standard" else []
     if which != "paper":
@@ -135,7 +135,7 @@ def _metrics(members: Sequence[Cell], which: str) -> list[tuple[str, Read]]:
     return found
 
 
-def _row(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
+def _row(members: Sequence[ScoreCell], name: str, read: Read, kind: Kind) -> SummaryRow:
     first, dataset, rate, runs, collapsed = members[0], f"average of {len(members)}", None, "", ""
     if len(members) == 1:
         dataset, rate = first.dataset, first.chosen
@@ -153,10 +153,10 @@ def _row(members: Sequence[Cell], name: str, read: Read, kind: Kind) -> Row:
     key = "score" if name == PAPER else name
     bases = [next((run.test.baseline.get(key) for run in cell.runs if run.test is not None), None) for cell in members]
     base = None if None in bases else 100 * math.fsum(bases) / len(bases)
-    return Row(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
+    return SummaryRow(first.model, first.family, dataset, train_on, name, rate, mean, half, base, len(by_seed), runs, collapsed)
 
 
-def _rates(cell: Cell) -> RateRow | None:
+def _rates(cell: ScoreCell) -> RateRow | None:
     incomplete = tuple(rate for rate in cell.rates if rate not in cell.complete)
     where = (cell.model, cell.family, cell.dataset, cell.train_on)
     found = aggregate.sensitivity(aggregate.by_rate(cell, lambda run: run.test.score), cell.seeds)
@@ -173,7 +173,7 @@ def shown(mean: float | None, half: float | None = None) -> str:
     return f"{mean:.2f}" + (f" ({half:.2f})" if half is not None else "")
 
 
-def tables(summary: Summary) -> list[Any]:
+def tables(summary: GridSummary) -> list[Any]:
     """Return rich's tables of scores and of learning rates. They fit 80 columns; long names are folded."""
     made = []
     for family in dict.fromkeys(row.family for row in summary.rows):
@@ -224,17 +224,17 @@ def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Any:
     return table
 
 
-def _rate(row: Row) -> str:
+def _rate(row: SummaryRow) -> str:
     return rate_name(row.learning_rate) if row.learning_rate is not None else ""
 
 
-def _unusable(summary: Summary) -> Iterator[tuple[str, Result, str]]:
+def _unusable(summary: GridSummary) -> Iterator[tuple[str, Result, str]]:
     """Yield ("collapsed" or "failed", result, why) of each run that is worthless or has no result."""
     yield from (("collapsed", result, result.test.collapsed) for result in summary.collapsed)
     yield from (("failed", result, result.failure) for result in summary.failed)
 
 
-def notes(summary: Summary) -> list[str]:
+def notes(summary: GridSummary) -> list[str]:
     """Return a line for each model and data set with collapsed or failed runs: which, and why."""
     groups: dict[tuple, list[tuple[Result, str]]] = defaultdict(list)
     for what, result, why in _unusable(summary):  # those that failed did so in different steps
@@ -246,7 +246,7 @@ def notes(summary: Summary) -> list[str]:
     return lines
 
 
-def as_text(summary: Summary, suffix: str) -> str:
+def as_text(summary: GridSummary, suffix: str) -> str:
     """Return all numbers as .json, .csv (the scores alone) or .md."""
     if suffix == ".json":
         values: dict[str, list] = {"rows": [vars(row) for row in summary.rows], "rates": [], "collapsed": [], "failed": []}
@@ -260,7 +260,7 @@ def as_text(summary: Summary, suffix: str) -> str:
     if suffix == ".csv":
         stream = io.StringIO()
         writer = csv.writer(stream, lineterminator="\n")
-        writer.writerow(Row.__dataclass_fields__)
+        writer.writerow(SummaryRow.__dataclass_fields__)
         writer.writerows(vars(row).values() for row in summary.rows)  # csv writes None as nothing
         return stream.getvalue()
     lines = [
@@ -283,7 +283,7 @@ def as_text(summary: Summary, suffix: str) -> str:
 def summary_main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc finetune summary`."""
     quiet()
-    settings = flags.parse(SummaryFlags, argv, prog="megaenc finetune summary", description=__doc__)
+    settings = flags.parse(GridSummaryConfig, argv, prog="megaenc finetune summary", description=__doc__)
     output = Path(settings.output)
     if settings.output and output.suffix not in (".json", ".csv", ".md"):
         raise InputError(f"--output {output}: found the ending {output.suffix!r}, expected .json, .csv or .md")
@@ -293,7 +293,7 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
         found = scan(settings.results)
         summary = summarise(found, settings.metrics, settings.interval)
         if settings.output:
-            write_whole(output, as_text(summary, output.suffix))
+            atomic_write(output, as_text(summary, output.suffix))
     # Columns that the table of rates takes with names of 16 letters, which are folded where they are longer.
     width = max(_WIDTH, 42 + 6 * len(summary.every_rate))
     plain = {"markup": False, "emoji": False, "highlight": False}  # names are not rich's language
@@ -301,11 +301,11 @@ def summary_main(argv: Sequence[str] | None = None) -> None:
     for table in tables(summary):
         console.print(table)
     for line in notes(summary):
-        say(line)
+        print_rank_0(line)
     if any(row.collapsed for row in summary.rows):
-        say("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
+        print_rank_0("! marks a mean of which a run has collapsed: its predictions are worthless, whatever its score")
     if settings.metrics == "standard" and not any(run.test is not None and run.test.metrics for run in found):
-        say("these files hold the paper's scores alone: --metrics paper shows them")
-    say(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
+        print_rank_0("these files hold the paper's scores alone: --metrics paper shows them")
+    print_rank_0(f"{len(found) - len(summary.failed):,} results, {len(summary.failed):,} failed runs")
     if settings.output:
-        say(f"written: {settings.output}")
+        print_rank_0(f"written: {settings.output}")

@@ -1,12 +1,14 @@
 """The four families of tasks; what they share is in base.py."""
 
-from megaenc.finetune.examples import Family
-from megaenc.finetune.tasks.base import Model, NotFinite, Scores, Task
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.tasks.base import FinetuneTask, NotFinite, Scores, TaskModel
 from megaenc.finetune.tasks.classification import Classification
-from megaenc.finetune.tasks.question_answering import Answering
-from megaenc.finetune.tasks.retrieval import Retrieval
-from megaenc.finetune.tasks.token_classification import Tagging
+from megaenc.finetune.tasks.question_answering import QuestionAnswering
+from megaenc.finetune.tasks.retrieval import RetrievalTask
+from megaenc.finetune.tasks.token_classification import TokenClassification
 
-TASKS: dict[Family, type[Task]] = {task.family: task for task in (Classification, Tagging, Answering, Retrieval)}
+TASKS: dict[TaskFamily, type[FinetuneTask]] = {
+    task.family: task for task in (Classification, TokenClassification, QuestionAnswering, RetrievalTask)
+}
 
-__all__ = ["TASKS", "Model", "NotFinite", "Scores", "Task"]
+__all__ = ["TASKS", "FinetuneTask", "NotFinite", "Scores", "TaskModel"]

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from megaenc.finetune.config import Protocol
-from megaenc.finetune.examples import Examples, Family
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.examples import Examples, TaskFamily
 from megaenc.finetune.model.backbone import Backbone, Packed, forwards, pack
 from megaenc.finetune.results.files import Split
-from megaenc.finetune.tokenized import Encoded, Parts, TextEncoder
+from megaenc.finetune.tokenized import Parts, TextEncoder, TokenizedTexts
 
 if TYPE_CHECKING:
     from megaenc.finetune.datasets.registry import Dataset
@@ -52,7 +52,7 @@ class NotFinite(ArithmeticError):
     """A prediction that is nan or inf: the last update was one too many."""
 
 
-class Model(nn.Module):
+class TaskModel(nn.Module):
     """A backbone and the task's head on its states."""
 
     def __init__(self, backbone: Backbone, head: nn.Module) -> None:
@@ -70,12 +70,12 @@ class Model(nn.Module):
         return self.head(states.to(self.head.weight.dtype)).float()
 
 
-class Task(ABC):
+class FinetuneTask(ABC):
     """A family of tasks on one data set. Unless a family has its own loss, it is the cross-entropy of `outputs` and `targets`."""
 
-    family: ClassVar[Family]
+    family: ClassVar[TaskFamily]
 
-    def __init__(self, dataset: "Dataset", protocol: Protocol) -> None:
+    def __init__(self, dataset: "Dataset", protocol: FinetuneConfig) -> None:
         self.dataset = dataset
         self.protocol = protocol
         self.progress: Callable[[int, int], None] = lambda done, total: None
@@ -86,7 +86,7 @@ class Task(ABC):
         """Tokenise `examples` for the other methods; a pure function of them, the encoder and the task's labels."""
 
     @abstractmethod
-    def evaluate(self, model: Model, data: Parts, examples: Examples) -> Scores:
+    def evaluate(self, model: TaskModel, data: Parts, examples: Examples) -> Scores:
         """Predict all of a split in one pass and score it; `data` is what `encode` made of `examples`."""
 
     def head(self, hidden_size: int) -> nn.Module:
@@ -105,15 +105,15 @@ class Task(ABC):
         """Return the number of training examples."""
         return len(data)
 
-    def outputs(self, model: Model, packed: Packed) -> Tensor:
+    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
         """Compute the logits of each token of a pack, float32[tokens, labels]; in some families, an output of each text."""
         return model.logits(model.backbone.states(packed))
 
-    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return int64: the label of each output of these rows, or NO_LABEL."""
         raise NotImplementedError
 
-    def backward(self, model: Model, data: Parts, rows: np.ndarray) -> float:
+    def backward(self, model: TaskModel, data: Parts, rows: np.ndarray) -> float:
         """Add the gradients of the mean loss over all that the batch `rows` (int[batch]) predicts, and return that loss."""
         count = max(1, int((self.targets(data, rows) != NO_LABEL).sum()))
         total = torch.zeros((), device=model.device)
@@ -131,7 +131,7 @@ class Task(ABC):
 
     @torch.inference_mode()
     def predictions(
-        self, model: Model, data: Encoded, rows: np.ndarray, *, before: int = 0, after: int = 0
+        self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, *, before: int = 0, after: int = 0
     ) -> Iterator[tuple[np.ndarray, Tensor]]:
         """Yield (places in `rows`, their `outputs`) of each forward pass over `rows`, without dropout.
 
@@ -146,7 +146,7 @@ class Task(ABC):
             yield part, outputs
             self.progress(done := done + len(part), before + len(rows) + after)
 
-    def by_text(self, model: Model, data: Encoded) -> Iterator[tuple[int, np.ndarray]]:
+    def by_text(self, model: TaskModel, data: TokenizedTexts) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (row, float32[tokens, labels]) of every text, where outputs are of tokens."""
         for rows, outputs in self.predictions(model, data, np.arange(len(data))):
             yield from zip(rows, np.split(outputs.cpu().numpy(), np.cumsum(data.lengths[rows])[:-1]), strict=True)

@@ -5,32 +5,32 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from megaenc.finetune.examples import Family, LabelledText
+from megaenc.finetune.examples import LabelledText, TaskFamily
 from megaenc.finetune.model.backbone import Packed
-from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
-from megaenc.finetune.tokenized import Encoded, TextEncoder
+from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_states
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 
-class Classification(Task):
+class Classification(FinetuneTask):
     """Cross-entropy of the classes, the mean over the batch; the score, which is also the field's, is the accuracy."""
 
-    family: ClassVar[Family] = Family.SC
+    family: ClassVar[TaskFamily] = TaskFamily.SC
 
-    def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> Encoded:
+    def encode(self, examples: list[LabelledText], encoder: TextEncoder) -> TokenizedTexts:
         """Return rows of the texts; column `labels`, int64[n]."""
         rows = encoder.encode([example.text for example in examples])
         rows.columns["labels"] = np.array([example.label for example in examples], dtype=np.int64)
         return rows
 
-    def outputs(self, model: Model, packed: Packed) -> Tensor:
+    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
         """Compute the logits of each text."""
         return model.logits(mean_states(model.backbone.states(packed), packed))
 
-    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the classes."""
         return data.columns["labels"][rows]
 
-    def evaluate(self, model: Model, data: Encoded, examples: list[LabelledText]) -> Scores:
+    def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[LabelledText]) -> Scores:
         """See Task. The baseline is the class that is most frequent in these very examples."""
         gold, predicted = data.columns["labels"], np.zeros(len(data), dtype=np.int64)
         for rows, logits in self.predictions(model, data, np.arange(len(data))):

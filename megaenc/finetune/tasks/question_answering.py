@@ -8,17 +8,17 @@ from typing import ClassVar
 
 import numpy as np
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.data.tokenizer.fast_encode import well_formed
-from megaenc.finetune.examples import Answer, Family, Question
-from megaenc.finetune.tasks.base import Model, Scores, Task
-from megaenc.finetune.tokenized import Encoded, TextEncoder, flat
+from megaenc.finetune.examples import Answer, Question, TaskFamily
+from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, flat
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
-class Answering(Task):
+class QuestionAnswering(FinetuneTask):
     """Cross-entropy of inside and outside the answer, the mean over all sub-tokens of the batch, BOS, EOS and questions included.
 
     The text is "Question: {question}\\nContext: {context}", its two halves tokenised apart. If it is too long it loses the end of
@@ -29,10 +29,10 @@ class Answering(Task):
     has the largest mean log-odds, so a long run of doubt does not win over a short one of certainty; else it is empty.
     """
 
-    family: ClassVar[Family] = Family.QA
+    family: ClassVar[TaskFamily] = TaskFamily.QA
     outputs_of_head = 2
 
-    def encode(self, examples: list[Question], encoder: TextEncoder) -> Encoded:
+    def encode(self, examples: list[Question], encoder: TextEncoder) -> TokenizedTexts:
         """Return rows of the texts.
 
         By row: `context`, int32[n, 2], the first token of the context and one past its last; `gold`, int32[n, 2], the same of the
@@ -60,8 +60,8 @@ class Answering(Task):
             inside.append((where >= gold[0]) & (where < min(gold[1], past)))
         if questions_cut:
             longer = f"{questions_cut:,} questions are longer than {encoder.max_length:,} tokens"
-            say(f"{longer}: their ends and contexts are left out")
-        return Encoded.of(
+            print_rank_0(f"{longer}: their ends and contexts are left out")
+        return TokenizedTexts.of(
             rows,
             truncated,
             context=np.array(bounds, dtype=np.int32).reshape(-1, 2),
@@ -70,11 +70,11 @@ class Answering(Task):
             inside=flat(inside, np.int64),
         )
 
-    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return 1 for what is inside, 0 for what is outside."""
         return data.by_token("inside", rows)
 
-    def evaluate(self, model: Model, data: Encoded, examples: list[Question]) -> Scores:
+    def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[Question]) -> Scores:
         """See Task."""
         # Sub-tokens of the first answer that were cut off stand behind all that is left of the row.
         bounds = zip(data.columns["gold"].tolist(), data.columns["context"][:, 1].tolist(), strict=True)
@@ -104,7 +104,7 @@ def _touched(example: Question, characters: np.ndarray) -> np.ndarray:
     return np.array([touched[0], touched[-1] + 1]) if len(touched) else np.zeros(2, np.int64)
 
 
-def _answer(context: str, log_odds: np.ndarray, data: Encoded, row: int) -> str:
+def _answer(context: str, log_odds: np.ndarray, data: TokenizedTexts, row: int) -> str:
     first, past = data.columns["context"][row]
     span = best_span(log_odds[first:past])
     if span is None:

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
-from megaenc.finetune.examples import Family, Pair
-from megaenc.finetune.examples import Retrieval as Queries
+from megaenc.finetune.examples import Pair, TaskFamily
+from megaenc.finetune.examples import RetrievalExamples as Queries
 from megaenc.finetune.model.backbone import Packed, pack
-from megaenc.finetune.tasks.base import Model, Scores, Task, mean_states
-from megaenc.finetune.tokenized import Encoded, TextEncoder
+from megaenc.finetune.tasks.base import FinetuneTask, Scores, TaskModel, mean_states
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts
 
 _DEPTH = 100
 _COSINES = 1 << 24  # of a block of queries with all documents: 64 MiB
 _ALIKE = 1e-4
 
 
-class Retrieval(Task):
+class RetrievalTask(FinetuneTask):
     """InfoNCE: cross-entropy of `scale` times the cosines of a query with the documents of the batch, of which one is its own.
 
     All other documents of the batch are negatives, even an equal one. A batch that does not fit one forward pass gives the same
@@ -30,11 +30,11 @@ class Retrieval(Task):
     on back (gradient caching, Gao et al. 2021, 2101.06983).
     """
 
-    family: ClassVar[Family] = Family.IR
+    family: ClassVar[TaskFamily] = TaskFamily.IR
 
-    _documents: tuple[Model, bytes, Tensor] | None = None
+    _documents: tuple[TaskModel, bytes, Tensor] | None = None
 
-    def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, Encoded]:
+    def encode(self, examples: list[Pair] | Queries, encoder: TextEncoder) -> dict[str, TokenizedTexts]:
         """Return `queries` and `documents`: of pairs, row by row; of a split, in the order of its dictionaries."""
         if isinstance(examples, Queries):
             texts = {"queries": list(examples.queries.values()), "documents": list(examples.documents.values())}
@@ -46,11 +46,11 @@ class Retrieval(Task):
         """Return the identity: embeddings are states."""
         return nn.Identity()
 
-    def count(self, data: dict[str, Encoded]) -> int:
+    def count(self, data: dict[str, TokenizedTexts]) -> int:
         """Return the number of training pairs."""
         return len(data["queries"])
 
-    def backward(self, model: Model, data: dict[str, Encoded], rows: np.ndarray) -> float:
+    def backward(self, model: TaskModel, data: dict[str, TokenizedTexts], rows: np.ndarray) -> float:
         """See Task. Where dropout is active, a part drops the same both times."""
         self._documents = None  # the weights are about to change
         texts = data["queries"].texts(rows) + data["documents"].texts(rows)
@@ -79,7 +79,7 @@ class Retrieval(Task):
                 self.outputs(model, packed).backward(gradient)
         return loss.item()
 
-    def evaluate(self, model: Model, data: dict[str, Encoded], examples: Queries) -> Scores:
+    def evaluate(self, model: TaskModel, data: dict[str, TokenizedTexts], examples: Queries) -> Scores:
         """See Task. Queries without a relevant document are left out, as trec_eval does."""
         asked = np.flatnonzero([bool(examples.relevant.get(query)) for query in examples.queries])
         relevant = [examples.relevant[query] for query in np.array(list(examples.queries), dtype=object)[asked]]
@@ -111,16 +111,16 @@ class Retrieval(Task):
         own = torch.arange(len(queries), device=vectors.device)
         return cross_entropy(self.protocol.scale * queries @ documents.T, own)
 
-    def outputs(self, model: Model, packed: Packed) -> Tensor:
+    def outputs(self, model: TaskModel, packed: Packed) -> Tensor:
         """Compute embeddings, float32[texts, hidden], of length 1 each."""
         return normalize(mean_states(model.backbone.states(packed), packed), dim=1)
 
-    def _embed_all(self, model: Model, data: Encoded, rows: np.ndarray, **others: int) -> Tensor:
+    def _embed_all(self, model: TaskModel, data: TokenizedTexts, rows: np.ndarray, **others: int) -> Tensor:
         """Compute float32[rows, hidden] on the model's device."""
         parts, embedded = zip(*self.predictions(model, data, rows, **others), strict=True)
         return torch.cat(embedded)[torch.from_numpy(np.argsort(np.concatenate(parts))).to(model.device)]
 
-    def _all_documents(self, model: Model, data: Encoded, order: np.ndarray, queries: int) -> Tensor:
+    def _all_documents(self, model: TaskModel, data: TokenizedTexts, order: np.ndarray, queries: int) -> Tensor:
         """Embed documents in `order`. Both splits have the same: their embeddings are kept until the next `backward`."""
         digest = hashlib.sha256(data.tokens.tobytes() + data.starts.tobytes() + order.tobytes()).digest()
         if self._documents is None or self._documents[0] is not model or self._documents[1] != digest:

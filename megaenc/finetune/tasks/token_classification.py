@@ -8,21 +8,21 @@ from typing import ClassVar
 import numpy as np
 
 from megaenc.data.tokenizer.fast_encode import well_formed
-from megaenc.finetune.examples import Family, TaggedWords
-from megaenc.finetune.tasks.base import NO_LABEL, Model, Scores, Task
-from megaenc.finetune.tokenized import Encoded, TextEncoder, flat
+from megaenc.finetune.examples import TaggedWords, TaskFamily
+from megaenc.finetune.tasks.base import NO_LABEL, FinetuneTask, Scores, TaskModel
+from megaenc.finetune.tokenized import TextEncoder, TokenizedTexts, flat
 
 
-class Tagging(Task):
+class TokenClassification(FinetuneTask):
     """Cross-entropy of the tags, the mean over the batch's sub-tokens without BOS and EOS.
 
     Words are joined by single spaces and tokenised together. A sub-token belongs to the first word that ends after its first
     character, so that a space counts with the word behind it. Words that were cut off, or left no sub-token, are predicted O.
     """
 
-    family: ClassVar[Family] = Family.TC
+    family: ClassVar[TaskFamily] = TaskFamily.TC
 
-    def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> Encoded:
+    def encode(self, examples: list[TaggedWords], encoder: TextEncoder) -> TokenizedTexts:
         """Return rows of the sentences; by token: `words`, int32[N], place in the sentence or -1; `tags`, int64[N], or -100."""
         rows, words, tags, truncated = [], [], [], 0
         sentences = [[well_formed(word) for word in example.words] for example in examples]
@@ -36,13 +36,13 @@ class Tagging(Task):
             rows.append(encoder.row(tokens))
             words.append(encoder.beside(owners, -1))
             tags.append(np.where(words[-1] < 0, NO_LABEL, np.asarray(example.tags)[words[-1]]))
-        return Encoded.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
+        return TokenizedTexts.of(rows, truncated, words=flat(words, np.int32), tags=flat(tags, np.int64))
 
-    def targets(self, data: Encoded, rows: np.ndarray) -> np.ndarray:
+    def targets(self, data: TokenizedTexts, rows: np.ndarray) -> np.ndarray:
         """Return the tags."""
         return data.by_token("tags", rows)
 
-    def evaluate(self, model: Model, data: Encoded, examples: list[TaggedWords]) -> Scores:
+    def evaluate(self, model: TaskModel, data: TokenizedTexts, examples: list[TaggedWords]) -> Scores:
         """See Task. The baseline is the tag that each word has most often in the training set."""
         outside = self.dataset.labels.index("O") if "O" in self.dataset.labels else 0
         predicted: list[np.ndarray] = [np.empty(0, dtype=np.int64)] * len(data)

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from megaenc.model.attention.padded import attend_padded
-from megaenc.model.packed_sequences import Packing
+from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
 ORDER = ("flash", "varlen", "cudnn", "sdpa")
@@ -32,7 +32,7 @@ _OF_ANY_LENGTH = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 _HOPPER, _THIRD = (9, 0), "flash_attn_interface"  # the device that flash-attn 3 is made for, and its module
 
 
-def attend_by(name: str, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
+def attend_by(name: str, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float | None = None) -> Tensor:
     """q [S, H, D], k and v [S, G, D] -> [S, H, D] by the backend `name` of `ORDER`; `scale`: 1 / sqrt(D) unless given."""
     width = q.size(-1)
     scale = 1 / math.sqrt(width) if scale is None else scale
@@ -91,7 +91,7 @@ def flash_kernel(device: torch.device) -> Kernel:
     return kernel
 
 
-def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """One kernel over all documents, two where they have prefixes: those among themselves, the rest over all before it."""
     every, longest = packing.cu_seqlens_kv, packing.max_seqlen_kv
     if packing.attention != Attention.PREFIX:
@@ -107,7 +107,7 @@ def _over_all(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, packing: Packing,
     return out.index_copy(0, rows.suffix, after)
 
 
-def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def _by_document(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """Attend by torch's scaled dot product on each document by itself: exact everywhere.
 
     Split and put together once: the gradient of a slice would be a whole row of zeros for each document.

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megaenc.model.kernels.launch import power_of_2
-from megaenc.model.packed_sequences import Packing, to_device
+from megaenc.model.packed_sequences import PackedSequences, to_device
 from megaenc.objectives import Attention
 
 _SHORTEST = 128
@@ -41,7 +41,7 @@ class Padded:
     batches: list[Batch]
 
     @classmethod
-    def of(cls, packing: Packing, device: torch.device, dtype: torch.dtype) -> "Padded":
+    def of(cls, packing: PackedSequences, device: torch.device, dtype: torch.dtype) -> "Padded":
         """Worked out on the host; nothing waits for the device."""
         spans = np.array(packing.spans())
         lengths, prefixes = spans[:, 2] - spans[:, 0], spans[:, 1] - spans[:, 0]
@@ -81,7 +81,7 @@ def _bias(sizes: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return bias.masked_fill_(~seen, float("-inf"))[:, None]
 
 
-def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+def attend_padded(q: Tensor, k: Tensor, v: Tensor, packing: PackedSequences, scale: float) -> Tensor:
     """q [S, H, D], k and v [S, G, D] -> [S, H, D]."""
     key = ("padded", q.dtype)
     if key not in packing.prepared:  # once for all layers

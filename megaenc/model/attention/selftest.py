@@ -19,8 +19,8 @@ from megaenc.counter_rng import normal_rows
 from megaenc.errors import one_line
 from megaenc.model.attention.backends import attend_by, lacking
 from megaenc.model.attention.padded import MOST_MASK_BYTES, mask_bytes
-from megaenc.model.kernels.selftest import Verdict
-from megaenc.model.packed_sequences import Packing
+from megaenc.model.kernels.selftest import SelfTestResult
+from megaenc.model.packed_sequences import PackedSequences
 from megaenc.objectives import Attention
 
 _WHAT = ("values", "gradients of queries", "gradients of keys", "gradients of values")
@@ -61,12 +61,12 @@ def check_backend(
     masks: Iterable[Attention] = tuple(Attention),
     seq_length: int = 0,
     packs: int = 1,
-) -> Verdict:
+) -> SelfTestResult:
     """Try the backend `name` (of attention_backends.ORDER) on `device` under each of `masks`; whatever it raises is a verdict.
 
     `heads` of queries and `groups` of keys and values are this process's; `packs` of `seq_length` tokens make a micro-batch.
     """
-    worst = Verdict(name, True, 0.0, tolerance(dtype, head_dim, device), "")
+    worst = SelfTestResult(name, True, 0.0, tolerance(dtype, head_dim, device), "")
     if missing := lacking(name, device, dtype):
         return dataclasses.replace(worst, available=False, error=None, why=missing)
     masks = list(masks)
@@ -81,11 +81,11 @@ def check_backend(
                 for what, error in _errors(name, row, inputs, mask, device):
                     if not error <= allowed:
                         found = "no numbers" if math.isnan(error) else f"off by {error:.2g}, where {allowed:.2g} is allowed,"
-                        return Verdict(name, True, error, allowed, f"{what} {found} {where}")
+                        return SelfTestResult(name, True, error, allowed, f"{what} {found} {where}")
                     if error >= worst.error:
-                        worst = Verdict(name, True, error, allowed, "")
+                        worst = SelfTestResult(name, True, error, allowed, "")
             except Exception as error:  # whatever a kernel may raise
-                return Verdict(name, True, None, allowed, f"{type(error).__name__} {where}: {one_line(error)}")
+                return SelfTestResult(name, True, None, allowed, f"{type(error).__name__} {where}: {one_line(error)}")
     return worst
 
 
@@ -135,7 +135,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: torch.device) -> Iterator[tuple[str, float]]:
     """Yield what is compared and its relative error."""
-    packing = Packing.of(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
+    packing = PackedSequences.of(row.edges, mask, device, np.array(row.prefixes) if mask == Attention.PREFIX else None)
     expected = reference(*(x.float() for x in inputs), packing.spans())
     found = _computed(name, inputs, packing, device)
     for what, here, there in zip(_WHAT, found, expected, strict=True):
@@ -146,7 +146,7 @@ def _errors(name: str, row: Row, inputs: list[Tensor], mask: Attention, device: 
         yield f"{what}, when other documents change,", relative_error(here[quiet], there[quiet])
 
 
-def _computed(name: str, inputs: list[Tensor], packing: Packing, device: torch.device) -> tuple[Tensor, ...]:
+def _computed(name: str, inputs: list[Tensor], packing: PackedSequences, device: torch.device) -> tuple[Tensor, ...]:
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         part = F.pad(v, (0, v.size(-1)))[..., : v.size(-1)]  # of a joint projection, as layers give values: with gaps
         return attend_by(name, q, k, part, packing)

@@ -12,13 +12,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megaenc.backend import Backend, Kernels
+from megaenc.backend import Backend, KernelConfig
 from megaenc.errors import InputError, one_line
 from megaenc.model import transformer_engine
 from megaenc.model.fp8.tensor import ROWS, Float8, float8, rounding
 
 
-def check_linears(kernels: Kernels, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
+def check_linears(kernels: KernelConfig, backend: Backend, widths: Iterable[tuple[int, int]], dtype: torch.dtype) -> None:
     """Raise InputError where this machine has not what `kernels` ask for, or computes something else by it."""
     if kernels.transformer_impl == "transformer_engine":
         transformer_engine.check_installed(kernels.fp8_format)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megaenc.backend import Backend
 from megaenc.backend.parallel_config import FLOAT8_WIDTH
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.errors import InputError
 
 ROWS = 100  # of the matrices that the start tries
@@ -88,7 +88,7 @@ def float8(fp8_format: str, backend: Backend) -> Float8:
         return plain
     own = Float8(plain.forward, plain.gradient, triton=True)
     if why := _unlike(own, plain, backend.device):
-        say(f"--fp8-format {fp8_format}: Triton's kernels are not used to scale ({why}); torch's are, which take longer")
+        print_rank_0(f"--fp8-format {fp8_format}: Triton's kernels are not used to scale ({why}); torch's are, which take longer")
         return plain
     return own
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 
 ALLOWED = {torch.float32: 2**-16, torch.bfloat16: 2**-7}
 """Of results in these numbers, relative to their own size and that of all of them. Everything is computed in float32 and rounded
@@ -18,7 +18,7 @@ once, which puts a bfloat16 out by half of that where it is rounded to the neare
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SelfTestResult:
     """Result of a check of a kernel or an attention backend, which says what `error` and `allowed` are relative to."""
 
     name: str
@@ -50,19 +50,19 @@ Comparison = tuple[str, Tensor, Tensor]
 """Of what, found, expected in float64."""
 
 
-def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: Widths) -> Verdict:
+def check_kernel(name: str, device: torch.device, dtype: torch.dtype, widths: Widths) -> SelfTestResult:
     """Try the kernel `name` of `CHECKS` in float32 or bfloat16, on the `widths` of the model and some that fill no block."""
-    worst = Verdict(name, True, 0.0, ALLOWED[dtype], "")
+    worst = SelfTestResult(name, True, 0.0, ALLOWED[dtype], "")
     try:
         for what, found, expected in CHECKS[name](_Draw(device, dtype), widths):
             error, allowed = _error(found, expected), ALLOWED[found.dtype]
             if not error <= allowed:  # nor is a NaN
-                return Verdict(name, True, error, allowed, f"{what} is {error:.2g} off, allowed {allowed:.2g}")
+                return SelfTestResult(name, True, error, allowed, f"{what} is {error:.2g} off, allowed {allowed:.2g}")
             if error / allowed > worst.error / worst.allowed:
-                worst = Verdict(name, True, error, allowed, "")
+                worst = SelfTestResult(name, True, error, allowed, "")
     except Exception as error:  # of whatever kind: compilers have their own
         said = str(error).strip().splitlines() or [""]
-        return Verdict(name, False, None, ALLOWED[dtype], f"{type(error).__name__}: {said[0][:200]}")
+        return SelfTestResult(name, False, None, ALLOWED[dtype], f"{type(error).__name__}: {said[0][:200]}")
     return worst
 
 
@@ -223,7 +223,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, widths: Widths) -> Fused:
     return Fused(**_agreed(verdicts))
 
 
-def _agreed(verdicts: list[Verdict]) -> dict[str, bool]:
+def _agreed(verdicts: list[SelfTestResult]) -> dict[str, bool]:
     """By name, whether a kernel is right on all ranks; says which are not."""
     here = {verdict.name: verdict.why for verdict in verdicts}
     everywhere = [here]
@@ -233,5 +233,5 @@ def _agreed(verdicts: list[Verdict]) -> dict[str, bool]:
     reasons = {name: next((why[name] for why in everywhere if why[name]), "") for name in here}
     for why in dict.fromkeys(reasons.values()):  # one line where all have the same, such as no triton
         if why:
-            say(f"fused kernels: torch's own {', '.join(name for name in here if reasons[name] == why)} instead ({why})")
+            print_rank_0(f"fused kernels: torch's own {', '.join(name for name in here if reasons[name] == why)} instead ({why})")
     return {name: not why for name, why in reasons.items()}

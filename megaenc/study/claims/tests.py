@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megaenc.finetune.examples import Family
-from megaenc.study.manifest.model_key import Setting
+from megaenc.finetune.examples import TaskFamily
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import Score
 from megaenc.study.results.groups import is_average, percent, sizes_known
 from megaenc.study.stats import inference
 from megaenc.study.stats.comparisons import (
     Comparison,
-    Line,
+    Contrast,
     Models,
     Outcome,
     Pair,
@@ -26,7 +26,7 @@ from megaenc.study.stats.comparisons import (
     only_clm,
 )
 from megaenc.study.stats.inference import LEVEL
-from megaenc.study.stats.pooling import lending, test
+from megaenc.study.stats.pooling import between_run_variance, test
 
 MARGIN = 0.01
 """Two models that differ by less than one point (of a hundred) are about equal."""
@@ -37,7 +37,7 @@ QUARTER = (0.2, 0.3)
 
 
 @dataclass(frozen=True)
-class Draft:
+class PendingVerdict:
     """A verdict to be: p is corrected over all claims before it is one."""
 
     comparisons: list[Comparison] = field(default_factory=list)
@@ -48,17 +48,17 @@ class Draft:
     note: str = ""
     decisive: list[Comparison] = field(default_factory=list)
     """those that must not clearly go the other way"""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[Contrast] = field(default_factory=list)
     """what was compared, as the evidence has it"""
     missing: str = ""
     """what it takes, if that is not what the claim says"""
 
 
-def directional(lines: list[Line], draws: int, note: str = "", decisive: Sequence[Line] = ()) -> Draft:
+def directional(lines: list[Contrast], draws: int, note: str = "", decisive: Sequence[Contrast] = ()) -> PendingVerdict:
     """Test that the left side is above the right one: the `decisive` lines pooled, or all, and each line alone."""
-    lent, sound = lending(lines), comparable(decisive or lines)
+    lent, sound = between_run_variance(lines), comparable(decisive or lines)
     comparisons = adjusted([test([line], lent) for line in lines])
-    draft = Draft(comparisons, note=note, lines=lines)
+    draft = PendingVerdict(comparisons, note=note, lines=lines)
     if not sound:
         return draft
     overall = test(sound, lent, draws=draws)
@@ -66,7 +66,7 @@ def directional(lines: list[Line], draws: int, note: str = "", decisive: Sequenc
     return replace(draft, overall=overall, p=overall.p, way=_way(overall), decisive=among)
 
 
-def comparable(lines: Sequence[Line]) -> list[Line]:
+def comparable(lines: Sequence[Contrast]) -> list[Contrast]:
     """Return those of which no side has collapsed: only these are pooled."""
     return [line for line in lines if not line.collapsed]
 
@@ -79,32 +79,32 @@ def _way(overall: Comparison) -> Outcome:
     return "holds" if overall.difference > 0 else "reversed"
 
 
-def _gaps(models: Models, family: Family) -> list[Line]:
+def _gaps(models: Models, family: TaskFamily) -> list[Contrast]:
     """Return MLM less CLM at equal steps, a line for each size."""
     return lines_of(models.evidence, (models.mlm, models.clm), models.final().items(), [family])
 
 
-def mlm_above(models: Models, draws: int, family: Family) -> Draft:
+def mlm_above(models: Models, draws: int, family: TaskFamily) -> PendingVerdict:
     """1a, 1b: MLM less CLM, over sizes."""
     return directional(_gaps(models, family), draws)
 
 
-def about_equal(models: Models, draws: int) -> Draft:
+def about_equal(models: Models, draws: int) -> PendingVerdict:
     """1c: the same on TC, within a margin either way (two one-sided tests)."""
-    lines = _gaps(models, Family.TC)
-    lent, sound = lending(lines), comparable(lines)
+    lines = _gaps(models, TaskFamily.TC)
+    lent, sound = between_run_variance(lines), comparable(lines)
     each = [_within(test([line], lent, MARGIN)) for line in lines]
     corrected = inference.holm([one.p for one in each])
     comparisons = [replace(one, p_adjusted=p, verdict=_equal(one, p)) for one, p in zip(each, corrected, strict=True)]
     if not sound:
-        return Draft(comparisons, lines=lines)
+        return PendingVerdict(comparisons, lines=lines)
     apart = test(sound, lent, MARGIN, draws)
     overall, way = _within(apart), "holds"
     note = f"equal means within {100 * MARGIN:g} point either way, and p is that of a larger difference"
     if _equal(overall, math.nan) == "reversed":  # the opposite of what that p is of: of the interval, and of no difference
         note = f"the interval lies beyond the {100 * MARGIN:g} point that counts as equal"
         overall, way = apart, "reversed"
-    return Draft(comparisons, overall, overall.p, way, note, comparisons, lines)
+    return PendingVerdict(comparisons, overall, overall.p, way, note, comparisons, lines)
 
 
 def _within(one: Comparison) -> Comparison:
@@ -120,14 +120,14 @@ def _equal(one: Comparison, p: float) -> Outcome:
     return "reversed" if one.low > 100 * MARGIN or one.high < -100 * MARGIN else "not resolved"
 
 
-def gap_narrows(models: Models, draws: int) -> Draft:
+def gap_narrows(models: Models, draws: int) -> PendingVerdict:
     """1d: the linear trend of the gap over the sizes by rank, from the smallest to the largest."""
-    if len(lines := _gaps(models, Family.IR)) < 2:
-        return Draft()
+    if len(lines := _gaps(models, TaskFamily.IR)) < 2:
+        return PendingVerdict()
     if not sizes_known(models.settings, models.evidence.scope.sizes):
-        return Draft(missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
-    lent, sound = lending(lines), comparable(lines)
-    draft = Draft(adjusted([test([line], lent) for line in lines]), lines=lines)
+        return PendingVerdict(missing="sizes in a known order: names such as 210M and 1B, or the manifest that has their shapes")
+    lent, sound = between_run_variance(lines), comparable(lines)
+    draft = PendingVerdict(adjusted([test([line], lent) for line in lines]), lines=lines)
     if len(sound) < 2:
         return draft
     gap, middle = test(sound, lent), (len(sound) - 1) / 2
@@ -141,7 +141,7 @@ def gap_narrows(models: Models, draws: int) -> Draft:
     return replace(draft, overall=overall, p=p, way=_way(overall), note=f"the mean gap is {points(gap.difference)}")
 
 
-def early(models: Models, draws: int) -> Draft:
+def early(models: Models, draws: int) -> PendingVerdict:
     """2: CLM less MLM at each intermediate checkpoint that is early."""
     pairs = models.pairs(
         lambda one: not one.decayed and only_clm(one),
@@ -161,7 +161,7 @@ def early(models: Models, draws: int) -> Draft:
 def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
     """Return for each size and family from which step on the mean of MLM is no longer below that of CLM."""
     found = []
-    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in Family):
+    for size, family in dict.fromkeys((size, family) for size, _ in pairs for family in TaskFamily):
         ahead: dict[int, bool] = {}
         for (of, steps), by_seed in sorted(pairs.items()):
             if of == size and (standing := of_family(models.evidence, family, next(iter(by_seed.values())))) is not None:
@@ -174,7 +174,7 @@ def _crossings(models: Models, pairs: dict[tuple, Pair]) -> list[str]:
     return found
 
 
-def sensitivity(models: Models, draws: int = 0) -> Draft:
+def sensitivity(models: Models, draws: int = 0) -> PendingVerdict:
     """3: the variance between rates, by data set, MLM less CLM, as a difference of standard deviations."""
     names, evidence = (models.mlm, models.clm), models.evidence
     lines, variances, unfinished = [], [], 0
@@ -191,7 +191,7 @@ def sensitivity(models: Models, draws: int = 0) -> Draft:
             for seed, pair in sides.items()
         }
         source, terms = ({seed: [(1.0, mlm), (-1.0, clm)] for seed, (mlm, clm) in of.items()} for of in (sides, valued))
-        lines.append(Line(names, size, family, dataset, size, terms, source))
+        lines.append(Contrast(names, size, family, dataset, size, terms, source))
         variances.append(apart)
         for seed, pair in sides.items():
             unfinished += len({rate for side in pair for rate in (*side.rates, *side.rates_failed)}) - len(grids[seed][0])
@@ -236,15 +236,15 @@ def _values(grids: Mapping[int, Sequence[np.ndarray]]) -> tuple[dict[int, list[d
     """
     whole = float(np.mean([np.var(grid, axis=0, ddof=1).mean() for pair in grids.values() for grid in pair]))
     scale = 2 * math.sqrt(whole) if whole > 0 else 1.0
-    between = {seed: [inference.between(grid) for grid in pair] for seed, pair in grids.items()}
+    between = {seed: [inference.rate_variance(grid) for grid in pair] for seed, pair in grids.items()}
     means = np.mean([[values.mean() for values in pair] for pair in between.values()], axis=0).tolist()
     return {seed: [dict(enumerate(values / scale)) for values in pair] for seed, pair in between.items()}, means
 
 
-def quarter_first(models: Models, draws: int) -> Draft:
+def quarter_first(models: Models, draws: int) -> PendingVerdict:
     """4: at each budget, CLM for about a quarter of the steps and then MLM, less MLM alone."""
 
-    def budget(one: Setting) -> tuple[str, int, float]:
+    def budget(one: ModelKey) -> tuple[str, int, float]:
         return one.size, one.steps, one.mask_ratio or 0.0
 
     shares = [one for one in models.settings if one.decayed and not one.cpt_mlm_steps and one.mlm_steps]
@@ -262,7 +262,7 @@ def quarter_first(models: Models, draws: int) -> Draft:
     return directional(lines_of(models.evidence, ("25 % CLM, then MLM", "MLM alone"), places), draws)
 
 
-def continued(models: Models, draws: int) -> Draft:
+def continued(models: Models, draws: int) -> PendingVerdict:
     """5: at equal lengths; the longest decides, as a model that changes its objective needs time to."""
     pairs = models.pairs(
         lambda one: one.clm_steps > 0 and not one.mlm_steps,
@@ -287,7 +287,7 @@ def continued(models: Models, draws: int) -> Draft:
     return directional(lines, draws, "; ".join(shorter), last)
 
 
-def no_best_ratio(models: Models, draws: int = 0) -> Draft:
+def no_best_ratio(models: Models, draws: int = 0) -> PendingVerdict:
     """6: every two ratios against each other, by size and family.
 
     Holds where each ratio is clearly beaten somewhere; reversed where one is never and is above each other one overall.
@@ -298,7 +298,7 @@ def no_best_ratio(models: Models, draws: int = 0) -> Draft:
         found[one.size, one.steps].add(one.mask_ratio)
     several = {place: sorted(ratios) for place, ratios in found.items() if len(ratios) > 1}
     longest = {size: max(steps for of, steps in several if of == size) for size, _ in several}
-    lines: list[Line] = []
+    lines: list[Contrast] = []
     sides: list[tuple[float, float]] = []
     for size, steps in longest.items():
         here = [one for one in models.settings if one in alone and (one.size, one.steps) == (size, steps)]
@@ -308,7 +308,7 @@ def no_best_ratio(models: Models, draws: int = 0) -> Draft:
             some = lines_of(models.evidence, (percent(first), percent(second)), places)
             lines += some
             sides += [(first, second)] * len(some)
-    lent = lending(lines)
+    lent = between_run_variance(lines)
     comparisons = adjusted([test([line], lent) for line in lines])
     lost: dict[float, list[Comparison]] = {ratio: [] for ratio in sorted({ratio for pair in sides for ratio in pair})}
     for (first, second), one in zip(sides, comparisons, strict=True):
@@ -327,7 +327,7 @@ def no_best_ratio(models: Models, draws: int = 0) -> Draft:
                 against.append((test(of_pair, lent), pair[0] == unbeaten[0]))
         if len(against) == len(lost) - 1 and all((one.difference > 0) == first for one, first in against):
             p, way = float(np.max([one.p for one, _ in against])), "reversed"
-    return Draft([better_first(one) for one in comparisons], p=p, way=way, note=note, lines=lines)
+    return PendingVerdict([better_first(one) for one in comparisons], p=p, way=way, note=note, lines=lines)
 
 
 def _where_beaten(worst: Comparison | None) -> str:

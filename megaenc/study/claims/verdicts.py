@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims import tests as claim_tests
-from megaenc.study.claims.tests import EARLY, MARGIN, QUARTER, Draft, points
+from megaenc.study.claims.tests import EARLY, MARGIN, QUARTER, PendingVerdict, points
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import FAMILIES
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Line, Models, Outcome
+from megaenc.study.stats.comparisons import Comparison, Contrast, Models, Outcome
 from megaenc.study.stats.inference import LEVEL
 
 
@@ -39,7 +39,7 @@ class Verdict:
 
 _BOTH = "an MLM and a CLM model of one size and as many steps"
 
-_CLAIMS: dict[str, tuple[str, str, str, Callable[[Models, int], Draft]]] = {
+_CLAIMS: dict[str, tuple[str, str, str, Callable[[Models, int], PendingVerdict]]] = {
     **{
         name: (
             f"MLM is above CLM on {family}",
@@ -47,7 +47,7 @@ _CLAIMS: dict[str, tuple[str, str, str, Callable[[Models, int], Draft]]] = {
             f"{_BOTH}, both decayed and evaluated on {family}",
             partial(claim_tests.mlm_above, family=family),
         )
-        for name, family in (("1a", Family.SC), ("1b", Family.QA))
+        for name, family in (("1a", TaskFamily.SC), ("1b", TaskFamily.QA))
     },
     "1c": (
         "MLM and CLM are about equal on TC",
@@ -108,7 +108,7 @@ def judge(evidence: Evidence, draws: int = 2000) -> list[Verdict]:
     return [_verdict(models, name, draft, p, count) for (name, draft), p in zip(drafts.items(), corrected, strict=True)]
 
 
-def _verdict(models: Models, name: str, draft: Draft, p: float, claims: int) -> Verdict:
+def _verdict(models: Models, name: str, draft: PendingVerdict, p: float, claims: int) -> Verdict:
     title, question, missing, _ = _CLAIMS[name]
     made = Verdict(int(name[0]), title, question.format(mlm=models.mlm), draft.comparisons, "no data", "", name[1:])
     if not draft.comparisons:
@@ -127,7 +127,7 @@ def _verdict(models: Models, name: str, draft: Draft, p: float, claims: int) -> 
     return replace(made, verdict=verdict, reason=" ".join(filter(None, said)), overall=overall)
 
 
-def _reason(draft: Draft, p: float, claims: int, mixed: bool) -> str:
+def _reason(draft: PendingVerdict, p: float, claims: int, mixed: bool) -> str:
     overall, chance = draft.overall, "no p, as nothing says what other seeds would give"
     if not math.isnan(p):
         said = p_value(p)
@@ -177,7 +177,7 @@ def _pretrained(comparisons: Sequence[Comparison]) -> str:
     return f"{once} of {len(sound)} comparisons have one pretraining run a side: how far runs differ is taken from the others."
 
 
-def _left_out(models: Models, lines: Sequence[Line]) -> str:
+def _left_out(models: Models, lines: Sequence[Contrast]) -> str:
     """Pretraining seeds of compared models that have no partner of the same seed."""
     used = {score.setting for line in lines for of_run in line.members for _, score in of_run}
     recipes = {replace(setting, seed=0) for setting in used}
@@ -186,7 +186,7 @@ def _left_out(models: Models, lines: Sequence[Line]) -> str:
     return f"{models_are} left out, pretrained with a seed that the other side does not have." if count else ""
 
 
-def _unequal(lines: Sequence[Line]) -> str:
+def _unequal(lines: Sequence[Contrast]) -> str:
     """Fine-tuning seeds and rates that one side of a line has and the other has not, or not yet."""
     seeds: Counter[tuple[int, int]] = Counter()
     rates: set[int] = set()

@@ -11,11 +11,11 @@ from typing import Any
 from megaenc.data.packing.packed_dataset import SHORTEST_CHUNK, mean_squares_of_chunks
 from megaenc.errors import InputError, closest
 from megaenc.estimate.layout_case import PhaseWork, phases
-from megaenc.estimate.length_model import Documents
+from megaenc.estimate.length_model import LengthModel
 from megaenc.finetune.grid.jobs import rate_name
-from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.manifest.model_key import ModelKey, name_of
 from megaenc.study.manifest.pretrain_args import check_plan_flags, located_errors, rate_steps, run_flags
-from megaenc.training.config import PretrainSettings
+from megaenc.training.config import PretrainConfig
 
 _MOST_MODELS, _MOST_CHECKPOINTS = 1_000, 10_000
 _ANY_IDS = 1024  # schedules are read before there is a tokenizer: any vocabulary will do
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")  # of a folder, and of a part of the n
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """One item of `models`: every combination of its lists is a model; one value stands for a list of one."""
 
     size: tuple[str, ...] = ()
@@ -63,14 +63,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Model:
+class PlannedModel:
     """A model of the study: the end of one pretraining run, which may have begun as another's."""
 
     name: str
-    setting: Setting
+    setting: ModelKey
     flags: Mapping[str, Any] = field(repr=False)
     """Of `megaenc pretrain`, of every run of this model: without schedule, steps, seed, warm-up, decay, start and folder."""
-    run: PretrainSettings = field(repr=False)
+    run: PretrainConfig = field(repr=False)
     """Those over the defaults."""
     schedule: str
     """As --objective-schedule takes it."""
@@ -97,7 +97,7 @@ class Model:
         """Return the last step before the rate falls: up to there a run can be shared."""
         return self.steps - self.decay
 
-    def checkpoint_setting(self, step: int) -> Setting:
+    def checkpoint_setting(self, step: int) -> ModelKey:
         on_the_way = replace(self.setting, decayed=False, budget=self.steps)
         if self.setting.cpt_mlm_steps:
             return replace(on_the_way, cpt_mlm_steps=step)
@@ -115,11 +115,13 @@ class Model:
         return f"{stem}-{step}-seed{seed}" if mark else f"{self.name}-{step}"
 
 
-def models_of(entries: Sequence[Entry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> tuple[Model, ...]:
+def models_of(
+    entries: Sequence[ManifestEntry], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
+) -> tuple[PlannedModel, ...]:
     """Every model of a manifest, parents before those that continue them. Raises InputError in one line."""
     for size in sizes:
         _check_name("sizes", size)
-    models: dict[str, Model] = {}
+    models: dict[str, PlannedModel] = {}
     place_of: dict[str, str] = {}
     count = checkpoints = 0
     for entry in sorted(entries, key=lambda entry: bool(entry.after)):  # stable: otherwise in the order of the file
@@ -142,7 +144,7 @@ def models_of(entries: Sequence[Entry], sizes: Mapping[str, Any], pretrain: Mapp
     return _set_apart(models.values())
 
 
-def _check_entry(entry: Entry) -> None:
+def _check_entry(entry: ManifestEntry) -> None:
     """Raise InputError for what says nothing, two things, or a number that cannot be."""
     for name, right, expected in (
         ("steps", lambda value: value >= 1, "1 or more"),
@@ -170,7 +172,7 @@ def _check_entry(entry: Entry) -> None:
         given = [other for other in others if getattr(entry, other)]
         if getattr(entry, name) and given:
             raise InputError(f"found `{given[0]}` beside `{name}`, expected {expected}")
-    if entry.after and entry.seed != Entry.seed:
+    if entry.after and entry.seed != ManifestEntry.seed:
         raise InputError("found `seed` beside `after`: a continued model has its parent's")
     if not entry.after and not entry.size:
         raise InputError("field `size`: missing, expected a name of `sizes`, or `after` with a model that is continued")
@@ -186,13 +188,13 @@ def _check_name(field: str, name: str) -> None:
         raise InputError(f"{found}, expected at most {_LONGEST_NAME} bytes; give it a `name`")
 
 
-def _count_models(entry: Entry) -> int:
+def _count_models(entry: ManifestEntry) -> int:
     """Return how many models an entry makes at most: every combination of its lists."""
     lists = (entry.size, entry.steps, entry.clm_share or entry.clm_steps, entry.mask, entry.peak_rate, entry.seed, entry.after)
     return math.prod(max(1, len(values)) for values in lists)
 
 
-def _set_apart(models: Iterable[Model]) -> tuple[Model, ...]:
+def _set_apart(models: Iterable[PlannedModel]) -> tuple[PlannedModel, ...]:
     """Return the models, in their order, no setting of which, or of checkpoints on their way, stands for two ways of training.
 
     Of those with the same columns the one without flags of its own keeps them. For the others these become part of the
@@ -202,7 +204,7 @@ def _set_apart(models: Iterable[Model]) -> tuple[Model, ...]:
         (model, [model.setting] * model.evaluate + [model.checkpoint_setting(step) for step in model.checkpoints])
         for model in models
     ]
-    ways: dict[Setting, set[str]] = defaultdict(set)
+    ways: dict[ModelKey, set[str]] = defaultdict(set)
     for model, of_model in settings:
         for setting in of_model:
             ways[setting].add(model.own)
@@ -215,9 +217,11 @@ def _set_apart(models: Iterable[Model]) -> tuple[Model, ...]:
     return tuple(found)
 
 
-def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]) -> Iterator[Model]:
+def _expand(
+    entry: ManifestEntry, models: Mapping[str, PlannedModel], sizes: Mapping[str, Any], pretrain: Mapping[str, Any]
+) -> Iterator[PlannedModel]:
     """Return every model of an entry; `models` are those that it may continue."""
-    runs: dict[tuple, PretrainSettings] = {}  # reading flags takes most of a model's time
+    runs: dict[tuple, PretrainConfig] = {}  # reading flags takes most of a model's time
     begins, rates = entry.after or entry.size, entry.peak_rate or (None,)
     for begin, steps, rate, seed in itertools.product(begins, entry.steps, rates, entry.seed):
         parent = models.get(begin) if entry.after else None
@@ -225,7 +229,7 @@ def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any],
             raise InputError(f"field `after`: found {begin}{nearest(begin, models)}")
         if parent and parent.after:
             raise InputError(f"field `after`: found {begin}, which is continued itself; give one longer `schedule`")
-        base = parent.setting if parent else Setting(begin, seed=seed)
+        base = parent.setting if parent else ModelKey(begin, seed=seed)
         if base.size not in sizes:
             raise InputError(f"field `size`: found {base.size}{nearest(base.size, sizes)}")
         own = {**entry.pretrain, **({} if rate is None else {"lr": rate})}
@@ -247,7 +251,7 @@ def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any],
             if late := [step for step in entry.checkpoints if step > steps - decay]:
                 last = f"expected 1 to {steps - decay}: then {name} decays"
                 raise InputError(f"field `checkpoints`: found {late[0]}, {last}")
-            yield Model(
+            yield PlannedModel(
                 name=name,
                 setting=setting,
                 flags={key: value for key, value in given.items() if not key.startswith(("lr_warmup", "lr_wsd_decay"))},
@@ -265,7 +269,7 @@ def _expand(entry: Entry, models: Mapping[str, Model], sizes: Mapping[str, Any],
             )
 
 
-def _schedules(entry: Entry, steps: int) -> list[str]:
+def _schedules(entry: ManifestEntry, steps: int) -> list[str]:
     """As --objective-schedule has them, in steps where there are two objectives."""
     if entry.schedule:
         return [entry.schedule]
@@ -282,7 +286,7 @@ def _schedules(entry: Entry, steps: int) -> list[str]:
     return list(dict.fromkeys(found))  # CLM alone is the same for every mask ratio
 
 
-def _name(entry: Entry, setting: Setting, rate: float | None) -> str:
+def _name(entry: ManifestEntry, setting: ModelKey, rate: float | None) -> str:
     try:
         name = entry.name or name_of(setting)
     except ValueError as error:
@@ -294,17 +298,17 @@ def _name(entry: Entry, setting: Setting, rate: float | None) -> str:
     return name
 
 
-def expected_documents(run: PretrainSettings) -> Documents:
+def expected_documents(run: PretrainConfig) -> LengthModel:
     """Return how documents lie in packs as far as that is known without a corpus: cut at random into two, else one each.
 
     Attention of one document is at most some percent too much.
     """
     length = run.data.seq_length
     cut = run.data.packing == "random-length" and length >= 2 * SHORTEST_CHUNK
-    return Documents(mean_squares_of_chunks(length) if cut else float(length * length), 0.0, 0.0, "")
+    return LengthModel(mean_squares_of_chunks(length) if cut else float(length * length), 0.0, 0.0, "")
 
 
-def _setting(base: Setting, trained: Sequence[PhaseWork], text: str, parent: Model | None) -> Setting:
+def _setting(base: ModelKey, trained: Sequence[PhaseWork], text: str, parent: PlannedModel | None) -> ModelKey:
     """Return the columns of the tables, and the schedule itself where they cannot say it."""
     clm_steps, total = round(sum(map(_clm_steps, trained))), trained[-1].last
     masking = [(work, steps) for phase in trained for work, steps in phase.parts if work.seen == work.squares]

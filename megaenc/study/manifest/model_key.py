@@ -20,7 +20,7 @@ _COUNTED = re.compile(r"\d+(\.\d+)?[kmb]")  # a size that is a number of paramet
 
 
 @dataclass(frozen=True, order=True)
-class Setting:
+class ModelKey:
     """A model, or a checkpoint on the way to one. Steps are optimizer steps of pretraining."""
 
     size: str
@@ -53,7 +53,7 @@ class Setting:
         return self.clm_steps / first if (first := self.clm_steps + self.mlm_steps) else 0.0
 
 
-def name_of(setting: Setting) -> str:
+def name_of(setting: ModelKey) -> str:
     """Return the name that the study's artefacts give this setting, or would.
 
     Raises ValueError where there is MLM without a mask ratio, or an intermediate checkpoint lies behind the end of its run.
@@ -82,7 +82,7 @@ def name_of(setting: Setting) -> str:
     return "-".join(parts)
 
 
-def setting_of(name: str) -> Setting | None:
+def setting_of(name: str) -> ModelKey | None:
     """Return the setting that a name stands for; None where it is no such name. `name_of` gives the name back."""
     if not (match := _NAME.fullmatch(name)):
         return None
@@ -110,10 +110,10 @@ def setting_of(name: str) -> Setting | None:
         clm, mlm, cpt = (clm, mlm, at) if cpt else (min(clm, at), max(0, at - clm), 0)
     ratio = round(masks.pop() / 100, 6) if mlm or cpt else None
     size = size.upper() if _COUNTED.fullmatch(size) else size
-    return Setting(size, clm, mlm, cpt, ratio, decayed=not step, seed=int(seed or 1), budget=budget)
+    return ModelKey(size, clm, mlm, cpt, ratio, decayed=not step, seed=int(seed or 1), budget=budget)
 
 
-def _mlm(setting: Setting) -> str:
+def _mlm(setting: ModelKey) -> str:
     if setting.mask_ratio is None:
         raise ValueError(f"{setting}: MLM without a mask ratio")
     return f"mlm{100 * setting.mask_ratio:g}"

@@ -9,8 +9,8 @@ from megaenc import flags
 from megaenc.data.packing.blended_dataset import weight_of
 from megaenc.data.packing.packed_dataset import check_two_chunks
 from megaenc.errors import InputError
-from megaenc.training.config import PretrainSettings, with_preset
-from megaenc.training.config_groups import OptimizerSettings
+from megaenc.training.config import PretrainConfig, with_preset
+from megaenc.training.config_groups import OptimizerConfig
 from megaenc.training.lr_schedule import steps_of
 
 OF_THE_STUDY = {
@@ -29,18 +29,18 @@ def check_pretrain_flags(source: str, given: Mapping[str, Any]) -> None:
     run_flags(given, source)
 
 
-def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainSettings:
+def run_flags(given: Mapping[str, Any], source: str = "pretrain") -> PretrainConfig:
     """Return `given` over the preset of its `model` over the defaults of `megaenc pretrain`. Raises InputError.
 
     bf16 is on unless given, as if the processor had it: to ask takes torch, and another machine may do the run.
     """
     values = {str(name): value for name, value in given.items()}
     with located_errors(source):
-        default = with_preset(PretrainSettings(bf16=True), str(values.get("model", "tiny")))
+        default = with_preset(PretrainConfig(bf16=True), str(values.get("model", "tiny")))
     return flags.replace_fields(default, values, source=source)
 
 
-def check_plan_flags(run: PretrainSettings) -> None:
+def check_plan_flags(run: PretrainConfig) -> None:
     """Raise InputError, naming the flag, for a shape or a size of a step that cannot be: the plan computes with them."""
     run.shape.check()
     values = flags.flatten(run)
@@ -62,7 +62,7 @@ def located_flags(given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def rate_steps(rate: OptimizerSettings, total: int) -> tuple[int, int]:
+def rate_steps(rate: OptimizerConfig, total: int) -> tuple[int, int]:
     """Return the steps of warm-up and of decay in a run of `total` steps. Raises InputError for what cannot be."""
     warmup = steps_of("lr-warmup", rate.lr_warmup_iters, rate.lr_warmup_fraction, total)
     decay = steps_of("lr-wsd-decay", rate.lr_wsd_decay_iters, rate.lr_wsd_decay_fraction, total)

@@ -14,20 +14,20 @@ import yaml
 from megaenc import flags
 from megaenc.console import printable, shortened
 from megaenc.errors import InputError
-from megaenc.finetune.grid.command import GridSettings
-from megaenc.study.manifest.expand import Entry, Model, models_of, nearest
-from megaenc.study.manifest.model_key import Setting
+from megaenc.finetune.grid.command import GridConfig
+from megaenc.study.manifest.expand import ManifestEntry, PlannedModel, models_of, nearest
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.pretrain_args import check_pretrain_flags, located_errors, located_flags
 from megaenc.study.run.finetune_stage import Training, located, trainings
 
 _MOST_SEEDS = 10_000
 _LARGEST = 10**15  # of whole numbers: products of some of them stay finite as floats
 _LONGEST = 10_000  # values of a list, and letters of a text
-_NOT_HERE = {"config", "model", "output", *flags.flatten(GridSettings().local), *flags.flatten(GridSettings().slurm)}
+_NOT_HERE = {"config", "model", "output", *flags.flatten(GridConfig().local), *flags.flatten(GridConfig().slurm)}
 
 
 @dataclass(frozen=True)
-class Corpus:
+class CorpusEntry:
     """The text that is pretrained on, where the study makes its own corpus and tokenizer."""
 
     demo: bool = False
@@ -85,12 +85,12 @@ class Manifest:
 
     path: Path
     title: str
-    models: tuple[Model, ...]
+    models: tuple[PlannedModel, ...]
     """Parents before those that continue them."""
-    corpus: Corpus
+    corpus: CorpusEntry
     data: Path
     """The folder that relative paths of data begin in."""
-    finetune: GridSettings | None
+    finetune: GridConfig | None
     """With neither models nor an output; None where nothing is fine-tuned."""
     finetune_flags: Mapping[str, Any]
     """The flags of `megaenc finetune grid` that say so, data sets where they are."""
@@ -99,18 +99,18 @@ class Manifest:
     hardware: Hardware
     reported: Reported
 
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> dict[str, ModelKey]:
         """Return every evaluated checkpoint by its name, in the manifest's order: models first, then those on the way."""
         return {name: setting for name, setting, *_ in self.checkpoints()}
 
-    def checkpoints(self) -> Iterator[tuple[str, Setting, Model, int]]:
+    def checkpoints(self) -> Iterator[tuple[str, ModelKey, PlannedModel, int]]:
         """Yield name, setting, model and step of every evaluated checkpoint: of models first, then those on the way."""
         yield from ((model.name, model.setting, model, model.steps) for model in self.models if model.evaluate)
         for model in self.models:
             for step in model.checkpoints:
                 yield model.checkpoint_name(step), model.checkpoint_setting(step), model, step
 
-    def vocab_size(self, model: Model) -> int:
+    def vocab_size(self, model: PlannedModel) -> int:
         return model.run.shape.vocab_size or self.corpus.vocab_size
 
 
@@ -170,7 +170,7 @@ def _manifest(path: Path, top: _Top, folder: Path) -> Manifest:
     entries = [_entry(number, given, folder) for number, given in enumerate(top.models, 1)]
     sizes = {str(size): located_flags(given, folder) for size, given in top.sizes.items()}
     models = models_of(entries, sizes, located_flags(top.pretrain, folder))
-    corpus = _part(Corpus(), top.corpus, "corpus")
+    corpus = _part(CorpusEntry(), top.corpus, "corpus")
     if corpus.demo and corpus.text:
         raise InputError("corpus: found `demo` beside `text`, expected one of them")
     for name in ("data_path", "tokenizer"):
@@ -241,11 +241,11 @@ def _short(value: Any) -> str:
     return shortened(text, 60)
 
 
-def _entry(number: int, given: Any, folder: Path) -> Entry:
+def _entry(number: int, given: Any, folder: Path) -> ManifestEntry:
     place = f"models, entry {number}"
     if not isinstance(given, dict):
         raise InputError(f"{place}: found {given!r}, expected keys such as size, steps, clm_share and mask")
-    entry = flags.replace_fields(Entry(), {str(key): value for key, value in given.items()}, source=place)
+    entry = flags.replace_fields(ManifestEntry(), {str(key): value for key, value in given.items()}, source=place)
     check_pretrain_flags(f"{place}: pretrain", entry.pretrain)
     return replace(entry, place=place, group=" ".join(entry.group.split()), pretrain=located_flags(entry.pretrain, folder))
 
@@ -266,11 +266,11 @@ def _check_numbers(hardware: Hardware, reported: Reported, sizes: Iterable[str],
                 raise InputError(f"{place}: field `{key}`: found {value!r}, expected a number of 0 or more")
 
 
-def _grid(given: Mapping[str, Any]) -> GridSettings:
+def _grid(given: Mapping[str, Any]) -> GridConfig:
     for name in given:
         if name in _NOT_HERE:
             raise InputError(f"finetune: field `{name}`: found here, expected on the command line of `megaenc study run`")
-    settings = flags.replace_fields(GridSettings(), dict(given), source="finetune")
+    settings = flags.replace_fields(GridConfig(), dict(given), source="finetune")
     if not settings.datasets:
         raise InputError("finetune: field `datasets`: found none, expected at least one")
     for name, values in (("datasets", settings.datasets), ("learning_rates", settings.learning_rates)):
@@ -287,7 +287,7 @@ def _grid(given: Mapping[str, Any]) -> GridSettings:
     return settings
 
 
-def _grid_flags(grid: GridSettings, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _grid_flags(grid: GridConfig, given: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     values = flags.flatten(grid)
     found = {name: values[name] for name in given}
     found |= {"datasets": tuple(located(dataset, folder) for dataset in grid.datasets)}

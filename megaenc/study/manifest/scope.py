@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from megaenc.finetune.results.aggregate import Asked
-from megaenc.study.manifest.model_key import Setting
+from megaenc.finetune.results.aggregate import GridSpec
+from megaenc.study.manifest.model_key import ModelKey
 
 if TYPE_CHECKING:
     from megaenc.study.manifest.schema import Manifest
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Scope:
     """Empty where no manifest says any of it: then what is there has to do."""
 
-    names: Mapping[str, Setting] = field(default_factory=dict)
+    names: Mapping[str, ModelKey] = field(default_factory=dict)
     """every evaluated checkpoint by its name, in the manifest's order"""
     sizes: tuple[str, ...] = ()
     """the smallest number of parameters first"""
-    asked: Asked | None = None
+    asked: GridSpec | None = None
     """rates and seeds of each model on each data set"""
     datasets: tuple[tuple[str, str], ...] = ()
     """(family, data set), the family empty where only the data says it"""
@@ -40,6 +40,6 @@ def scope_of(manifest: "Manifest") -> Scope:
     return Scope(
         names=manifest.settings(),
         sizes=tuple(sorted(counts, key=counts.__getitem__)),
-        asked=None if grid is None else Asked(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
+        asked=None if grid is None else GridSpec(tuple(sorted(grid.learning_rates)), tuple(range(grid.seeds))),
         datasets=tuple((one.family, name) for one in manifest.trainings for name in one.datasets),
     )

@@ -13,21 +13,21 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.atomic_io import whole_files
-from megaenc.console import quiet, say
+from megaenc.atomic_io import atomic_files
+from megaenc.console import print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.finetune.grid.command import count
 from megaenc.output_paths import check_output_file, created_parent
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.cost import Amount, Chain, Cost, cost_of, explained
-from megaenc.study.plan.dag import Graph, build_graph
+from megaenc.study.plan.dag import StageGraph, build_graph
 from megaenc.study.plan.render_dag import picture, tree
 
 _FORMATS = (".png", ".pdf", ".svg")
 
 
 @dataclass(frozen=True)
-class PlanFlags:
+class PlanConfig:
     """What `megaenc study plan` takes."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
@@ -38,7 +38,7 @@ class PlanFlags:
     """Folder in which the manifest's relative paths of data begin; the manifest's own unless given."""
 
 
-def lines(graph: Graph, cost: Cost) -> Iterator[str]:
+def lines(graph: StageGraph, cost: Cost) -> Iterator[str]:
     """Return the plan as text: the runs, then what they take."""
     manifest = graph.manifest
     yield f"{manifest.title or manifest.path}: {_counts(graph)}"
@@ -50,7 +50,7 @@ def lines(graph: Graph, cost: Cost) -> Iterator[str]:
     yield from _waits(graph, cost)
 
 
-def _counts(graph: Graph) -> str:
+def _counts(graph: StageGraph) -> str:
     models = graph.manifest.models
     evaluated = sum(model.evaluate for model in models)
     on_the_way, left = len(graph.exports) - evaluated, len(models) - evaluated
@@ -60,7 +60,7 @@ def _counts(graph: Graph) -> str:
     return text + (f", {left} of the models not evaluated" if left else "")
 
 
-def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
+def _pretraining(graph: StageGraph, cost: Cost) -> Iterator[str]:
     hardware, reported = graph.manifest.hardware, graph.manifest.reported
     rows = [(group or "models", *both) for group, both in cost.groups.items()]
     if len(rows) > 1:
@@ -85,7 +85,7 @@ def _pretraining(graph: Graph, cost: Cost) -> Iterator[str]:
         yield "  hours: not known; `hardware: {tokens_per_second: ...}` in the manifest says how fast a device is"
 
 
-def _finetuning(graph: Graph, cost: Cost) -> Iterator[str]:
+def _finetuning(graph: StageGraph, cost: Cost) -> Iterator[str]:
     grid, hardware, reported = next(iter(graph.grids.values())), graph.manifest.hardware, graph.manifest.reported
     sets = sum(len(training.datasets) for training in grid.trainings)
     rates, seeds = len(grid.flags["learning_rates"]), grid.flags["seeds"]
@@ -105,7 +105,7 @@ def _finetuning(graph: Graph, cost: Cost) -> Iterator[str]:
         yield f"  {cost.finetune_hours:,.1f} hours of {each}{also}"
 
 
-def _waits(graph: Graph, cost: Cost) -> Iterator[str]:
+def _waits(graph: StageGraph, cost: Cost) -> Iterator[str]:
     hardware = graph.manifest.hardware
     if cost.at_the_branch.hours is None:
         return
@@ -148,7 +148,7 @@ def _scaled(count: float, units: Sequence[str] = ("", "k", "M", "G", "T", "P")) 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study plan`."""
     quiet()
-    settings = flags.parse(PlanFlags, argv, prog="megaenc study plan", description=__doc__)
+    settings = flags.parse(PlanConfig, argv, prog="megaenc study plan", description=__doc__)
     output = Path(settings.picture) if settings.picture else None
     if output and output.suffix.lower() not in _FORMATS:
         raise InputError(f"--picture {output}: found the ending {output.suffix!r}, expected {', '.join(_FORMATS)}")
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if output:
             title = f"{graph.manifest.title or graph.manifest.path.name}\n{_counts(graph)}: {cost.shared.steps:,} steps"
             more = f", {cost.alone.steps:,} without sharing" if cost.alone.steps != cost.shared.steps else ""
-            with whole_files(output) as [temporary]:
+            with atomic_files(output) as [temporary]:
                 picture(graph, title + more).savefig(temporary, format=output.suffix.lower().removeprefix("."))
     for line in [*lines(graph, cost), *([f"{output}: the runs over their steps"] if output else [])]:
-        say(line)
+        print_rank_0(line)

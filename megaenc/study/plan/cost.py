@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaenc.finetune.grid.command import count
-from megaenc.study.manifest.expand import Model
+from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 
 if TYPE_CHECKING:
-    from megaenc.study.plan.dag import Graph
-    from megaenc.study.run.pretrain_stage import PretrainNode
+    from megaenc.study.plan.dag import StageGraph
+    from megaenc.study.run.pretrain_stage import PretrainStage
 
 RESULT_BYTES = 272_000
 """Of one fine-tuning result on average: 18,000 of the study's form and size take 4.9 GB (docs/grid.md)."""
@@ -64,7 +64,7 @@ class Cost:
     """Where it waits for its parent's end."""
 
 
-def cost_of(graph: "Graph") -> Cost:
+def cost_of(graph: "StageGraph") -> Cost:
     """Count what `graph` costs."""
     groups = {model.group: (Amount(), Amount()) for model in graph.manifest.models}
     for run in graph.runs.values():
@@ -85,7 +85,7 @@ def cost_of(graph: "Graph") -> Cost:
     )
 
 
-def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
+def amount(manifest: Manifest, model: PlannedModel, after: int, last: int) -> Amount:
     """Return what the updates after + 1..last of a model's run take."""
     run, rate = model.run, manifest.hardware.rate(model.setting.size)
     packs, vocab_size = run.global_batch_size, manifest.vocab_size(model)
@@ -95,7 +95,7 @@ def amount(manifest: Manifest, model: Model, after: int, last: int) -> Amount:
     return Amount(last - after, tokens, flops, tokens / rate / 3600 if rate else None)
 
 
-def _disk(graph: "Graph") -> dict[str, int]:
+def _disk(graph: "StageGraph") -> dict[str, int]:
     """Return bytes; of a checkpoint those of the weights, of master weights where these are bfloat16, and of AdamW's moments."""
     checkpoints = exports = 0
     exported = Counter(export.run for export in graph.exports.values())
@@ -107,14 +107,14 @@ def _disk(graph: "Graph") -> dict[str, int]:
     return {"checkpoints with optimizer": checkpoints, "exports": exports, "results": results}
 
 
-def _longest(graph: "Graph", wait_for_end: bool) -> Chain:
+def _longest(graph: "StageGraph", wait_for_end: bool) -> Chain:
     """Return the chain that ends last; `wait_for_end`: branches begin when their parent has ended."""
     if any(run.amount.device_hours is None for run in graph.runs.values()):
         return Chain(None, ())
     hardware = graph.manifest.hardware
     begins: dict[str, Chain] = {}
 
-    def end(run: "PretrainNode", step: int) -> float:
+    def end(run: "PretrainStage", step: int) -> float:
         took = (run.amount.device_hours or 0.0) / hardware.devices * (step - run.at) / run.steps
         return begins[run.name].hours + took
 
@@ -133,13 +133,13 @@ def _longest(graph: "Graph", wait_for_end: bool) -> Chain:
     return max(ends, key=lambda chain: chain.hours)
 
 
-def explained(graph: "Graph") -> dict[str, str]:
+def explained(graph: "StageGraph") -> dict[str, str]:
     """Say for each group of models how its shared steps come about, and how they compare with what was reported."""
     groups = dict.fromkeys(model.group for model in graph.manifest.models)
     return {group: _explain(graph, group) for group in groups}
 
 
-def _explain(graph: "Graph", group: str) -> str:
+def _explain(graph: "StageGraph", group: str) -> str:
     runs, reported = [run for run in graph.runs.values() if run.model.group == group], graph.manifest.reported
     guessed = [run for run in runs if run.model.inferred]
     counted = [run for run in runs if not run.model.inferred]
@@ -163,7 +163,7 @@ def _explain(graph: "Graph", group: str) -> str:
     return text
 
 
-def _split(runs: list["PretrainNode"]) -> str:
+def _split(runs: list["PretrainStage"]) -> str:
     """Return how the steps of some runs come about, by where they begin."""
     starts = _starts(runs)
     if len(set(starts.values())) == 1:
@@ -171,7 +171,7 @@ def _split(runs: list["PretrainNode"]) -> str:
         decays, decay = [min(run.model.decay, run.steps) for run in runs if run.model.after == first], runs[0].model.decay
         inside = f" ({each - sum(decays):,} undecayed and {len(decays)} x {decay:,} of decay)" if set(decays) == {decay} else ""
         return f"{each:,}{inside}" + (f" for each of {len(starts)} starts" if len(starts) > 1 else "")
-    kinds: dict[str, list[PretrainNode]] = {"new": [], "branch": [], "tail": [], "weights": []}
+    kinds: dict[str, list[PretrainStage]] = {"new": [], "branch": [], "tail": [], "weights": []}
     for run in runs:
         kinds["tail" if run.is_tail else run.start].append(run)
     new, branches, tails, others = kinds.values()
@@ -185,16 +185,16 @@ def _split(runs: list["PretrainNode"]) -> str:
     return ", ".join(said) + (f" ({_steps(runs):,})" if len(said) > 1 else "")
 
 
-def _starts(runs: list["PretrainNode"]) -> dict[str, int]:
+def _starts(runs: list["PretrainStage"]) -> dict[str, int]:
     """Return the steps by the model that is continued, where all continue finished models."""
     names = dict.fromkeys(run.model.after for run in runs)
     return {} if "" in names else {name: _steps([run for run in runs if run.model.after == name]) for name in names}
 
 
-def _times(runs: list["PretrainNode"]) -> str:
+def _times(runs: list["PretrainStage"]) -> str:
     same = {run.steps for run in runs}
     return f"{len(runs)} x {same.pop():,}" if len(same) == 1 else f"{_steps(runs):,} in {len(runs)} runs"
 
 
-def _steps(runs: list["PretrainNode"]) -> int:
+def _steps(runs: list["PretrainStage"]) -> int:
     return sum(run.steps for run in runs)

@@ -15,30 +15,30 @@ from typing import Any, Literal
 
 from megaenc.errors import InputError
 from megaenc.flags import flatten
-from megaenc.study.manifest.expand import Model
+from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.manifest.schema import Manifest
 from megaenc.study.plan.cost import amount
-from megaenc.study.run.finetune_stage import GridNode, LabelledData
-from megaenc.study.run.pretrain_stage import PretrainNode, read_start
-from megaenc.study.run.stage import CorpusNode, ExportNode, Node
-from megaenc.training.checkpoint_dir import CheckpointFolder
+from megaenc.study.run.finetune_stage import FinetuneStage, LabelledData
+from megaenc.study.run.pretrain_stage import PretrainStage, read_start
+from megaenc.study.run.stage import CorpusStage, ExportStage, StageRunner
+from megaenc.training.checkpoint_dir import CheckpointDir
 
 Start = tuple[Literal["new", "branch", "weights"], str, int]
 """How a run begins: with new weights, as a branch, with another's weights; the name of that other; the step of a branch, or 0."""
 
 
 @dataclass(frozen=True)
-class Graph:
+class StageGraph:
     """The stages of a study by name, each kind in an order in which everything comes after what it needs."""
 
     manifest: Manifest
-    corpus: CorpusNode | None
-    runs: dict[str, PretrainNode]
-    exports: dict[str, ExportNode]
-    grids: dict[str, GridNode]
+    corpus: CorpusStage | None
+    runs: dict[str, PretrainStage]
+    exports: dict[str, ExportStage]
+    grids: dict[str, FinetuneStage]
 
     @property
-    def nodes(self) -> dict[str, Node]:
+    def nodes(self) -> dict[str, StageRunner]:
         """All of them by id, each after what it needs."""
         corpus = [self.corpus] if self.corpus else []
         return {node.id: node for node in (*corpus, *self.runs.values(), *self.exports.values(), *self.grids.values())}
@@ -51,7 +51,7 @@ def build_graph(
     processes: int = 0,
     grid_jobs: int = 1,
     text: Mapping[str, Any] | None = None,
-) -> Graph:
+) -> StageGraph:
     """Work the stages out: what branches where, which checkpoints are kept, what is exported and fine-tuned.
 
     `study` is the folder that it is made in: the runs there keep the start that they have had, and are branched where they can
@@ -63,7 +63,7 @@ def build_graph(
     corpus = None
     if manifest.corpus.made:
         paths = tuple(manifest.data / path for path in manifest.corpus.text)
-        corpus = CorpusNode(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
+        corpus = CorpusStage(study=study, demo=manifest.corpus.demo, text=paths, vocab_size=manifest.corpus.vocab_size)
         text = corpus.flags
     exports, keep = {}, defaultdict(set)
     for _, parent, at in starts.values():
@@ -72,11 +72,11 @@ def build_graph(
         run = model.name
         while starts[run][0] == "branch" and step <= starts[run][2]:  # made by what it branches off
             run = starts[run][1]
-        exports[name] = ExportNode(study=study, name=name, setting=setting, run=run, step=step)
+        exports[name] = ExportStage(study=study, name=name, setting=setting, run=run, step=step)
         keep[run].update([] if setting.decayed else [step])
     models, runs = {model.name: model for model in manifest.models}, {}
     for name, (start, parent, at) in starts.items():
-        runs[name] = PretrainNode(
+        runs[name] = PretrainStage(
             study=study,
             name=name,
             model=models[name],
@@ -93,7 +93,7 @@ def build_graph(
     if manifest.finetune:
         flags = manifest.finetune_flags
         places = {"train_on": flags.get("train_on", ""), "demo_folder": flags.get("demo_folder", str(study / "demo"))}
-        grid = GridNode(
+        grid = FinetuneStage(
             study=study,
             name="",
             trainings=manifest.trainings,
@@ -104,23 +104,23 @@ def build_graph(
             seconds=hardware.finetune_seconds,
         )
         grids = {name: replace(grid, name=name) for name in exports}
-    return Graph(manifest, corpus, runs, exports, grids)
+    return StageGraph(manifest, corpus, runs, exports, grids)
 
 
-def _starts_of(models: Iterable[Model], study: Path | None) -> dict[str, Start]:
+def _starts_of(models: Iterable[PlannedModel], study: Path | None) -> dict[str, Start]:
     """Return how the run of each model begins, parents before children.
 
     Runs that are in the folder `study` keep the start that they have had, and are branched at steps that they have kept. What is
     left for each model to train does not depend on the order, only which run is the trunk does: the longest, of equals the one
     with the fewest objectives, which checkpoints on the way are named after.
     """
-    families: dict[tuple, list[Model]] = defaultdict(list)
+    families: dict[tuple, list[PlannedModel]] = defaultdict(list)
     for model in models:
         families[_family(model)].append(model)
     kept = _kept_starts({model.name: model for members in families.values() for model in members}, study)
     found = dict(kept)
     for members in families.values():
-        placed: list[Model] = []
+        placed: list[PlannedModel] = []
         for model in sorted(members, key=lambda model: (model.name not in kept, -model.undecayed, len(model.phases))):
             if model.name not in kept:
                 found[model.name] = _best_start(model, placed, found, study)
@@ -134,19 +134,19 @@ def _starts_of(models: Iterable[Model], study: Path | None) -> dict[str, Start]:
     return ordered
 
 
-def _family(model: Model) -> tuple:
+def _family(model: PlannedModel) -> tuple:
     """Return what runs that can share a beginning have in common."""
     # Not as flags are spelled: a default that is written down changes nothing. The schedule has its own comparison.
     flags = {name: value for name, value in flatten(model.run).items() if not name.startswith(("lr_warmup", "lr_wsd_decay"))}
     return model.after, model.warmup, model.setting.seed, model.setting.size, repr(flags)
 
 
-def _own_start(model: Model) -> Start:
+def _own_start(model: PlannedModel) -> Start:
     """Return how a run begins that is no branch."""
     return ("weights", model.after, 0) if model.after else ("new", "", 0)
 
 
-def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, Start], study: Path | None) -> Start:
+def _best_start(model: PlannedModel, placed: Iterable[PlannedModel], starts: Mapping[str, Start], study: Path | None) -> Start:
     """As a branch of the one of its family that it shares most with, if any; of equals the first."""
     best, at = "", 0
     for other in placed:
@@ -158,7 +158,7 @@ def _best_start(model: Model, placed: Iterable[Model], starts: Mapping[str, Star
     return ("branch", best, at) if best else _own_start(model)
 
 
-def _kept_starts(models: Mapping[str, Model], study: Path | None) -> dict[str, Start]:
+def _kept_starts(models: Mapping[str, PlannedModel], study: Path | None) -> dict[str, Start]:
     """Return how runs have begun, where that makes what the manifest says of them now."""
     said: dict[str, Start] = {}
     for name in models if study else ():
@@ -183,14 +183,14 @@ def _kept_starts(models: Mapping[str, Model], study: Path | None) -> dict[str, S
 
 def _branch_point(run: Path, step: int) -> int:
     """Return the last step up to `step` to branch a run at: `step` while it is not there yet, then one that it has kept, or 0."""
-    checkpoints = CheckpointFolder(run / "checkpoints")
+    checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.latest()
     if latest is None or latest < step:
         return step
     return max((kept for kept in checkpoints.steps() if kept <= step and checkpoints.is_whole(kept)), default=0)
 
 
-def shared_steps(one: Model, other: Model) -> int:
+def shared_steps(one: PlannedModel, other: PlannedModel) -> int:
     """Return the first steps that two models of the same flags, warm-up and start have in common, none of them decayed.
 
     A phase within which an option changes is the same only as a whole.

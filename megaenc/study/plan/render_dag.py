@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megaenc.estimate.layout_case import PhaseWork
-from megaenc.study.plan.dag import Graph
-from megaenc.study.run.pretrain_stage import PretrainNode
+from megaenc.study.plan.dag import StageGraph
+from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.viz.style import GREY, LEGEND, plain_counts, styles, verbatim
 
 _SHOWN_PHASES = 3
@@ -16,10 +16,10 @@ _WARM, _COOL = "#0072B2", "#D55E00"
 
 
 @dataclass(frozen=True)
-class Row:
+class DagRow:
     """A run in its place: below the one that it leaves, to the right of where it leaves it."""
 
-    run: PretrainNode
+    run: PretrainStage
     offset: int = 0
     """Steps that lie behind its step 0: those of the model that it continues."""
     parent: int | None = None
@@ -39,24 +39,24 @@ class Row:
         return self.offset + self.run.model.steps
 
 
-def rows_of(graph: Graph) -> list[Row]:
+def rows_of(graph: StageGraph) -> list[DagRow]:
     """Every run, trunks in the order of the graph. Under each those that leave it, the latest first: so no line crosses a bar."""
-    children: dict[str, list[PretrainNode]] = defaultdict(list)
+    children: dict[str, list[PretrainStage]] = defaultdict(list)
     for run in graph.runs.values():
         children[run.parent].append(run)
-    rows: list[Row] = []
-    left = [Row(trunk) for trunk in reversed(children[""])]
+    rows: list[DagRow] = []
+    left = [DagRow(trunk) for trunk in reversed(children[""])]
     while left:  # no recursion: a chain of branches may be long
         row = left.pop()
         rows.append(row)
         below = [(row.offset if child.start == "branch" else row.end, child) for child in children[row.run.name]]
         for number, (offset, child) in enumerate(reversed(sorted(below, key=lambda one: -one[0] - one[1].at))):
             rails, stem = ("├─ ", "│  ") if number else ("└─ ", "   ")
-            left.append(Row(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
+            left.append(DagRow(child, offset, len(rows) - 1, row.stem + rails, row.stem + stem))
     return rows
 
 
-def tree(graph: Graph) -> Iterator[str]:
+def tree(graph: StageGraph) -> Iterator[str]:
     """Return the runs as lines of text: name, where each begins, what it trains, the steps that it makes, what is evaluated."""
     rows = rows_of(graph)
     on_the_way: dict[str, list[int]] = defaultdict(list)
@@ -78,7 +78,7 @@ def tree(graph: Graph) -> Iterator[str]:
         yield f"  {row.rails + run.name:<{width}}  {begins:<16}  {f'+{run.steps:,}':>9}  {what}"
 
 
-def _phases(run: PretrainNode) -> str:
+def _phases(run: PretrainStage) -> str:
     """Say what the steps of a run train that it makes itself, `CLM to 10,000, MLM 40 % to 42,000`."""
     made = [phase for phase in run.model.phases if phase.last > run.at]
     texts = [f"{label(phase)} to {phase.last:,}" for phase in made[:_SHOWN_PHASES]]
@@ -95,7 +95,7 @@ def label(phase: PhaseWork) -> str:
 
 
 @verbatim
-def picture(graph: Graph, title: str) -> Any:
+def picture(graph: StageGraph, title: str) -> Any:
     """Return matplotlib's Figure: each run is a bar from the step where it begins to its end, its height the learning rate."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -141,7 +141,7 @@ def picture(graph: Graph, title: str) -> Any:
     return figure
 
 
-def _places(rows: list[Row]) -> list[float]:
+def _places(rows: list[DagRow]) -> list[float]:
     """The height of each row, with some room around trunks that have branches and between sizes."""
     places = [0.0]
     for before, row, after in zip(rows[:-1], rows[1:], [*rows[2:], None], strict=True):
@@ -151,7 +151,7 @@ def _places(rows: list[Row]) -> list[float]:
     return places
 
 
-def _outline(row: Row, first: int, last: int) -> tuple[Any, Any]:
+def _outline(row: DagRow, first: int, last: int) -> tuple[Any, Any]:
     """(x, half the bar's height there) of the steps first..last of a run: the height follows the learning rate."""
     import numpy as np
 
@@ -163,7 +163,7 @@ def _outline(row: Row, first: int, last: int) -> tuple[Any, Any]:
     return x + row.offset, 0.36 * np.maximum(0.12, np.minimum(rising, falling))
 
 
-def _colours(rows: list[Row]) -> Mapping[str, Any]:
+def _colours(rows: list[DagRow]) -> Mapping[str, Any]:
     """A colour for each thing that is trained: blue for CLM, an orange for each mask ratio of MLM, others for the rest."""
     from matplotlib.colors import to_hex, to_rgb
 

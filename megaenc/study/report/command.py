@@ -12,8 +12,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.atomic_io import whole_files, write_whole
-from megaenc.console import ProgressLine, quiet, say
+from megaenc.atomic_io import atomic_files, atomic_write
+from megaenc.console import ProgressLine, print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.finetune.grid.jobs import rate_name
 from megaenc.finetune.results.aggregate import Kind
@@ -22,9 +22,9 @@ from megaenc.output_paths import created_parent
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.manifest.scope import Scope, scope_of
 from megaenc.study.report import methods, output_dir
-from megaenc.study.report.figures.base import Picture
+from megaenc.study.report.figures.base import FigureSpec
 from megaenc.study.report.figures.registry import figures_of, flops_by_shape
-from megaenc.study.report.html import Report, page
+from megaenc.study.report.html import ReportPage, page
 from megaenc.study.report.output_dir import FIGURES, PAGE, TABLES
 from megaenc.study.report.score_tables import score_tables, spread_tables, standard_tables, tidy
 from megaenc.study.report.table import WRITERS
@@ -37,7 +37,7 @@ SCORES = "scores.csv"
 
 
 @dataclass(frozen=True)
-class ReportFlags:
+class ReportConfig:
     """What `megaenc study report` takes."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")] = ""
@@ -65,7 +65,7 @@ _OURS = (
 )
 
 
-def report_of(settings: ReportFlags) -> Report:
+def report_of(settings: ReportConfig) -> ReportPage:
     """Read everything that the flags name. Raises InputError for what cannot be used."""
     if settings.published:
         given = [name for name in ("manifest", "results", "runs") if getattr(settings, name)]
@@ -99,7 +99,7 @@ def report_of(settings: ReportFlags) -> Report:
         verdicts = judge(evidence)
         tables = [*score_tables(evidence, beside), *standard_tables(evidence, standard), *spread_tables(evidence)]
     printed, scores = judge(beside) if beside is not None else [], tidy([evidence, *standard])
-    return Report(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
+    return ReportPage(title, lead, verdicts, printed, figures, tables, scores, facts, without_score(evidence))
 
 
 def _planned(path: str) -> tuple[Scope, str]:
@@ -112,7 +112,7 @@ def _planned(path: str) -> tuple[Scope, str]:
     return scope_of(manifest), manifest.title or "Results of a study"
 
 
-def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportFlags) -> None:
+def _check(evidence: Evidence, results: Sequence[Result], models: Sequence[str], settings: ReportConfig) -> None:
     """Raise InputError if the results are of another study or grid than the manifest's, or if none makes a score."""
     place, names, asked = f"--results {settings.results}", list(evidence.scope.names), evidence.scope.asked
     if names and not any(model in names for model in models):
@@ -131,7 +131,7 @@ def _grid(rates: Iterable[float], seeds: Iterable[int]) -> str:
     return f"rates {', '.join(map(rate_name, sorted(rates)))} with seeds {', '.join(map(str, sorted(seeds)))}"
 
 
-def write(report: Report, output: Path) -> None:
+def write(report: ReportPage, output: Path) -> None:
     """Write tables and figures, then the page, each file whole; remove files that only an earlier report has written.
 
     FILES lists the files of a report before they are written, so that an attempt that is killed leaves none unlisted.
@@ -139,22 +139,22 @@ def write(report: Report, output: Path) -> None:
     """
     earlier = output_dir.check(output)
     texts = {f"{TABLES}/{table.key}.{suffix}": (table, form) for table in report.tables for suffix, form in WRITERS.items()}
-    drawn: dict[str, Picture] = {}
+    drawn: dict[str, FigureSpec] = {}
     for one in report.figures:
         both = {one.drawn.key: one.drawn, f"{one.drawn.key}-published": one.published}
         drawn |= {f"{FIGURES}/{name}": picture for name, picture in both.items() if picture and picture.panels}
     names = [*texts, f"{TABLES}/{SCORES}", *(f"{name}.{suffix}" for name in drawn for suffix in ("png", "svg"))]
     output_dir.begin(output, earlier, names)
     for name, (table, form) in texts.items():
-        write_whole(output / name, form(table))
+        atomic_write(output / name, form(table))
     with ProgressLine("drawing", total=len(drawn), closing=False) as progress:
         for at, (name, picture) in enumerate(drawn.items()):
             progress.update(at)
-            with whole_files(output / f"{name}.png") as [temporary]:
+            with atomic_files(output / f"{name}.png") as [temporary]:
                 picture.wide.savefig(temporary, format="png", metadata={"Software": None})
-            write_whole(output / f"{name}.svg", picture.svg)
-    write_whole(output / TABLES / SCORES, report.scores)
-    write_whole(output / PAGE, page(report))
+            atomic_write(output / f"{name}.svg", picture.svg)
+    atomic_write(output / TABLES / SCORES, report.scores)
+    atomic_write(output / PAGE, page(report))
     output_dir.finish(output, earlier, names)
 
 
@@ -162,15 +162,17 @@ def write(report: Report, output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study report`."""
     quiet()
-    settings = flags.parse(ReportFlags, argv, prog="megaenc study report", description=__doc__)
+    settings = flags.parse(ReportConfig, argv, prog="megaenc study report", description=__doc__)
     output = Path(settings.output)
     output_dir.check(output)
     with created_parent(output / PAGE, "--output"):
         report = report_of(settings)
         write(report, output)
     for one in report.verdicts:
-        say(f"{one.claim}{one.part} {one.title}: {one.verdict}")
+        print_rank_0(f"{one.claim}{one.part} {one.title}: {one.verdict}")
     if report.lacking:
-        say(report.lacking)
+        print_rank_0(report.lacking)
     drawn = sum(bool(one.drawn.panels) for one in report.figures)
-    say(f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}")
+    print_rank_0(
+        f"{len(report.tables)} tables in {output / TABLES}, {drawn} figures in {output / FIGURES}, the page: {output / PAGE}"
+    )

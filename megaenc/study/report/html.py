@@ -11,15 +11,15 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megaenc.study.claims.verdicts import Verdict, p_value
-from megaenc.study.report.figures.base import NARROW, Picture, as_svg, inline
-from megaenc.study.report.figures.registry import Shown
+from megaenc.study.report.figures.base import NARROW, FigureSpec, as_svg, inline
+from megaenc.study.report.figures.registry import RenderedFigure
 from megaenc.study.report.methods import Fact
 from megaenc.study.report.table import Table, shown
 from megaenc.study.results.groups import FAMILIES, dataset_label
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """All that a page shows."""
 
     title: str
@@ -28,7 +28,7 @@ class Report:
     verdicts: Sequence[Verdict]
     published: Sequence[Verdict]
     """the same claims, judged by the published tables; none if these are what is reported"""
-    figures: Sequence[Shown]
+    figures: Sequence[RenderedFigure]
     tables: Sequence[Table]
     scores: str
     """all scores as CSV, for whoever wants to compute with them"""
@@ -49,7 +49,7 @@ _SIGNS = {
 """Class and words of each verdict (a sign and a word, for readers who do not see the colour), and its word after a number."""
 
 
-def page(report: Report) -> str:
+def page(report: ReportPage) -> str:
     """Return the whole file, from report.html.j2. Whatever comes from results, runs or manifests is escaped."""
     environment = Environment(
         loader=PackageLoader(__package__, ""),
@@ -102,7 +102,7 @@ def _reach(verdict: Verdict) -> float:
     return max(ends, default=1.0) or 1.0
 
 
-def _twins(picture: Picture, name: str, alt: str) -> list[tuple[str, Markup]]:
+def _twins(picture: FigureSpec, name: str, alt: str) -> list[tuple[str, Markup]]:
     """Return a figure's drawings for the width of a page and of a phone."""
     of_kind = {"wide": picture.svg, "narrow": as_svg(picture.draw(NARROW), picture.key)}
     return [(kind, Markup(inline(svg, f"{name}-{kind}", alt))) for kind, svg in of_kind.items()]

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from megaenc.atomic_io import left_behind, write_whole
+from megaenc.atomic_io import atomic_write, stale_temp_files
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular
 from megaenc.study.report.html import MARK
@@ -92,7 +92,7 @@ def finish(output: Path, earlier: Collection[str], names: Collection[str]) -> No
     stale = [output / name for name in set(earlier) - set(names)]
     for folder in (output, output / TABLES, output / FIGURES):
         if here := [path for path in own if path.parent == folder]:
-            _remove(folder, [*(path for path in stale if path.parent == folder), *left_behind(*here)])
+            _remove(folder, [*(path for path in stale if path.parent == folder), *stale_temp_files(*here)])
     _list(output, names)
 
 
@@ -109,7 +109,7 @@ def _remove(folder: Path, files: Iterable[Path]) -> None:
 
 
 def _list(output: Path, names: Iterable[str]) -> None:
-    write_whole(output / FILES, "".join(f"{line}\n" for line in (_LISTED, *sorted(names))))
+    atomic_write(output / FILES, "".join(f"{line}\n" for line in (_LISTED, *sorted(names))))
 
 
 def _text(file: Path) -> str:

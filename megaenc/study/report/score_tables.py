@@ -12,9 +12,9 @@ import numpy as np
 from megaenc.finetune.grid.jobs import rate_name
 from megaenc.finetune.results import aggregate
 from megaenc.finetune.results.aggregate import Sensitivity
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import words
-from megaenc.study.report.table import Column, Row, Table, Value, csv_of, score
+from megaenc.study.report.table import Column, Table, TableRow, Value, csv_of, score
 from megaenc.study.results.evidence import Evidence, Grid, Score, trainings
 from megaenc.study.results.groups import (
     FAMILIES,
@@ -30,7 +30,7 @@ from megaenc.study.results.groups import (
 from megaenc.study.stats.inference import Components, collapse_rate, components, seeds_needed
 
 _TEXT = ("Size", "Objective", "Schedule", "Model")
-_HEADS: dict[str, Callable[[Setting], Value]] = {
+_HEADS: dict[str, Callable[[ModelKey], Value]] = {
     "Size": lambda one: one.size,
     "Objective": objective,
     "Schedule": objective,
@@ -112,7 +112,7 @@ def _by_setup(
         heads = ["Model"] * bool(others) + of_setup + seed
         laid_over = published is not None and any(published.find(one, name, of) for one in settings for *_, of, name in places)
         ours, theirs = (["ours"], ["published"]) if laid_over else ([], [])
-        rows: list[Row] = []
+        rows: list[TableRow] = []
         shown: list[Score] = []
         before = None
         for one in [*settings, *others]:
@@ -123,12 +123,12 @@ def _by_setup(
             here = [source.find(one, name, family) for _, source, family, name in places]
             shown += [each for each in here if each is not None]
             rule = None not in (before, parted) and parted != before
-            rows.append(Row((*head, *ours, *map(_cell, here)), rule=rule, name=names.get(one, "")))
+            rows.append(TableRow((*head, *ours, *map(_cell, here)), rule=rule, name=names.get(one, "")))
             before = parted
             if laid_over and one in names:
                 printed = [_cell(published.find(one, name, family)) for *_, family, name in places]
                 if any(printed):
-                    rows.append(Row((*head, *theirs, *printed), light=True, name="published"))
+                    rows.append(TableRow((*head, *theirs, *printed), light=True, name="published"))
         columns = [Column(name, number=name not in _TEXT) for name in heads] + [Column("Source", number=False)] * laid_over
         said = _note(
             f"{note} Intervals: {words(evidence, published if laid_over else None)}.",
@@ -164,7 +164,7 @@ def tidy(evidence: Sequence[Evidence]) -> str:
     """
     lines: list[list[object]] = [[*TIDY, *_MORE]]
     for each in evidence:
-        setups: list[tuple[str, Setting | None]] = [(setup, one) for setup, of in each.grouped().items() for one in of]
+        setups: list[tuple[str, ModelKey | None]] = [(setup, one) for setup, of in each.grouped().items() for one in of]
         for setup, setting in [*setups, ("other", None)]:
             scores = [one for one in each.scores if one.setting == setting]
             for family, names in datasets_of((one.family, one.dataset) for one in scores).items():
@@ -227,7 +227,7 @@ def rate_table(evidence: Evidence) -> Table | None:
     places = _places_of(evidence)
     made = {(one.model, one.family, one.dataset): cell(one) for one in evidence.scores}
     found = {model: [made.get((model, family, name)) for *_, family, name in places] for model in _models_of(evidence)}
-    rows = tuple(Row((model, *cells)) for model, cells in found.items() if any(value is not None for value in cells))
+    rows = tuple(TableRow((model, *cells)) for model, cells in found.items() if any(value is not None for value in cells))
     columns = (Column("Model", number=False), *_columns_of(places))
     return Table("learning-rates", "Sensitivity to the learning rate", note, columns, rows) if rows else None
 
@@ -250,14 +250,14 @@ def collapse_table(evidence: Evidence) -> Table | None:
         ended = list(ended)
         return f"{sum(ended)}/{len(ended)}" if ended else None
 
-    def row(name: str, of: Sequence[Grid], rule: bool = False) -> Row:
+    def row(name: str, of: Sequence[Grid], rule: bool = False) -> TableRow:
         by_place = [[one for one in of if (one.family, one.dataset) == place] for place in places]
         cells = [share(collapsed for one in here for collapsed in one.ended.values()) for here in by_place]
         ended = trainings(((one.model, one.family, one.train_on), one.ended) for one in of)
         cells += [share(collapsed for (_, at, _), collapsed in ended.items() if at == rate) for rate in rates]
         mean, low, high = collapse_rate(sum(ended.values()), len(ended))
         interval = f"{100 * mean:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
-        return Row((name, *cells, share(ended.values()), interval), rule=rule)
+        return TableRow((name, *cells, share(ended.values()), interval), rule=rule)
 
     rows = [row(model, [one for one in evidence.grids if one.model == model]) for model in _models_of(evidence)]
     if len(rows) > 1:
@@ -300,7 +300,7 @@ def variance_table(evidence: Evidence) -> Table | None:
             spreads = (runs, [part.seeds for part in parts], [part.examples for part in parts])
             head = (family, dataset_label(family, name), len(members), max(len(one.seeds) for one in members))
             cells = [score(math.sqrt(_mean(variances))) for variances in spreads]
-            rows.append(Row((*head, *cells, *_needed(members)), rule=name == names[0]))
+            rows.append(TableRow((*head, *cells, *_needed(members)), rule=name == names[0]))
     columns = (
         *(Column(name, number=False) for name in ("Family", "Data set")),
         *(Column(name) for name in ("Models", "Seeds")),

@@ -24,7 +24,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A line of cells, as many as there are columns."""
 
     cells: tuple[Value, ...]
@@ -45,7 +45,7 @@ class Table:
     note: str
     """What the cells are, in a sentence or two."""
     columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
 
     def __post_init__(self) -> None:
         for row in self.rows:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from megaenc.errors import InputError
-from megaenc.finetune.results.aggregate import STUDY, Cell, Kind, average, averaged, by_rate, cells, interval, trained_apart
+from megaenc.finetune.results.aggregate import STUDY, Kind, ScoreCell, average, averaged, by_rate, cells, interval, trained_apart
 from megaenc.finetune.results.files import RESULTS, Result, read_examples, scan
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import NOTHING, Scope
 from megaenc.study.results.groups import AVERAGE, Groups, dataset_label, datasets_of, grouped, reference_mask, sizes_of
 
@@ -30,7 +30,7 @@ class Score:
     """Of a model on a data set, or on the average of a family: what a table's cell is made of. All scores are fractions."""
 
     model: str
-    setting: Setting | None
+    setting: ModelKey | None
     """None for a model that is none of the study's"""
     family: str
     dataset: str
@@ -85,7 +85,7 @@ class Grid:
     """What has become of the runs of a model on a data set, whether or not they make a score."""
 
     model: str
-    setting: Setting | None
+    setting: ModelKey | None
     family: str
     dataset: str
     """as a score has it"""
@@ -112,39 +112,39 @@ class Evidence:
     """of every model and data set with a run, those without a score too; none of published tables"""
 
     @functools.cached_property
-    def _places(self) -> dict[tuple[Setting | str, str, str], Score]:
-        found: dict[tuple[Setting | str, str, str], Score] = {}
+    def _places(self) -> dict[tuple[ModelKey | str, str, str], Score]:
+        found: dict[tuple[ModelKey | str, str, str], Score] = {}
         for score in self.scores:
             for family in (score.family, ""):
                 found.setdefault((score.setting or score.model, score.dataset, family), score)
         return found
 
-    def find(self, model: Setting | str, dataset: str, family: str = "") -> Score | None:
+    def find(self, model: ModelKey | str, dataset: str, family: str = "") -> Score | None:
         """Return the score of a model, by its name if it has no setting, on a data set; of averages `family` says which."""
         return self._places.get((model, dataset, str(family)))
 
-    def names(self) -> dict[Setting, str]:
+    def names(self) -> dict[ModelKey, str]:
         """Return what the models that have a setting are called, in the order in which they come up."""
-        found: dict[Setting, str] = {}
+        found: dict[ModelKey, str] = {}
         for score in self.scores:
             if score.setting is not None:
                 found.setdefault(score.setting, score.model)
         return found
 
-    def settings(self) -> list[Setting]:
+    def settings(self) -> list[ModelKey]:
         """Return the models that have a setting, in the order in which they come up."""
         return list(self.names())
 
-    def planned(self) -> list[Setting]:
+    def planned(self) -> list[ModelKey]:
         """Return all models of the study, evaluated or not: the manifest's, and what there is of sizes that it does not have."""
         names = self.scope.names.values()
         return [*names, *(one for one in self.settings() if not names or one.size not in self.scope.sizes)]
 
-    def grouped(self, settings: Iterable[Setting] | None = None) -> Groups:
+    def grouped(self, settings: Iterable[ModelKey] | None = None) -> Groups:
         """Return its models, or these, by setup, as setups.grouped has them."""
         return grouped(self.settings() if settings is None else settings, self.planned(), self.scope.sizes)
 
-    def sizes_of(self, settings: Iterable[Setting]) -> list[str]:
+    def sizes_of(self, settings: Iterable[ModelKey]) -> list[str]:
         """Return their sizes, smallest first, as far as manifest or names say it."""
         return sizes_of(settings, self.scope.sizes)
 
@@ -159,14 +159,14 @@ class Evidence:
         return [(family, name) for family, names in found.items() for name in names]
 
 
-def read_evidence(results: Path, settings: Mapping[str, Setting], metric: str = PAPER, kind: Kind = "normal") -> Evidence:
+def read_evidence(results: Path, settings: Mapping[str, ModelKey], metric: str = PAPER, kind: Kind = "normal") -> Evidence:
     """Read a tree of results; `settings`: its models by name, others keep None. Raises InputError for no results or metric."""
     return of_results(scan(results), settings.get, metric, kind)
 
 
 def of_results(
     results: Sequence[Result],
-    setting_of: Callable[[str], Setting | None],
+    setting_of: Callable[[str], ModelKey | None],
     metric: str = PAPER,
     kind: Kind = "normal",
     scope: Scope = NOTHING,
@@ -179,7 +179,7 @@ def of_results(
     if metric not in known:
         expected = " or ".join([PAPER, *sorted(known - {PAPER})])
         raise InputError(f"metric `{metric}`: no result has it, expected {expected}")
-    by_model: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    by_model: dict[tuple[str, str], list[ScoreCell]] = defaultdict(list)
     for cell in cells(results, scope.asked):
         by_model[cell.family, cell.model].append(cell)
     found: list[Score] = []
@@ -201,12 +201,12 @@ def of_results(
     return Evidence(found, metric, kind, scope, grids)
 
 
-def _ended(cell: Cell) -> dict[tuple[float, int], bool]:
+def _ended(cell: ScoreCell) -> dict[tuple[float, int], bool]:
     return {(run.learning_rate, run.seed): run.failure is not None or bool(run.test.collapsed) for run in cell.runs}
 
 
 def _score(
-    name: str, over: Sequence[Cell], setting: Setting | None, metric: str, kind: Kind, members: Sequence[Score] = ()
+    name: str, over: Sequence[ScoreCell], setting: ModelKey | None, metric: str, kind: Kind, members: Sequence[Score] = ()
 ) -> Score | None:
     """Return the score of one cell, or of an average over the `members` of several.
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 
 AVERAGE = "average"
 
 Setup = Literal["base", "efficiency", "pfs", "cpt", "other"]
-Groups = dict[Setup, list[Setting]]
+Groups = dict[Setup, list[ModelKey]]
 
 SETUPS: dict[Setup, str] = {
     "base": "Base models by size and mask ratio",
@@ -34,7 +34,7 @@ STANDARD = {"SC": ("accuracy",), "TC": ("span_f1",), "QA": ("f1", "exact_match")
 METRICS = {"accuracy": "accuracy", "span_f1": "span F1", "f1": "token F1", "exact_match": "exact match", "ndcg@10": "NDCG@10"}
 
 
-def objective(setting: Setting) -> str:
+def objective(setting: ModelKey) -> str:
     """Return what trained the first run of a model: CLM, MLM, CLM + MLM, or a schedule as it was written."""
     if setting.schedule:
         return setting.schedule
@@ -43,12 +43,12 @@ def objective(setting: Setting) -> str:
     return "CLM" if setting.clm_steps else "MLM"
 
 
-def _pure(setting: Setting) -> bool:
+def _pure(setting: ModelKey) -> bool:
     """Return whether one objective made the model, from its beginning to its decayed end."""
     return setting.decayed and not setting.cpt_mlm_steps and objective(setting) in ("CLM", "MLM")
 
 
-def grouped(settings: Iterable[Setting], planned: Iterable[Setting] = (), order: Sequence[str] = ()) -> Groups:
+def grouped(settings: Iterable[ModelKey], planned: Iterable[ModelKey] = (), order: Sequence[str] = ()) -> Groups:
     """Return the settings of each setup, in the order of their tables; one may be in several, a setup without any is left out.
 
     Base models are those of one objective and the longest budget of their size that both objectives have. Beside two-stage models
@@ -67,7 +67,7 @@ def grouped(settings: Iterable[Setting], planned: Iterable[Setting] = (), order:
         for mask in (None, one.mask_ratio)
     }
     parents = {parent_of(one) for one in whole if one.cpt_mlm_steps}
-    found: dict[Setup, list[tuple[tuple, Setting]]] = {setup: [] for setup in SETUPS}
+    found: dict[Setup, list[tuple[tuple, ModelKey]]] = {setup: [] for setup in SETUPS}
     for one in every:
         mask, kind = math.inf if one.mask_ratio is None else one.mask_ratio, objective(one)
         base = _pure(one) and one.steps == longest[one.size]
@@ -87,13 +87,13 @@ def grouped(settings: Iterable[Setting], planned: Iterable[Setting] = (), order:
     return {setup: [one for _, one in members] for setup, members in in_order.items()}
 
 
-def parent_of(setting: Setting) -> Setting:
+def parent_of(setting: ModelKey) -> ModelKey:
     """Return the decayed model that continued pretraining began with."""
     mask = setting.mask_ratio if setting.mlm_steps else None
     return replace(setting, cpt_mlm_steps=0, mask_ratio=mask, decayed=True, budget=0)
 
 
-def _longest_of(settings: Iterable[Setting]) -> dict[str, int]:
+def _longest_of(settings: Iterable[ModelKey]) -> dict[str, int]:
     """Return by size the longest budget that CLM and MLM alone both have, as claims compare these; else the longest of one."""
     budgets: dict[str, dict[str, set[int]]] = {}
     for one in settings:
@@ -102,13 +102,13 @@ def _longest_of(settings: Iterable[Setting]) -> dict[str, int]:
     return {size: max(of["CLM"] & of["MLM"] or of["CLM"] | of["MLM"]) for size, of in budgets.items()}
 
 
-def sizes_of(settings: Iterable[Setting], order: Sequence[str] = ()) -> list[str]:
+def sizes_of(settings: Iterable[ModelKey], order: Sequence[str] = ()) -> list[str]:
     """Return the sizes, smallest first: in the `order` of a manifest, else by the number that a name is; others as they come."""
     names = list(dict.fromkeys(one.size for one in settings))
     return sorted(names, key=list(order).index if set(names) <= set(order) else _parameters)
 
 
-def sizes_known(settings: Iterable[Setting], order: Sequence[str] = ()) -> bool:
+def sizes_known(settings: Iterable[ModelKey], order: Sequence[str] = ()) -> bool:
     """Return whether `sizes_of` knows their order: of one, of a manifest's, or of names that are numbers of parameters."""
     names = {one.size for one in settings}
     return len(names) < 2 or names <= set(order) or not any(math.isinf(_parameters(name)) for name in names)
@@ -119,7 +119,7 @@ def _parameters(size: str) -> float:
     return float(match[1]) * {"K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else math.inf
 
 
-def reference_mask(settings: Iterable[Setting]) -> float | None:
+def reference_mask(settings: Iterable[ModelKey]) -> float | None:
     """Return the mask ratio that stands for MLM: the one that most models have, of equals the one nearest to the study's 40 %."""
     counted = Counter(one.mask_ratio for one in settings if one.mask_ratio is not None and not one.schedule)
     return max(counted, key=lambda ratio: (counted[ratio], -abs(ratio - 0.4)), default=None)

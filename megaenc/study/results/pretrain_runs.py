@@ -8,7 +8,7 @@ from typing import Any
 
 from megaenc.errors import InputError
 from megaenc.model.config import PRESETS
-from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.model_key import ModelKey, setting_of
 from megaenc.training.run_dir import FACTS, METRICS
 from megaenc.viz.run_metrics import Row, read_beginning, read_run_json, read_steps, read_validations
 
@@ -66,7 +66,7 @@ def read_runs(folder: Path) -> dict[str, TrainedRun]:
     return found
 
 
-def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, Setting]) -> dict[Setting, float]:
+def flops_of(runs: Mapping[str, TrainedRun], settings: Mapping[str, ModelKey]) -> dict[ModelKey, float]:
     """Return the operations that went into each setting, beginnings that a run shares with its parent included.
 
     A checkpoint on the way, RUN-STEP, has those of the row of that step, or of the next before it.
@@ -98,7 +98,7 @@ def _before(run: TrainedRun, runs: Mapping[str, TrainedRun]) -> float:
 _PACKS, _LENGTH, _CHUNK, _IDS = 1152, 2048, 1024, 128_256
 
 
-def flops_of_the_study(setting: Setting) -> float | None:
+def flops_of_the_study(setting: ModelKey) -> float | None:
     """Return the same for a model of the study, from its shape: 1,152 packs a step, two chunks in each. None for other sizes."""
     if (shape := PRESETS.get(setting.size.lower())) is None or setting.schedule:
         return None
@@ -112,7 +112,7 @@ def flops_of_the_study(setting: Setting) -> float | None:
     return spent + (masked * step(setting.mask_ratio, causal=False) if masked and setting.mask_ratio else 0.0)
 
 
-def named_settings(names: list[str], given: Mapping[str, Setting]) -> dict[str, Setting]:
+def named_settings(names: list[str], given: Mapping[str, ModelKey]) -> dict[str, ModelKey]:
     """Return what each name stands for: as `given` by a manifest, else as the study names its models."""
     found = {name: given.get(name) or setting_of(name) for name in names}
     return {name: setting for name, setting in found.items() if setting is not None}

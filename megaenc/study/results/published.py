@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megaenc.finetune.results.aggregate import STUDY, Kind
 from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import BUDGET, Setting, name_of, setting_of
+from megaenc.study.manifest.model_key import BUDGET, ModelKey, name_of, setting_of
 from megaenc.study.results.evidence import AVERAGE, PAPER, Evidence, Score, of_results
 from megaenc.study.results.groups import DATASETS
 
@@ -29,17 +29,17 @@ def rows() -> list[dict[str, str]]:
         return list(csv.DictReader(stream))
 
 
-def row_setting(row: dict[str, str]) -> Setting:
+def row_setting(row: dict[str, str]) -> ModelKey:
     """Return the model of a row. Those of the table of data efficiency are on the way; all others have decayed."""
     steps = (int(row[name]) for name in ("clm_steps", "mlm_steps", "cpt_mlm_steps"))
     mask, on_the_way = float(row["mask_ratio"]) if row["mask_ratio"] else None, row["setup"] == "efficiency"
-    return Setting(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
+    return ModelKey(row["size"], *steps, mask, not on_the_way, budget=BUDGET if on_the_way else 0)
 
 
 @functools.cache
 def published() -> Evidence:
     """Return the printed means and intervals, without seeds, rates or examples; every model once, in the order of the tables."""
-    found: dict[tuple[Setting, str, str], Score] = {}
+    found: dict[tuple[ModelKey, str, str], Score] = {}
     for row in rows():
         setting, family, dataset = row_setting(row), row["task"], PRINTED[row["dataset"]]
         score = Score(name_of(setting), setting, family, dataset, float(row["mean"]) / 100, float(row["ci95"]) / 100)

@@ -19,7 +19,7 @@ from tyro.conf import Positional, arg
 
 from megaenc import flags
 from megaenc.atomic_io import locked, stopped_by_sigterm
-from megaenc.console import clock, quiet, say
+from megaenc.console import clock, print_rank_0, quiet
 from megaenc.data.packing.blended_dataset import parse_data_path
 from megaenc.errors import InputError, closest, one_line_errors
 from megaenc.finetune.grid.slurm import Cluster
@@ -29,14 +29,14 @@ from megaenc.study.manifest.pretrain_args import located_flags
 from megaenc.study.manifest.schema import Manifest, read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run.executor import execute, needed
-from megaenc.study.run.finetune_stage import GridNode
-from megaenc.study.run.pretrain_stage import PretrainNode
+from megaenc.study.run.finetune_stage import FinetuneStage
+from megaenc.study.run.pretrain_stage import PretrainStage
 from megaenc.study.run.slurm import submit
-from megaenc.study.run.stage import CorpusNode, Node, check, finished
+from megaenc.study.run.stage import CorpusStage, StageRunner, check, finished
 
 
 @dataclass(frozen=True)
-class RunFlags:
+class StudyRunConfig:
     """What `megaenc study run` takes."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
@@ -64,7 +64,7 @@ class RunFlags:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study run`; ends with exit code 1 if something could not be done."""
     quiet()
-    settings = flags.parse(RunFlags, argv, prog="megaenc study run", description=__doc__)
+    settings = flags.parse(StudyRunConfig, argv, prog="megaenc study run", description=__doc__)
     study, cluster = study_folder(settings.output, "run"), settings.slurm
     for flag, value in (("--jobs", settings.jobs), ("--processes", settings.processes)):
         if value < 0:
@@ -102,7 +102,7 @@ def _check_cluster(cluster: Cluster, jobs: int) -> None:
             raise InputError(f"--{one.name.replace('_', '-')}: found without --slurm, expected --slurm beside it")
 
 
-def _text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
+def _text_of(manifest: Manifest, settings: StudyRunConfig) -> dict[str, Any]:
     """Return data_path and tokenizer that the flags give pretraining.
 
     Raises InputError for what the manifest has no use for, and where neither says what is trained on.
@@ -121,13 +121,13 @@ def _text_of(manifest: Manifest, settings: RunFlags) -> dict[str, Any]:
     return located_flags(given, Path.cwd())
 
 
-def _check_text(nodes: Sequence[Node], manifest: str) -> None:
+def _check_text(nodes: Sequence[StageRunner], manifest: str) -> None:
     """Raise InputError for text, a corpus or a tokenizer that `nodes` are yet to read and that is missing."""
     left = [node for node in nodes if not node.done()]
-    for path in [path for node in left if isinstance(node, CorpusNode) for path in node.text]:
+    for path in [path for node in left if isinstance(node, CorpusStage) for path in node.text]:
         if not path.exists():
             raise InputError(f"{manifest}: corpus: field `text`: {path}: no such file or folder; expected text (see --data)")
-    to_train = [node.flags for node in left if isinstance(node, PretrainNode) and not node.corpus]
+    to_train = [node.flags for node in left if isinstance(node, PretrainStage) and not node.corpus]
     for data_path in dict.fromkeys(tuple(map(str, each["data_path"])) for each in to_train):
         for _, prefix in parse_data_path(data_path):
             if not Path(f"{prefix}.idx").exists():
@@ -139,52 +139,54 @@ def _check_text(nodes: Sequence[Node], manifest: str) -> None:
         load_tokenizer(tokenizer)
 
 
-def _say_what_would_be_done(nodes: Sequence[Node]) -> None:
+def _say_what_would_be_done(nodes: Sequence[StageRunner]) -> None:
     """Say the state of each stage, with a command, as a person would type it, to a line."""
     done, start = finished(nodes), python_command("-m")
     for node in nodes:
         if node.id in done:
-            say(f"{node.id}: done")
+            print_rank_0(f"{node.id}: done")
         elif node.done():
-            say(f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}")
+            print_rank_0(f"{node.id}: is there, and would be compared with {' and '.join(node.needs)}")
         else:
             part, total = node.progress()
             begun = f" ({part:,.0f} of {total:,.0f} {node.unit} are done)" if part else ""
             for command in node.commands_left():
                 program, *words = command[len(start) :]
                 typed = "torchrun" if program == "torch.distributed.run" else program
-                say(f"{node.id}: would run{begun}: {shlex.join([typed, *words])}")
+                print_rank_0(f"{node.id}: would run{begun}: {shlex.join([typed, *words])}")
 
 
-def _run_here(nodes: Sequence[Node], study: Path, settings: RunFlags) -> None:
+def _run_here(nodes: Sequence[StageRunner], study: Path, settings: StudyRunConfig) -> None:
     """Do `nodes` on this machine and say how it went."""
     slots, began = places(settings.jobs), time.monotonic()
     left = len(nodes) - len(finished(nodes))
-    say(f"{study}: {len(nodes):,} stages, {len(nodes) - left:,} done, {left:,} to do, {len(slots)} at a time")
+    print_rank_0(f"{study}: {len(nodes):,} stages, {len(nodes) - left:,} done, {left:,} to do, {len(slots)} at a time")
     try:
         failed = execute(nodes, study, slots)
     except (KeyboardInterrupt, SystemExit):
-        say("what is finished is kept; the same command goes on with the rest")
+        print_rank_0("what is finished is kept; the same command goes on with the rest")
         raise
     conclude(nodes, study, failed, time.monotonic() - began, settings)
 
 
-def conclude(nodes: Sequence[Node], study: Path, failed: Mapping[str, str], seconds: float, settings: RunFlags) -> None:
+def conclude(
+    nodes: Sequence[StageRunner], study: Path, failed: Mapping[str, str], seconds: float, settings: StudyRunConfig
+) -> None:
     """Say what is missing and what to do next. Ends with exit code 1 if something is."""
     done = finished(nodes).difference(failed)
     for node in nodes:
-        if isinstance(node, GridNode) and node.done() and (count := node.failed()):
-            say(f"{node.id}: {count} runs without a score: their rate made the loss no number")
+        if isinstance(node, FinetuneStage) and node.done() and (count := node.failed()):
+            print_rank_0(f"{node.id}: {count} runs without a score: their rate made the loss no number")
     for id, why in failed.items():
-        say(f"failed: {id}: {why}")
+        print_rank_0(f"failed: {id}: {why}")
     if waiting := [node.id for node in nodes if node.id not in done and node.id not in failed]:
-        say(f"not done, as they need what failed: {', '.join(waiting)}")
-    say(f"{len(done):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
+        print_rank_0(f"not done, as they need what failed: {', '.join(waiting)}")
+    print_rank_0(f"{len(done):,} of {len(nodes):,} stages are done, in {clock(seconds)} this time")
     if failed or waiting:
-        say("the same command tries again what failed, and goes on")
+        print_rank_0("the same command tries again what failed, and goes on")
         sys.exit(1)
     where = ["--results", study / "results", "--runs", study / "runs", "--output", study / "report"]
-    say(f"read them with `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *where]))}`")
+    print_rank_0(f"read them with `{shlex.join(map(str, ['megaenc', 'study', 'report', settings.manifest, *where]))}`")
 
 
 def study_folder(output: str, command: str) -> Path:
@@ -201,7 +203,7 @@ def study_folder(output: str, command: str) -> Path:
     return study
 
 
-def choose(nodes: Mapping[str, Node], only: Sequence[str]) -> list[Node]:
+def choose(nodes: Mapping[str, StageRunner], only: Sequence[str]) -> list[StageRunner]:
     """Return the stages that `only` names, and what they need; all if it is empty. Raises InputError for an unknown name."""
     wanted: list[str] = [] if only else list(nodes)
     names = {id: id.rpartition("/")[2] for id in nodes}

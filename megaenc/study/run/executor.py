@@ -12,11 +12,11 @@ from typing import Any
 
 from megaenc.console import ProgressLine, Row, clock
 from megaenc.errors import InputError
-from megaenc.processes import Child, below, how_it_ended, python_environment, usable_cores, visible_devices
+from megaenc.processes import Child, how_it_ended, python_environment, usable_cores, visible_devices, with_pdeathsig
 from megaenc.study.run import stage_log
 from megaenc.study.run.provenance import record
-from megaenc.study.run.stage import Node, finished
-from megaenc.study.run.stage_log import Remaining
+from megaenc.study.run.stage import StageRunner, finished
+from megaenc.study.run.stage_log import EtaEstimator
 
 _WRONG_INPUT, _STOPPED = 2, 75  # exit codes: of a wrong input; of a pretraining run that was told to stop, and has saved
 _LOOK, _PICTURE = 0.2, 1.0  # seconds between looks at what is running, and between pictures of it on a terminal
@@ -27,7 +27,7 @@ _TO_SAVE = 300.0  # seconds that a run is given when it is told to stop
 class _Running:
     """A stage under way."""
 
-    node: Node
+    node: StageRunner
     command: list[str]
     child: Child
     slots: list[str]
@@ -71,7 +71,7 @@ def amount(done: float, total: float, unit: str) -> str:
     return f"{done:,.0f} of {total:,.0f} {unit}"
 
 
-def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: int = 2) -> dict[str, str]:
+def execute(nodes: Sequence[StageRunner], study: Path, slots: Sequence[str], *, tries: int = 2) -> dict[str, str]:
     """Do `nodes`, each when what it needs is done; returns why some were not done, by id. study.json says where and when.
 
     A slot is a place for one process: the device that it sees, or "". Of those that can begin, the one goes first after which
@@ -104,10 +104,10 @@ def execute(nodes: Sequence[Node], study: Path, slots: Sequence[str], *, tries: 
 class _Work:
     """What is waiting, running and done."""
 
-    def __init__(self, nodes: Sequence[Node], study: Path, slots: list[str], tries: int, screen: _Screen) -> None:
+    def __init__(self, nodes: Sequence[StageRunner], study: Path, slots: list[str], tries: int, screen: _Screen) -> None:
         self.study, self.free, self.places, self.tries, self.screen = study, slots, len(slots), tries, screen
         self.finished = finished(nodes)
-        self.remaining = Remaining(nodes, study)
+        self.remaining = EtaEstimator(nodes, study)
         after = self.remaining.chains()
         order = sorted((node for node in nodes if node.id not in self.finished), key=lambda node: -after[node.id])
         self.waiting = {node.id: node for node in order}
@@ -118,7 +118,7 @@ class _Work:
         """Stages that another process was seen at."""
         self._tried: dict[str, int] = defaultdict(int)
 
-    def ready(self) -> list[Node]:
+    def ready(self) -> list[StageRunner]:
         """Return those for which all that they need is done. What is not among the nodes is taken for done."""
         return [node for node in self.waiting.values() if self.finished.issuperset(self.known.intersection(node.needs))]
 
@@ -148,15 +148,15 @@ class _Work:
                     self.free.remove(slot)
                 self._launch(node, slots, stack.pop_all())
 
-    def _fail(self, node: Node, why: str) -> None:
+    def _fail(self, node: StageRunner, why: str) -> None:
         self.failed[node.id] = why
         self.screen.say(f"{node.id}: failed: {why}")
 
-    def _launch(self, node: Node, slots: list[str], lock: contextlib.ExitStack) -> None:
+    def _launch(self, node: StageRunner, slots: list[str], lock: contextlib.ExitStack) -> None:
         command, log = node.command(), stage_log.log_of(self.study, node.id)
         stage_log.begin(log, command)
         with open(log, "ab") as stream:
-            child = Child(below(command), environment(slots, self.places), stream)
+            child = Child(with_pdeathsig(command), environment(slots, self.places), stream)
         done, total = node.progress()
         self.running[node.id] = _Running(node, command, child, slots, lock, done / total if total else 0.0)
 
@@ -247,7 +247,7 @@ def environment(slots: Sequence[str], places: int) -> dict[str, str]:
     }
 
 
-def needed(nodes: Mapping[str, Node], wanted: Iterable[str]) -> list[Node]:
+def needed(nodes: Mapping[str, StageRunner], wanted: Iterable[str]) -> list[StageRunner]:
     """Return those that are wanted and all that they need, in the order of `nodes`: each after what it needs."""
     found = set(wanted)
     for id, node in reversed(nodes.items()):

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from megaenc.errors import InputError, closest
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.datasets import beir, demo, hub
-from megaenc.finetune.datasets.local import DataFlags
+from megaenc.finetune.datasets.local import DatasetConfig
 from megaenc.finetune.datasets.registry import find, name_and_path
-from megaenc.finetune.examples import Family
-from megaenc.finetune.grid.command import GridSettings
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.grid.command import GridConfig
 from megaenc.finetune.model.fingerprint import model_fingerprints, tokenizer_fingerprint
 from megaenc.finetune.results import files as result_files
-from megaenc.study.run.stage import Changed, Node, arguments, megaenc
+from megaenc.study.run.stage import StageRunner, StaleArtifactError, arguments, megaenc
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Training:
     datasets: tuple[str, ...]
 
 
-def trainings(settings: GridSettings, data: Path) -> tuple[Training, ...]:
+def trainings(settings: GridConfig, data: Path) -> tuple[Training, ...]:
     """Return the trainings of a grid for each model, rate and seed. Raises InputError for an unknown data set."""
     members: dict[tuple[str, str], list[str]] = {}
     for dataset in settings.datasets:
@@ -57,7 +57,7 @@ def name_in_results(dataset: str) -> str:
     return name_and_path(dataset)[0]
 
 
-def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str, str]:
+def _look_at(dataset: str, settings: GridConfig, data: Path) -> tuple[str, str, str]:
     """Return the name of a data set, its kind, and what models are trained on before they read it."""
     name, path = name_and_path(located(dataset, data))
     on_the_hub = path is None and name in hub.HUB_SETS
@@ -73,7 +73,7 @@ def _look_at(dataset: str, settings: GridSettings, data: Path) -> tuple[str, str
                 hint = f"did you mean {near}?" if near else f"expected one of {', '.join(names)}, a path or NAME=PATH"
                 raise InputError(f"finetune: field `datasets`: found {dataset}; {hint}")
         family = settings.data.task or ("IR" if os.path.isdir(path) and beir.is_beir(path) else "")
-    if family != Family.IR:
+    if family != TaskFamily.IR:
         return name, family, name
     if settings.data.train_on:
         return name, family, name_in_results(located(settings.data.train_on, data))
@@ -85,7 +85,7 @@ class LabelledData:
     """The data sets that every model is fine-tuned on, as `megaenc finetune grid` is told them."""
 
     datasets: tuple[str, ...]
-    flags: DataFlags
+    flags: DatasetConfig
 
     @cached_property
     def fingerprints(self) -> dict[str, dict[str, str]]:
@@ -101,13 +101,13 @@ class LabelledData:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GridNode(Node):
+class FinetuneStage(StageRunner):
     """One `megaenc finetune grid`: a model on every data set with every rate and seed."""
 
     trainings: tuple[Training, ...] = field(repr=False)
     flags: Mapping[str, Any] = field(repr=False)
     """Flags of the grid that the manifest gives; datasets, learning_rates and seeds among them."""
-    protocol: Protocol
+    protocol: FinetuneConfig
     data: LabelledData
     jobs: int
     """runs at a time; 0: as many as the machine has room for"""
@@ -147,7 +147,7 @@ class GridNode(Node):
     def planned(self) -> float | None:
         return self.runs * self.seconds or None
 
-    def parts(self) -> list["GridNode"]:
+    def parts(self) -> list["FinetuneStage"]:
         """Return the same in parts: one for each set that is trained on."""
         found = []
         for training in self.trainings:
@@ -183,7 +183,8 @@ class GridNode(Node):
         for (training, dataset), rate, seed in itertools.product(sets, rates, seeds):
             run = (dataset, training.train_on, rate, seed)
             folders = [
-                result_files.run_folder(self.folder, kind, *run) for kind in ([training.family] if training.family else Family)
+                result_files.run_folder(self.folder, kind, *run)
+                for kind in ([training.family] if training.family else TaskFamily)
             ]
             files = (folder / name for folder in folders for name in (result_files.RESULTS, result_files.FAILED))
             found += [file for file in files if file.is_file()][:1]
@@ -196,7 +197,9 @@ class GridNode(Node):
         for file in files:
             fingerprints = {**of_model, **self.data.fingerprints.get(file.parent.parent.name, {})}
             if other := result_files.other_origin(file, self.protocol, fingerprints):
-                raise Changed(self.folder, f"made otherwise than now: finetune: {other} ({file.relative_to(self.folder)})")
+                raise StaleArtifactError(
+                    self.folder, f"made otherwise than now: finetune: {other} ({file.relative_to(self.folder)})"
+                )
 
     def _of_model(self) -> dict[str, str]:
         weights = model_fingerprints([str(self._export)], str(self.folder.parent), keep=False)

@@ -14,12 +14,12 @@ from megaenc.data.tokenizer.vocabulary import Vocabulary
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json
 from megaenc.objectives import Schedule
-from megaenc.study.manifest.expand import Model
+from megaenc.study.manifest.expand import PlannedModel
 from megaenc.study.plan.cost import Amount
-from megaenc.study.run.stage import Changed, Node, arguments, changed, identity_of, megaenc
-from megaenc.training.checkpoint_dir import CheckpointFolder
+from megaenc.study.run.stage import StageRunner, StaleArtifactError, arguments, changed, identity_of, megaenc
+from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import FACTS, METRICS, difference
-from megaenc.training.run_init import Start, digest
+from megaenc.training.run_init import RunInit, digest
 from megaenc.viz.run_metrics import read_run_json
 
 _ANY_VOCABULARY = Vocabulary(size=1024, eos_id=0, mask_id=1, special_ids=(0, 1), fingerprint="")
@@ -27,10 +27,10 @@ _LAST_ROW = 8192  # bytes at the end of metrics.jsonl in which the last row is
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainNode(Node):
+class PretrainStage(StageRunner):
     """One `megaenc pretrain`: the run that ends as `model`, or the part of it that no other has trained."""
 
-    model: Model
+    model: PlannedModel
     start: Literal["new", "branch", "weights"]
     parent: str
     """The run that it branches off or begins with the weights of; "" for new weights."""
@@ -108,7 +108,7 @@ class PretrainNode(Node):
 
     def done(self) -> bool:
         """Return whether the last step is saved, whole."""
-        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        checkpoints = CheckpointDir(self.folder / "checkpoints")
         return checkpoints.is_whole(self.model.steps) and checkpoints.latest() == self.model.steps
 
     def progress(self) -> tuple[float, float]:
@@ -127,17 +127,19 @@ class PretrainNode(Node):
         self._check_start(start)
         for name, here in self._text().items():
             if here != identity.get(name, here):
-                raise Changed(self.folder, f"trained on another {name} than {' '.join(self.flags['data_path'])} is of now")
+                raise StaleArtifactError(
+                    self.folder, f"trained on another {name} than {' '.join(self.flags['data_path'])} is of now"
+                )
 
-    def _check_start(self, there: Start) -> None:
+    def _check_start(self, there: RunInit) -> None:
         """Compare how it began, as far as that can be told while the parent is not there."""
         parent = identity_of(self._parent) if self.parent else None
         at = self.at if parent is None or self.start == "branch" else parent.get("train_iters")
-        here = Start(self.start, self.parent, at)
+        here = RunInit(self.start, self.parent, at)
         if (there.kind, there.step, Path(there.run).name) != (here.kind, here.step, here.run):
             raise changed(self.folder, f"it began {there.describe()}, now it would begin {here.describe()}")
         if parent is not None and (there.at, there.parent) != (at, digest(parent)):
-            raise Changed(self.folder, f"began with another {self.parent} than {self._parent} is now")
+            raise StaleArtifactError(self.folder, f"began with another {self.parent} than {self._parent} is now")
 
     def _text(self) -> dict[str, str]:
         """Fingerprints of data and tokenizer as run.json has them, as far as what lies beside the data tells them."""
@@ -170,13 +172,13 @@ class PretrainNode(Node):
 _FOUND_OUT = {"bf16", "vocab_size", "tokenizer", "skip_samples"}
 
 
-def read_start(run: Path) -> Start | None:
+def read_start(run: Path) -> RunInit | None:
     """Return how a run began, by its run.json; None for a run that has not begun. Raises InputError for a damaged file."""
     if not (run / FACTS).exists():
         return None
     facts, place, expected = read_run_json(run), f"{run / FACTS}: field", "expected what a run wrote there"
     try:
-        start = Start.read(facts)
+        start = RunInit.read(facts)
     except (TypeError, AttributeError):
         raise InputError(f"{place} `start`: found an unknown form; {expected}") from None
     start.check(f"{place} `start`")

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 import megaenc
-from megaenc.atomic_io import wait_for_lock, write_whole
+from megaenc.atomic_io import atomic_write, wait_for_lock
 from megaenc.errors import InputError
 from megaenc.json_files import read_json, read_json_object
 from megaenc.processes import accelerators, processor_name, usable_cores
@@ -33,7 +33,7 @@ def record(study: Path) -> None:
         # Jobs of a cluster begin at the same time; one that hangs must not hold up the others for a note.
         with wait_for_lock(study / ".locks" / "record", seconds=10) as mine:
             if mine and (values := _extended(study / NOTES)):
-                write_whole(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+                atomic_write(study / NOTES, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def _extended(file: Path) -> dict:
@@ -42,7 +42,7 @@ def _extended(file: Path) -> dict:
     if not values and file.exists():
         return {}
     found = dict(values)
-    for name, text in here().items():
+    for name, text in current_environment().items():
         before = found.get(name, [])
         before = before if isinstance(before, list) else [before]
         if text and text not in before:
@@ -59,7 +59,7 @@ def noted(file: Path) -> dict[str, str]:
     return {name: ", then ".join(map(str, several)) for name, several in texts.items() if several}
 
 
-def here() -> dict[str, str]:
+def current_environment() -> dict[str, str]:
     """Return hardware, date (UTC), commit and libraries, as they are now."""
     libraries = [f"Python {platform.python_version()}"]
     for name in _LIBRARIES:

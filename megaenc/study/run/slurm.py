@@ -11,16 +11,16 @@ from typing import Any
 
 import psutil
 
-from megaenc.console import quiet, say
+from megaenc.console import print_rank_0, quiet
 from megaenc.errors import InputError
 from megaenc.finetune.grid.command import count
 from megaenc.finetune.grid.slurm import Cluster, import_submitit
-from megaenc.processes import below, environment_for_children, python_environment
+from megaenc.processes import environment_for_children, python_environment, with_pdeathsig
 from megaenc.study.run import stage_log
 from megaenc.study.run.executor import environment, execute
-from megaenc.study.run.finetune_stage import GridNode
-from megaenc.study.run.pretrain_stage import PretrainNode
-from megaenc.study.run.stage import Node, finished
+from megaenc.study.run.finetune_stage import FinetuneStage
+from megaenc.study.run.pretrain_stage import PretrainStage
+from megaenc.study.run.stage import StageRunner, finished
 
 _TIMEOUTS = 1000  # that a job may run into: each time it has come further
 _TO_SAVE = 80.0  # seconds: Slurm says so 90 before it ends a job
@@ -30,10 +30,10 @@ _FIRST_PORT, _PORTS = 20_000, 20_000
 
 
 @dataclass(frozen=True)
-class Task:
+class StageTask:
     """What a job does. It is pickled; this class goes by its name."""
 
-    node: Node
+    node: StageRunner
     study: Path
     machines: int = 1
 
@@ -46,7 +46,7 @@ class Task:
         self.node.check()
         self._with_others() if self.machines > 1 else self._do(self.node)
 
-    def _do(self, node: Node, **how: int) -> None:
+    def _do(self, node: StageRunner, **how: int) -> None:
         """Do it to its end. Told to stop by another than this process (scancel, preemption), it saves and waits to be ended."""
         while failed := execute([node], self.study, [""] * node.processes, **how):
             if self._tries()[-1].how != stage_log.STOPPED:
@@ -64,12 +64,12 @@ class Task:
         if job.node == 0:
             self._do(node, tries=1)
             return
-        if not node.done() and (code := subprocess.run(below(node.command()), env=environment([""], each)).returncode):
+        if not node.done() and (code := subprocess.run(with_pdeathsig(node.command()), env=environment([""], each)).returncode):
             if self._first_was_stopped():
                 time.sleep(_TO_BE_ENDED)
             raise RuntimeError(f"{node.id}: exit code {code} on {job.hostname}")
 
-    def _tries(self) -> list[stage_log.Try]:
+    def _tries(self) -> list[stage_log.Attempt]:
         return stage_log.tries(stage_log.log_of(self.study, self.node.id))
 
     def _first_was_stopped(self) -> bool:
@@ -92,7 +92,7 @@ class Task:
         return DelayedSubmission(self)
 
 
-def machines(cluster: Cluster, node: Node) -> int:
+def machines(cluster: Cluster, node: StageRunner) -> int:
     """Of a stage's job: as many as its processes take, without GPUs one. InputError where they cannot be shared out."""
     gpus = cluster.slurm_gpus
     if not gpus or node.processes <= gpus:
@@ -102,7 +102,7 @@ def machines(cluster: Cluster, node: Node) -> int:
     return node.processes // gpus
 
 
-def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
+def submit(nodes: Sequence[StageRunner], study: Path, cluster: Cluster) -> dict[str, list[Any]]:
     """Submit what is left of `nodes`, neither done nor queued; returns submitit's jobs by stage. InputError where it cannot be.
 
     submitit's own executors know no dependencies: with these, a stage is submitted when those that it needs have ended.
@@ -119,7 +119,7 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
             continue
         needs = [need for need in node.needs if need in ids]
         if not on_slurm and not all(_ended_well(job) for need in needs for job in jobs[need]):
-            say(f"{node.id}: not submitted, as what it needs has failed")
+            print_rank_0(f"{node.id}: not submitted, as what it needs has failed")
             continue
         after = [ids[need] for need in needs]
         try:
@@ -128,27 +128,27 @@ def submit(nodes: Sequence[Node], study: Path, cluster: Cluster) -> dict[str, li
         except (RuntimeError, ValueError, NameError, OSError, submitit.core.utils.FailedJobError) as error:
             raise InputError(f"--slurm: {node.id} could not be submitted: {error}") from None
         ids[node.id] = jobs[node.id][0].job_id.partition("_")[0]
-        say(f"{node.id}: job {ids[node.id]}" + (f" after {', '.join(after)}" if after else ""))
+        print_rank_0(f"{node.id}: job {ids[node.id]}" + (f" after {', '.join(after)}" if after else ""))
     if cluster.slurm_cluster == "debug":
         for job in (job for several in jobs.values() for job in several):
             _ended_well(job)
     waiting = f", {len(before):,} in the queue already" if before else ""
     done = f"{count(len(nodes), 'stage')}: {len(nodes) - len(left):,} done before{waiting}, {len(jobs):,} submitted"
-    say(f"{done}; what they say: {study / 'logs'}")
-    say("`megaenc study status` shows how far they are; the same command again submits what is missing then")
+    print_rank_0(f"{done}; what they say: {study / 'logs'}")
+    print_rank_0("`megaenc study status` shows how far they are; the same command again submits what is missing then")
     return jobs
 
 
-def _submit_one(submitit: Any, node: Node, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
+def _submit_one(submitit: Any, node: StageRunner, study: Path, cluster: Cluster, after: Sequence[str]) -> list[Any]:
     """Return the job of a stage, or those of the array of a grid's parts."""
     together, asked = machines(cluster, node), cluster.asked()
-    parts = [part for part in node.parts() if not part.done()] if isinstance(node, GridNode) else []
-    tasks = [Task(part, study, together) for part in parts or [node]]  # a grid that is all there is still to be compared
+    parts = [part for part in node.parts() if not part.done()] if isinstance(node, FinetuneStage) else []
+    tasks = [StageTask(part, study, together) for part in parts or [node]]  # a grid that is all there is still to be compared
     if cluster.slurm_cluster == "slurm":
         extra = asked.pop("slurm_additional_parameters", {})
         if after:
             extra = {**extra, "dependency": f"afterok:{':'.join(after)}", "kill-on-invalid-dep": "yes"}
-        per_machine = min(cluster.slurm_gpus, node.processes) if isinstance(node, PretrainNode) else cluster.slurm_gpus
+        per_machine = min(cluster.slurm_gpus, node.processes) if isinstance(node, PretrainStage) else cluster.slurm_gpus
         asked |= {"gpus_per_node": per_machine} if per_machine else {}
         asked |= {"nodes": together, "tasks_per_node": 1, "slurm_additional_parameters": extra}
     logs, kind = study / ".slurm" / "%j", cluster.slurm_cluster
@@ -163,7 +163,7 @@ def _ended_well(job: Any) -> bool:
     try:
         job.result()
     except Exception as error:
-        say(f"job {job.job_id}: {str(error).strip().splitlines()[-1]}")
+        print_rank_0(f"job {job.job_id}: {str(error).strip().splitlines()[-1]}")
         return False
     return True
 

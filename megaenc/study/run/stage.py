@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaenc.atomic_io import write_whole
+from megaenc.atomic_io import atomic_write
 from megaenc.errors import InputError
 from megaenc.json_files import read_json, read_json_object
 from megaenc.processes import python_command
-from megaenc.study.manifest.model_key import Setting
-from megaenc.training.checkpoint_dir import CheckpointFolder
+from megaenc.study.manifest.model_key import ModelKey
+from megaenc.training.checkpoint_dir import CheckpointDir
 from megaenc.training.run_dir import FACTS, difference
 from megaenc.training.run_init import digest
 
@@ -33,7 +33,7 @@ ASKED = "asked.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class StageRunner:
     """A stage that can be planned and done. Each kind of stage is a class of its own."""
 
     study: Path
@@ -86,10 +86,10 @@ class Node:
         """Raise Changed where its folder holds something else than the manifest says, or was made of something else."""
 
 
-def finished(nodes: Iterable[Node]) -> set[str]:
+def finished(nodes: Iterable[StageRunner]) -> set[str]:
     """Return the ids of those that are done with all that they need; `nodes` come after what they need, if that is among them.
 
-    What is left when that is made again is still to be compared with it (`Node.check`).
+    What is left when that is made again is still to be compared with it (`StageRunner.check`).
     """
     known, found = set(), set()
     for node in nodes:
@@ -121,7 +121,7 @@ def arguments(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-class Changed(InputError):
+class StaleArtifactError(InputError):
     """A folder that does not fit the manifest, or what it was made of."""
 
     def __init__(self, folder: Path, what: str, remove: str = "that folder and what was made of it") -> None:
@@ -129,22 +129,22 @@ class Changed(InputError):
         self.folder, self.what = folder, what
 
 
-def changed(folder: Path, what: str) -> Changed:
+def changed(folder: Path, what: str) -> StaleArtifactError:
     """Return the error for a folder of which `what` differs from what the manifest says."""
-    return Changed(folder, f"made from another manifest: {what}")
+    return StaleArtifactError(folder, f"made from another manifest: {what}")
 
 
-def check(nodes: Iterable[Node], every: Mapping[str, Node], study: Path) -> None:
+def check(nodes: Iterable[StageRunner], every: Mapping[str, StageRunner], study: Path) -> None:
     """Raise Changed for the first of `nodes` that does not fit, with each folder that was made of it by others of `every`."""
     for node in nodes:
         try:
             node.check()
-        except Changed as error:
+        except StaleArtifactError as error:
             made = {node.id}
             for other in every.values():  # each after what it needs
                 made.update([other.id] if made.intersection(other.needs) else [])
             folders = [str(every[id].folder.relative_to(study)) for id in every if id in made and every[id].folder.exists()]
-            raise Changed(error.folder, error.what, f"what was made so ({' '.join(folders)})") from None
+            raise StaleArtifactError(error.folder, error.what, f"what was made so ({' '.join(folders)})") from None
 
 
 def identity_of(run: Path) -> dict[str, Any] | None:
@@ -155,7 +155,7 @@ def identity_of(run: Path) -> dict[str, Any] | None:
 
 def check_kept(run: Path, step: int, what: str) -> None:
     """Raise InputError where a run is beyond `step` and has no checkpoint of it."""
-    checkpoints = CheckpointFolder(run / "checkpoints")
+    checkpoints = CheckpointDir(run / "checkpoints")
     latest = checkpoints.latest()
     if latest is not None and latest >= step and not checkpoints.is_whole(step):
         raise InputError(
@@ -165,7 +165,7 @@ def check_kept(run: Path, step: int, what: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusNode(Node):
+class CorpusStage(StageRunner):
     """The study's own tokenizer and tokenised text."""
 
     name: str = CORPUS
@@ -197,7 +197,7 @@ class CorpusNode(Node):
         """Write down what it is made of: of the tokenizer and the text alone this could not be told."""
         if not self.progress()[0]:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(self.folder / ASKED, json.dumps(self._asked(), indent=1) + "\n")
+            atomic_write(self.folder / ASKED, json.dumps(self._asked(), indent=1) + "\n")
 
     def commands_left(self) -> list[list[str]]:
         return [megaenc(*words) for makes, words in self.commands.items() if not makes.exists()]
@@ -247,10 +247,10 @@ def _bytes(path: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportNode(Node):
+class ExportStage(StageRunner):
     """One `megaenc convert to-hf`: a checkpoint that is evaluated, under its name, with its certificate."""
 
-    setting: Setting
+    setting: ModelKey
     run: str
     step: int
     kind, home, unit = "export", "hf", "models"
@@ -283,4 +283,4 @@ class ExportNode(Node):
         if (found := made_of.get("step", self.step)) != self.step:
             raise changed(self.folder, f"step is {found} there, {self.step} here")
         if "identity" not in made_of or (identity is not None and made_of["identity"] != digest(identity)):
-            raise Changed(self.folder, f"made of another {self.run} than {self._run} is now")
+            raise StaleArtifactError(self.folder, f"made of another {self.run} than {self._run} is now")

@@ -19,7 +19,7 @@ from megaenc import atomic_io
 from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import read_regular
-from megaenc.study.run.stage import Node
+from megaenc.study.run.stage import StageRunner
 
 _MOST_BYTES = 1 << 30  # of a log
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
@@ -32,7 +32,7 @@ _FRAME = re.compile(r"\s|[-=|^~]+$|Traceback |Root Cause|Failures:|\[\d+\]:")  #
 
 
 @dataclass(frozen=True)
-class Try:
+class Attempt:
     """One command of a stage, from its log. Times are in seconds since 1970."""
 
     began: float
@@ -88,13 +88,13 @@ def _append(log: Path, mark: str, text: str) -> None:
         stream.write(line.encode("utf-8", "surrogateescape"))
 
 
-def tries(log: Path) -> list[Try]:
+def tries(log: Path) -> list[Attempt]:
     """Return every try of a stage, in their order; none if there is no log."""
     try:
         lines = read_regular(log, _MOST_BYTES).decode("utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found: list[Try] = []
+    found: list[Attempt] = []
     began, said = None, []
     for line in [*lines, "==> end $ "]:
         begin, end = _BEGIN.fullmatch(line), _END.fullmatch(line)
@@ -104,7 +104,7 @@ def tries(log: Path) -> list[Try]:
         if began is not None:
             ended, how = (_seconds(end[1]), end[2]) if end else (None, "")
             told = any(_TOLD.fullmatch(text.strip()) for text in said)
-            found.append(Try(began, ended, how, best_line(said), told))
+            found.append(Attempt(began, ended, how, best_line(said), told))
         began, said = (_seconds(begin[1]), []) if begin else (None, said)
     return found
 
@@ -124,15 +124,15 @@ def _seconds(text: str) -> float:
         return time.time()
 
 
-def spent(tries: Iterable[Try]) -> float:
+def spent(tries: Iterable[Attempt]) -> float:
     """Return the seconds of those that have ended."""
     return sum(one.ended - one.began for one in tries if one.ended is not None)
 
 
-class Remaining:
+class EtaEstimator:
     """Seconds of what is left of some stages, each after what it needs."""
 
-    def __init__(self, nodes: Iterable[Node], study: Path) -> None:
+    def __init__(self, nodes: Iterable[StageRunner], study: Path) -> None:
         """Reads the logs of what is done."""
         self._nodes = {node.id: node for node in nodes}
         self._share: dict[str, float] = {}
@@ -144,18 +144,18 @@ class Remaining:
             if not killed and (seconds := spent(tried)):
                 self.measured(node, seconds)
 
-    def measured(self, node: Node, seconds: float, share: float = 1.0) -> None:
+    def measured(self, node: StageRunner, seconds: float, share: float = 1.0) -> None:
         """Note that a stage is done, of which so much, from 0 to 1, took so long."""
         self._share[node.id] = 1.0
         sums = self._measured[_kind(node)]
         sums[0] += seconds
         sums[1] += share * node.work
 
-    def under_way(self, node: Node, share: float) -> None:
+    def under_way(self, node: StageRunner, share: float) -> None:
         """Note that so much of a stage is done, from 0 to 1."""
         self._share[node.id] = share
 
-    def _left(self, node: Node) -> float | None:
+    def _left(self, node: StageRunner) -> float | None:
         """Return seconds of one stage by what others of its kind took, otherwise the plan's; None where neither is known."""
         seconds, work = self._measured[_kind(node)]
         whole = seconds * node.work / work if work else node.planned
@@ -179,5 +179,5 @@ class Remaining:
         return found
 
 
-def _kind(node: Node) -> str:
+def _kind(node: StageRunner) -> str:
     return node.id.partition("/")[0]

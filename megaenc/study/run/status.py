@@ -16,23 +16,23 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from megaenc import flags
-from megaenc.console import clock, quiet, say
+from megaenc.console import clock, print_rank_0, quiet
 from megaenc.errors import InputError, one_line_errors
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import stage_log
 from megaenc.study.run.command import choose, study_folder
 from megaenc.study.run.executor import amount
-from megaenc.study.run.finetune_stage import GridNode
-from megaenc.study.run.stage import Node
-from megaenc.study.run.stage_log import Remaining, spent
+from megaenc.study.run.finetune_stage import FinetuneStage
+from megaenc.study.run.stage import StageRunner
+from megaenc.study.run.stage_log import EtaEstimator, spent
 
 _STYLES = {"failed": "red", "running": "yellow", "waiting": "dim", "done": "green"}  # of states, in the order of the table
 _EVERY = 2.0  # seconds
 
 
 @dataclass(frozen=True)
-class StatusFlags:
+class StatusConfig:
     """What `megaenc study status` takes."""
 
     manifest: Annotated[str, Positional, arg(metavar="MANIFEST")]
@@ -46,7 +46,7 @@ class StatusFlags:
 
 
 @dataclass(frozen=True)
-class Row:
+class StatusRow:
     """A stage, as its folder and its log say."""
 
     stage: str
@@ -60,11 +60,11 @@ class Row:
     """of a failure, or what is waited for"""
 
 
-def rows(nodes: Iterable[Node], study: Path, unfit: Mapping[str, str] | None = None) -> list[Row]:
+def rows(nodes: Iterable[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> list[StatusRow]:
     """Return every stage, each after what it needs; `unfit`: what is wrong with what is there of some."""
-    found: dict[str, Row] = {}
+    found: dict[str, StatusRow] = {}
     for node in nodes:
-        grid = node if isinstance(node, GridNode) else None
+        grid = node if isinstance(node, FinetuneStage) else None
         names = [node.id, *(part.id for part in grid.parts())] if grid else [node.id]
         tries = {name: stage_log.tries(stage_log.log_of(study, name)) for name in names}
         last = {name: of_name[-1] for name, of_name in tries.items() if of_name}
@@ -85,11 +85,11 @@ def rows(nodes: Iterable[Node], study: Path, unfit: Mapping[str, str] | None = N
         elif failed := [name for name in last if last[name].failed]:
             one, log = last[failed[-1]], stage_log.log_of(study, failed[-1])
             state, why = "failed", f"{one.how}: {one.said} ({log})"
-        found[node.id] = Row(node.id, state, amount(done, total, node.unit), share, seconds, why)
+        found[node.id] = StatusRow(node.id, state, amount(done, total, node.unit), share, seconds, why)
     return list(found.values())
 
 
-def unfit(nodes: Iterable[Node]) -> dict[str, str]:
+def unfit(nodes: Iterable[StageRunner]) -> dict[str, str]:
     """Return why stages that are there are not those of the manifest, or not of what is there of those that they need."""
     found = {}
     for node in nodes:
@@ -100,7 +100,7 @@ def unfit(nodes: Iterable[Node]) -> dict[str, str]:
     return found
 
 
-def headline(table: Sequence[Row], left: float | None) -> str:
+def headline(table: Sequence[StatusRow], left: float | None) -> str:
     """Say the whole in one line."""
     counts = Counter(row.state for row in table)
     words = ", ".join(f"{counts[state]:,} {state}" for state in ("done", "running", "waiting", "failed") if counts[state])
@@ -113,7 +113,7 @@ def headline(table: Sequence[Row], left: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command `megaenc study status`."""
     quiet()
-    settings = flags.parse(StatusFlags, argv, prog="megaenc study status", description=__doc__)
+    settings = flags.parse(StatusConfig, argv, prog="megaenc study status", description=__doc__)
     study = study_folder(settings.output, "status")
     nodes = choose(build_graph(read_manifest(settings.manifest, settings.data or None), study).nodes, settings.only)
     wrong = unfit(nodes)
@@ -121,27 +121,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         _watch(nodes, study, wrong)
         return
     table = rows(nodes, study, wrong)
-    say(headline(table, _left(nodes, study, table)))
+    print_rank_0(headline(table, _left(nodes, study, table)))
     widths = [max(map(len, column)) for column in zip(*(_cells(row)[:4] for row in table), strict=True)]
     for row in table:
         *cells, why = _cells(row)
-        say("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), why]).rstrip())
+        print_rank_0("  ".join([*(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)), why]).rstrip())
 
 
-def _left(nodes: Sequence[Node], study: Path, table: Sequence[Row]) -> float | None:
+def _left(nodes: Sequence[StageRunner], study: Path, table: Sequence[StatusRow]) -> float | None:
     """Return the seconds that are left at the present pace: with as many at a time as run now."""
-    remaining = Remaining(nodes, study)
+    remaining = EtaEstimator(nodes, study)
     for node, row in zip(nodes, table, strict=True):
         remaining.under_way(node, row.share)
     running = sum(row.state == "running" for row in table)
     return remaining.seconds(running) if running else None
 
 
-def _cells(row: Row) -> tuple[str, str, str, str, str]:
+def _cells(row: StatusRow) -> tuple[str, str, str, str, str]:
     return row.stage, row.state, row.progress, clock(row.seconds) if row.seconds else "", row.why
 
 
-def _watch(nodes: Sequence[Node], study: Path, unfit: Mapping[str, str] | None = None) -> None:
+def _watch(nodes: Sequence[StageRunner], study: Path, unfit: Mapping[str, str] | None = None) -> None:
     """Show the table until all is done; what needs attention stands first."""
     from rich.box import SIMPLE_HEAD
     from rich.live import Live

@@ -14,15 +14,15 @@ from operator import attrgetter
 from typing import Literal
 
 from megaenc.finetune.results.aggregate import STUDY
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.evidence import AVERAGE, Evidence, Score
 from megaenc.study.results.groups import is_average, percent
 from megaenc.study.stats import inference
-from megaenc.study.stats.inference import LEVEL, Test
+from megaenc.study.stats.inference import LEVEL, TestResult
 
 Outcome = Literal["holds", "reversed", "not resolved", "no data"]
 Terms = Sequence[tuple[float, Score]]
-Pair = dict[int, tuple[Setting, Setting]]
+Pair = dict[int, tuple[ModelKey, ModelKey]]
 """By seed of the pretraining, a setting of each side."""
 
 
@@ -41,13 +41,13 @@ class Models:
 
     def pairs(
         self,
-        left: Callable[[Setting], bool],
-        right: Callable[[Setting], bool],
-        same: Callable[[Setting], tuple] = attrgetter("size", "steps"),
-        among: Iterable[Setting] | None = None,
+        left: Callable[[ModelKey], bool],
+        right: Callable[[ModelKey], bool],
+        same: Callable[[ModelKey], tuple] = attrgetter("size", "steps"),
+        among: Iterable[ModelKey] | None = None,
     ) -> dict[tuple, Pair]:
         """Return the first setting that is `left` and the first `right`, by what `same` says of both, by pretraining seed."""
-        found: dict[tuple, dict[int, list[Setting | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
+        found: dict[tuple, dict[int, list[ModelKey | None]]] = defaultdict(lambda: defaultdict(lambda: [None, None]))
         for setting in self.settings if among is None else among:
             place = found[same(setting)][setting.seed]
             for side, wanted in enumerate((left, right)):
@@ -64,12 +64,12 @@ class Models:
         order = self.evidence.sizes_of(self.settings)
         return {size: pairs[size, longest[size]] for size in order if (size, longest.get(size)) in pairs}
 
-    def only_mlm(self, one: Setting) -> bool:
+    def only_mlm(self, one: ModelKey) -> bool:
         """Return whether a model saw nothing but MLM at the ratio that stands for it."""
         return not one.clm_steps and not one.cpt_mlm_steps and one.mask_ratio == self.ratio and one.mlm_steps > 0
 
 
-def only_clm(one: Setting) -> bool:
+def only_clm(one: ModelKey) -> bool:
     """Return whether a model saw nothing but CLM."""
     return not one.mlm_steps and not one.cpt_mlm_steps and one.clm_steps > 0
 
@@ -86,7 +86,7 @@ class Comparison:
     """empty if several are pooled"""
     dataset: str
     """`average` of a family, or "all" of several"""
-    test: Test
+    test: TestResult
     """in fractions, with degrees of freedom and where the uncertainty comes from"""
     p: float
     """nan where nothing says how far chance goes: one seed, or seeds that agree to the last digit"""
@@ -128,7 +128,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Line:
+class Contrast:
     """A question to the evidence, before it is tested."""
 
     names: tuple[str, str]
@@ -164,7 +164,9 @@ class Line:
         return tuple(name for name in self.names if name in sides)
 
 
-def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> tuple[str, list[list[tuple[float, Score]]]] | None:
+def of_family(
+    evidence: Evidence, family: str, settings: Sequence[ModelKey]
+) -> tuple[str, list[list[tuple[float, Score]]]] | None:
     """Return what stands for a family: its average if all have one over the same sets, else the mean over the sets all have.
 
     That is its name and, for each setting, scores with weights that add up to one; None if they have nothing in common.
@@ -186,7 +188,7 @@ def of_family(evidence: Evidence, family: str, settings: Sequence[Setting]) -> t
 
 def lines_of(
     evidence: Evidence, names: tuple[str, str], places: Iterable[tuple[str, Pair]], families: Sequence[str] = tuple(STUDY)
-) -> list[Line]:
+) -> list[Contrast]:
     """Return a line for each place (size, steps, ...) and family in which its sides were evaluated on the same sets."""
     found = []
     for (where, sides), family in itertools.product(places, families):
@@ -198,7 +200,7 @@ def lines_of(
             seed: [*left, *((-weight, score) for weight, score in right)]
             for seed, left, right in zip(having, parts[::2], parts[1::2], strict=True)
         }
-        found.append(Line(names, where, str(family), label, next(iter(having.values()))[0].size, terms))
+        found.append(Contrast(names, where, str(family), label, next(iter(having.values()))[0].size, terms))
     return found
 
 

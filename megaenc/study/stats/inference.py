@@ -34,7 +34,7 @@ class Components:
 
 
 @dataclass(frozen=True)
-class Test:
+class TestResult:
     """A contrast, its 95 % interval and the probability of one so far from 0 if there were none. In the units of the scores."""
 
     difference: float
@@ -86,7 +86,7 @@ def shared(parts: Sequence[np.ndarray]) -> float:
     return max(float(by_example @ by_example) / (of - 1) - left, 0.0) / of
 
 
-def contrast(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> Test:
+def contrast(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: float = 0.0) -> TestResult:
     """Test that the mean of float[S] `scores` is 0, and, with a `margin`, that it is outside of it.
 
     `examples`: see `components`. t tests: over the seeds alone with S - 1 degrees of freedom, and over seeds and examples with
@@ -101,7 +101,7 @@ def contrast(scores: np.ndarray, examples: Sequence[np.ndarray] = (), margin: fl
 
 def combined(
     difference: float, of_seeds: Sequence[tuple[float, float]], of_examples: float, margin: float = 0.0, seeds: int = 0
-) -> Test:
+) -> TestResult:
     """Test a sum of independent parts: (variance, degrees of freedom) of each over its seeds, and what examples add.
 
     Degrees of freedom by Welch and Satterthwaite: of seeds alone, and with the examples, whose variance counts as known (as in
@@ -115,26 +115,28 @@ def combined(
     return _test(difference, parts, [(variance, variance**2 / bottom) for variance in ways], seeds, margin)
 
 
-def printed(
+def welch_from_intervals(
     means: Sequence[float], halves: Sequence[float], weights: Sequence[float], seeds: int = 5, margin: float = 0.0
-) -> Test:
+) -> TestResult:
     """Test published means by their half intervals, 1.96 * sd / sqrt(seeds), alone: Welch's t test for independent seeds."""
     each = (np.asarray(weights) * np.asarray(halves) / 1.96) ** 2
     return combined(float(np.dot(weights, means)), [(variance, seeds - 1) for variance in each], math.nan, margin)
 
 
-def _test(difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float | None) -> Test:
+def _test(
+    difference: float, parts: Components, ways: Sequence[tuple[float, float]], seeds: int, margin: float | None
+) -> TestResult:
     """Return the widest interval and the greatest p of several (variance, degrees of freedom); no p without a `margin`."""
     known = [(math.sqrt(variance), df) for variance, df in ways if variance > _NOTHING**2]
     if not known:  # no spread at all says nothing of how far chance goes
-        return Test(difference, math.nan, math.nan, math.nan, parts, math.nan, seeds)
+        return TestResult(difference, math.nan, math.nan, math.nan, parts, math.nan, seeds)
     half, df = max((error * float(_quantile(df)), df) for error, df in known)
     p = margin_p = math.nan
     if margin is not None:
         p = max(2 * _below(-abs(difference) / error, df) for error, df in known)
     if margin:
         margin_p = max(_below((abs(difference) - margin) / error, df) for error, df in known)
-    return Test(difference, difference - half, difference + half, p, parts, df, seeds, margin_p)
+    return TestResult(difference, difference - half, difference + half, p, parts, df, seeds, margin_p)
 
 
 def _quantile(df: float | np.ndarray) -> np.ndarray:
@@ -207,7 +209,7 @@ def seeds_needed(difference: float, parts: Components, seeds: int, wanted: float
     return 2 + bisect_left(counts, wanted, key=lambda more: power(difference, parts, seeds, more))
 
 
-def between(scores: np.ndarray) -> np.ndarray:
+def rate_variance(scores: np.ndarray) -> np.ndarray:
     """Return float[S] whose mean is how far the means of float[R, S], by rate and by seed, are apart beyond chance, a variance.
 
     It is the variance component (MS_rates - MS_residual) / S of a two-way analysis of variance, the mean covariance over the

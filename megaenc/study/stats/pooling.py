@@ -13,12 +13,12 @@ import numpy as np
 
 from megaenc.study.results.evidence import Score
 from megaenc.study.stats import inference
-from megaenc.study.stats.comparisons import Comparison, Line, Terms
-from megaenc.study.stats.inference import Components, Test
+from megaenc.study.stats.comparisons import Comparison, Contrast, Terms
+from megaenc.study.stats.inference import Components, TestResult
 
 _PRINTED_DIGIT = 0.00005  # tables are rounded to 0.01 percent: an interval of 0.00 may be half a digit
 
-Weighted = Sequence[tuple[float, Line]]
+Weighted = Sequence[tuple[float, Contrast]]
 Seeds = tuple[int, ...]
 """Of the pretraining; empty for lines that have one run each."""
 Blocks = Mapping[tuple[str, str], np.ndarray]
@@ -28,7 +28,7 @@ Lent = Mapping[str, Mapping[Seeds, float]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScoreRows:
     """What lines add up to, by seed: of the pretraining where they have several, else of the fine-tuning."""
 
     left: np.ndarray
@@ -41,7 +41,7 @@ class Rows:
         return self.left - self.right
 
 
-def lending(lines: Sequence[Line]) -> Lent:
+def between_run_variance(lines: Sequence[Contrast]) -> Lent:
     """Return what lines with several runs of the pretraining say of how far these differ, for lines that have one.
 
     The mean over the lines of a family with the same seeds, and over sets of seeds.
@@ -58,7 +58,7 @@ def lending(lines: Sequence[Line]) -> Lent:
 
 
 def test(
-    lines: Sequence[Line],
+    lines: Sequence[Contrast],
     lent: Lent | None = None,
     margin: float = 0.0,
     draws: int = 0,
@@ -78,23 +78,23 @@ def test(
     collapsed = lines[0].collapsed if len(lines) == 1 else ()
     where = lines[0].where if len(places) == 1 else f"{len(places)} pairs"
 
-    def compared(made: Test, effect: float = math.nan, **more) -> Comparison:
+    def compared(made: TestResult, effect: float = math.nan, **more) -> Comparison:
         p = math.nan if collapsed else made.p
         more = {"pretrained": min(len(line.seeds) for _, line in pool), "collapsed": collapsed} | more
         shown = f"{where} ({' and '.join(collapsed)} collapsed)" if collapsed else where
         dataset = lines[0].dataset if len(sets) == 1 and family else "all"
         return Comparison(*lines[0].names, shown, family, dataset, made, p, p, effect, **more)
 
-    lent = lending([line for _, line in pool]) if lent is None else lent
+    lent = between_run_variance([line for _, line in pool]) if lent is None else lent
     if not all(score.seeds for _, line in pool for terms in line.terms.values() for _, score in terms):
         return compared(*_printed(pool, margin))
-    groups: dict[Seeds, list[tuple[float, Line]]] = defaultdict(list)
+    groups: dict[Seeds, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, line in pool:
         groups[line.seeds if len(line.seeds) > 1 else ()].append((weight, line))
     rows = {seeds: _rows(members, seeds) for seeds, members in groups.items()}
     if None in rows.values():  # no fine-tuning seed in common
         unknown = Components(math.nan, math.nan)
-        return compared(Test(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretrained=1)
+        return compared(TestResult(math.nan, math.nan, math.nan, math.nan, unknown, math.nan, 0), pretrained=1)
     if len(rows) == 1 and (() not in rows or not lent):
         [made] = rows.values()
         blocks = list(made.examples.values())
@@ -107,13 +107,13 @@ def test(
     return compared(found, lent=() in rows)
 
 
-def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], lent: Lent) -> list[tuple[float, float]]:
+def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, ScoreRows], lent: Lent) -> list[tuple[float, float]]:
     """Return (variance, degrees of freedom) of a pooled contrast, by where it is estimated.
 
     Parts that have a model size in common may have runs in common: as if they were correlated as far as can be, each variance
     counts as often as there are such parts. For the same reason the lines of one size and one run count as correlated.
     """
-    once: dict[str, list[tuple[float, Line]]] = defaultdict(list)
+    once: dict[str, list[tuple[float, Contrast]]] = defaultdict(list)
     for weight, line in groups.get((), ()):
         once[line.size].append((weight, line))
     parts = [{line.size for _, line in members} for seeds, members in groups.items() if seeds] + [{size} for size in once]
@@ -130,7 +130,7 @@ def _variances(groups: Mapping[Seeds, Weighted], rows: Mapping[Seeds, Rows], len
     return [(variance, (len(seeds) or len(rows[()].scores)) - 1) for seeds, variance in found.items()]
 
 
-def _of_examples(rows: Collection[Rows]) -> float:
+def _of_examples(rows: Collection[ScoreRows]) -> float:
     """Return the variance that examples add; nan if some of the rows have none, or other ones."""
     by_place: dict[tuple[str, str], list[np.ndarray]] = defaultdict(list)
     for place, block in (pair for one in rows for pair in one.examples.items()):
@@ -141,7 +141,7 @@ def _of_examples(rows: Collection[Rows]) -> float:
     return math.fsum(inference.shared(blocks) for blocks in by_place.values())
 
 
-def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
+def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> ScoreRows | None:
     """Return those of lines that have these seeds, or one run each; None if the fine-tunings of a run have no seed in common."""
     if not seeds:
         return _run([(weight, line, line.seeds[0]) for weight, line in lines], examples)
@@ -153,10 +153,10 @@ def _rows(lines: Weighted, seeds: Seeds, examples: bool = True) -> Rows | None:
         means = {place: [run.examples[place].mean(0) for run in runs] for place in runs[0].examples}
         if all(len({one.shape for one in each}) == 1 for each in means.values()):
             blocks = {place: np.stack(each) for place, each in means.items()}
-    return Rows(*sides, blocks)
+    return ScoreRows(*sides, blocks)
 
 
-def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | None:
+def _run(lines: Sequence[tuple[float, Contrast, int]], examples: bool) -> ScoreRows | None:
     """Return the same by fine-tuning seed, of one run of the pretraining for each line."""
     terms = _merged([(weight * part, score) for weight, line, seed in lines for part, score in line.terms[seed]])
     seeds = sorted(set.intersection(*(set(score.seeds) for _, score in terms)))
@@ -166,7 +166,7 @@ def _run(lines: Sequence[tuple[float, Line, int]], examples: bool) -> Rows | Non
         np.array([math.fsum(sign * part * score.seeds[seed] for part, score in terms if sign * part > 0) for seed in seeds])
         for sign in (1, -1)
     )
-    return Rows(*sides, _blocks(terms, seeds) if examples else {})
+    return ScoreRows(*sides, _blocks(terms, seeds) if examples else {})
 
 
 def _merged(terms: Terms) -> list[tuple[float, Score]]:
@@ -191,11 +191,11 @@ def _blocks(terms: Terms, seeds: Sequence[int]) -> Blocks:
     return found
 
 
-def _printed(pool: Weighted, margin: float) -> tuple[Test, float]:
+def _printed(pool: Weighted, margin: float) -> tuple[TestResult, float]:
     """Return the test of published means, and its effect size."""
     first = _merged([(weight * part, score) for weight, line in pool for part, score in line.terms[line.seeds[0]]])
     weights = [weight for weight, _ in first]
     halves = [math.nan if score.half is None else max(score.half, _PRINTED_DIGIT) for _, score in first]
-    made = inference.printed([score.mean for _, score in first], halves, weights, margin=margin)
+    made = inference.welch_from_intervals([score.mean for _, score in first], halves, weights, margin=margin)
     spread = 5 * (np.array(weights) * halves / 1.96) ** 2  # variance of a seed on each side; pooled: their mean
     return made, inference.standardised(made.difference, math.sqrt(spread.sum() / 2), 8)

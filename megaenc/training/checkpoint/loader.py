@@ -12,19 +12,19 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.dist_env import rank
 from megaenc.errors import InputError
 from megaenc.training.checkpoint.safe_pickle import SHARD, rewrite_pickles
-from megaenc.training.checkpoint_dir import CheckpointFolder, Damaged, content_damage
-from megaenc.training.dist.collectives import on_all, on_rank_0
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, content_damage
+from megaenc.training.dist.collectives import all_gather_call, broadcast_call
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import difference
-from megaenc.training.skip_policy import read_alike
+from megaenc.training.skip_policy import saw_same_data
 
 
-class Checkpoints(CheckpointFolder):
+class CheckpointLoader(CheckpointDir):
     """Those of a run, checked byte by byte and loaded."""
 
     _checked: tuple[int, dict[str, bytes]] | None = None
@@ -35,15 +35,15 @@ class Checkpoints(CheckpointFolder):
 
         InputError for a run of another `identity`, or a pickle of more than plain values.
         """
-        state = on_rank_0(lambda: self.state(step))
+        state = broadcast_call(lambda: self.state(step))
         path, names = self.path(step), sorted(state["files"])
         mine = names[rank() :: dist.get_world_size()]
-        for damage in on_all(lambda: content_damage(path, {name: state["files"][name] for name in mine})):
+        for damage in all_gather_call(lambda: content_damage(path, {name: state["files"][name] for name in mine})):
             if damage:
-                raise Damaged(f"{damage}; the checkpoint is damaged")
+                raise DamagedCheckpointError(f"{damage}; the checkpoint is damaged")
         if identity is not None and (other := difference(state["identity"], identity)):
             raise InputError(f"{path} is a checkpoint of a different run: {other}; remove it or give the same value")
-        self._checked = step, on_rank_0(lambda: rewrite_pickles(path, state["files"]))
+        self._checked = step, broadcast_call(lambda: rewrite_pickles(path, state["files"]))
         return state
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Checkpoints(CheckpointFolder):
                     raise InputError(f"{error.filename}: {error.strerror}; expected room for a few MB in TMPDIR") from None
                 return str(folder)
 
-            yield on_all(lay_out)[rank()]
+            yield all_gather_call(lay_out)[rank()]
 
     def newest_good(self, plan: Plan) -> dict[str, Any] | None:
         """Return the JSON of the newest whole checkpoint up to the tracker's that `plan` agrees with, if any; all ranks together.
@@ -76,21 +76,21 @@ class Checkpoints(CheckpointFolder):
         A damaged one is named in a line; InputError if all are.
         """
         identity = plan.identity
-        steps = on_rank_0(lambda: [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)])
+        steps = broadcast_call(lambda: [step for step in reversed(self.up_to_tracker()) if self.fits(step, plan)])
         for step, before in zip(steps, [*steps[1:], None], strict=False):
             try:
                 return self.check(step, identity)
-            except Damaged as damage:
+            except DamagedCheckpointError as damage:
                 if before is None:
                     raise InputError(f"{damage}; no other is there; delete {self.folder} to start anew") from None
-                say(f"{damage}: trying that of step {before}")
+                print_rank_0(f"{damage}: trying that of step {before}")
         return None
 
     def fits(self, step: int, plan: Plan, damaged: bool = True) -> bool:
         """Whether the checkpoint of `step` has read no pack that `plan` leaves out; `damaged` where that cannot be told."""
         try:
-            return read_alike(plan, self.state(step))
-        except Damaged:
+            return saw_same_data(plan, self.state(step))
+        except DamagedCheckpointError:
             return damaged  # to be named
 
     def fitting(self, plan: Plan) -> list[int]:
@@ -109,11 +109,11 @@ class Checkpoints(CheckpointFolder):
         engine.optimizer.reload_model_params()  # its float32 copies, under bf16
 
 
-def load_model(checkpoints: Checkpoints, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
+def load_model(checkpoints: CheckpointLoader, step: int, module: torch.nn.Module, identity: dict[str, Any] | None = None) -> None:
     """Put the weights of the checkpoint of `step`, once `check` finds it whole, into `module`, a whole model, without a copy."""
     try:
         checkpoints.check(step, identity)
-    except Damaged as damage:
+    except DamagedCheckpointError as damage:
         whole = [other for other in checkpoints.steps() if other != step]
         others = f"checkpoints are there of steps {', '.join(map(str, whole))} (--ckpt-step)" if whole else "no other is there"
         raise InputError(f"{damage}; {others}") from None

@@ -20,16 +20,25 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from megaenc.atomic_io import remove, sync, write_whole
+from megaenc.atomic_io import atomic_write, remove, sync
 from megaenc.dist_env import rank
 from megaenc.errors import InputError, LocalInputError, first_line
-from megaenc.training.checkpoint.loader import Checkpoints, sharded_state
+from megaenc.training.checkpoint.loader import CheckpointLoader, sharded_state
 from megaenc.training.checkpoint.safe_pickle import check_saved
-from megaenc.training.checkpoint_dir import DIGEST, STATE, TRACKER, Damaged, Unreadable, digest, digests, json_digest
-from megaenc.training.dist.collectives import on_all, on_rank_0
+from megaenc.training.checkpoint_dir import (
+    DIGEST,
+    STATE,
+    TRACKER,
+    DamagedCheckpointError,
+    UnreadableCheckpointError,
+    digest,
+    digests,
+    json_digest,
+)
+from megaenc.training.dist.collectives import all_gather_call, broadcast_call
 from megaenc.training.engine import Engine
 from megaenc.training.plan import Plan
-from megaenc.training.skip_policy import read_alike
+from megaenc.training.skip_policy import saw_same_data
 
 Digests = dict[str, dict[str, Any]]
 Bucket = tuple[str, str, tuple[list, list]]  # megatron-core's: path, name in the metadata, (items and bytes, items and tensors)
@@ -119,7 +128,7 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class OwnCheckpoints(Checkpoints):
+class CheckpointManager(CheckpointLoader):
     """Those of the run that is being made: it adds to them, and removes what is not to stay."""
 
     def __init__(
@@ -135,14 +144,14 @@ class OwnCheckpoints(Checkpoints):
         self.last_look: Callable[[], None] = lambda: None
         """Called on rank 0 right before a checkpoint gets its name; if it raises InputError, it gets none."""
 
-    def leave_behind(self, plan: Plan) -> None:
+    def retarget_tracker(self, plan: Plan) -> None:
         """On rank 0: let the tracker, which exports go by, name no checkpoint that has read packs which `plan` leaves out."""
         named = self.latest()
         if named is None or self.fits(named, plan):
             return
         before = [step for step in self.fitting(plan) if step < named]
         if before:
-            write_whole(self.folder / TRACKER, f"{before[-1]}\n")
+            atomic_write(self.folder / TRACKER, f"{before[-1]}\n")
         else:
             (self.folder / TRACKER).unlink()
 
@@ -179,17 +188,17 @@ class OwnCheckpoints(Checkpoints):
 
     def _save(self, engine: Engine, step: int, progress: dict[str, Any], copy: bool) -> Iterator[Future]:
         """A save in its parts: yields what a thread is to do before the next, which follows once that is done on all ranks."""
-        self._attempt = attempt = on_rank_0(lambda: self._begin(step))
+        self._attempt = attempt = broadcast_call(lambda: self._begin(step))
         state = {"step": step, **progress, "skip_packs": list(engine.plan.skipped.texts), "identity": engine.plan.identity}
         try:
             sharded = ShardedWrite(sharded_state(engine, is_loading=False), attempt, copy)
             yield (writing := self._thread.submit(sharded.write))
-            shards = {name: entry for each in on_all(writing.result) for name, entry in each.items()}
+            shards = {name: entry for each in all_gather_call(writing.result) for name, entry in each.items()}
             sharded.complete()
             self._attempt = None  # rank 0 alone goes on with it
             publish = partial(self._publish, attempt, state, shards, engine.plan) if rank() == 0 else lambda: None
             yield (publishing := self._thread.submit(publish))
-            on_rank_0(publishing.result)
+            broadcast_call(publishing.result)
         except InputError as error:
             if rank() == 0 and not isinstance(error, LocalInputError):
                 shutil.rmtree(attempt, ignore_errors=True)
@@ -211,7 +220,7 @@ class OwnCheckpoints(Checkpoints):
         self._publish(attempt, {"step": 0, "identity": identity}, shards)
 
     @contextlib.contextmanager
-    def finished(self) -> Iterator[None]:
+    def drain_saves(self) -> Iterator[None]:
         """However the block ends, no save is under way after it: it is finished, where all ranks leave the block together."""
         try:
             yield
@@ -252,14 +261,14 @@ class OwnCheckpoints(Checkpoints):
                 sync(path)
             state["files"] = dict(sorted((shards | digests(files)).items()))
         with _one_line(self.folder, InputError):
-            write_whole(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
+            atomic_write(attempt / STATE, json.dumps(state | {DIGEST: json_digest(state)}, indent=1))
             sync(attempt)
             self.last_look()
             if target.exists():  # damaged, or of a save that was cut off before its tracker was written
                 self._remove(target)
             os.rename(attempt, target)
             sync(self.folder)
-            write_whole(self.folder / TRACKER, f"{state['step']}\n")
+            atomic_write(self.folder / TRACKER, f"{state['step']}\n")
         self.retain(state["step"], plan)
 
     def _remove(self, path: Path) -> None:
@@ -269,7 +278,7 @@ class OwnCheckpoints(Checkpoints):
         shutil.rmtree(hidden, ignore_errors=True)
 
     def retain(self, newest: int, plan: Plan | None = None) -> None:
-        """Remove on rank 0, after a save of step `newest`, what `superfluous` names, and what is older and of no use.
+        """Remove on rank 0, after a save of step `newest`, what `checkpoints_to_delete` names, and what is older and of no use.
 
         Of no use, and none of the last that stay, is what is damaged or has read packs that `plan` leaves out. Nothing goes
         unless `newest` is whole; steps beyond it stay until they are made again, as does what cannot be read or removed now.
@@ -280,15 +289,15 @@ class OwnCheckpoints(Checkpoints):
         for step in (step for step in self.steps() if step < newest):
             try:
                 state = self.state(step)
-            except Unreadable:
+            except UnreadableCheckpointError:
                 continue
-            except Damaged:
+            except DamagedCheckpointError:
                 state = None
-            if state and (plan is None or read_alike(plan, state)):
+            if state and (plan is None or saw_same_data(plan, state)):
                 useful.append(step)
             else:
                 useless.add(step)
-        for step in useless | {*superfluous(useful, *self._keep, self._keep_steps)}:
+        for step in useless | {*checkpoints_to_delete(useful, *self._keep, self._keep_steps)}:
             with contextlib.suppress(OSError):
                 self._remove(self.path(step))
 
@@ -298,7 +307,7 @@ class OwnCheckpoints(Checkpoints):
             remove(stale)
 
 
-def superfluous(
+def checkpoints_to_delete(
     older: Iterable[int], keep_last: int | None, keep_every: int | None, keep_steps: Collection[int] = ()
 ) -> list[int]:
     """Return the steps of `older` checkpoints that may go next to a newer one: none if neither rule is given.

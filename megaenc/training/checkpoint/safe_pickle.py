@@ -20,7 +20,7 @@ from torch.serialization import _get_layout
 from megaenc.console import shortened
 from megaenc.errors import InputError
 from megaenc.json_files import parse_json, read_regular
-from megaenc.training.checkpoint_dir import Damaged
+from megaenc.training.checkpoint_dir import DamagedCheckpointError
 
 METADATA, COMMON, FORMAT = ".metadata", "common.pt", "metadata.json"
 EXTRA_STATES = "extra_states"
@@ -185,7 +185,7 @@ def rewrite_pickles(folder: Path, entries: dict[str, dict[str, Any]] | None = No
         with _expected(folder / name):
             contents[name] = read_regular(folder / name, limit)
             if entries is not None and hashlib.sha256(contents[name]).hexdigest() != entries[name]["sha256"]:
-                raise Damaged(f"{folder / name}: its content changed while it was read; the checkpoint is damaged")
+                raise DamagedCheckpointError(f"{folder / name}: its content changed while it was read; the checkpoint is damaged")
     with _expected(folder / FORMAT):
         if (found := parse_json(contents[FORMAT])) != _WRITTEN_FORMAT:
             raise ValueError(f"found {found}")

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megaenc import flags
 from megaenc.errors import InputError, LocalInputError
-from megaenc.torchelastic import for_good
+from megaenc.torchelastic import exit_without_restart
 from megaenc.dist_env import rank
 from megaenc.training.plan import Plan
 from megaenc.training.run_dir import difference
@@ -24,7 +24,7 @@ _OF_A_NODE = ("config", "data_path", "tokenizer")  # what they lead to is compar
 _WRONG, _FAILED, _TOLD = "megaenc/wrong", "megaenc/failed", "megaenc/told"
 
 
-def on_all(work: Callable[[], Result]) -> list[Result]:
+def all_gather_call(work: Callable[[], Result]) -> list[Result]:
     """Call `work` on each rank and return the results in the order of the ranks; the first InputError is raised on all."""
     answers: list = [None] * dist.get_world_size()
     dist.all_gather_object(answers, _tried(work))
@@ -34,7 +34,7 @@ def on_all(work: Callable[[], Result]) -> list[Result]:
     return [result for result, _ in answers]
 
 
-def on_rank_0(work: Callable[[], Result]) -> Result:
+def broadcast_call(work: Callable[[], Result]) -> Result:
     """Call `work` on rank 0 and return its result on all; an InputError of it is raised on all."""
     answer = [*_tried(work)] if rank() == 0 else [None, None]
     dist.broadcast_object_list(answer)  # gathered, a large result would take its size on each rank as often as there are ranks
@@ -54,14 +54,14 @@ def check_alike(plan: Plan) -> None:
     """Raise InputError on all ranks if their plans differ, naming what and where: a run would diverge or hang."""
     values = {name: value for name, value in flags.flatten(plan.settings).items() if name not in _OF_A_NODE}
     values |= plan.identity | {"rewinds": plan.rewinds, "start": dataclasses.asdict(plan.start)}
-    (_, first), *others = on_all(lambda: (socket.gethostname(), values))
+    (_, first), *others = all_gather_call(lambda: (socket.gethostname(), values))
     for number, (host, theirs) in enumerate(others, start=1):
         if other := difference(first, theirs, names=("on rank 0", f"on rank {number} ({host})")):
             raise InputError(f"{other}; expected the same command and the same files on every node")
 
 
 @contextlib.contextmanager
-def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
+def abort_all_on_error(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iterator[None]:
     """Let an error inside on one rank end the others too, whatever collective they wait in.
 
     The rank that failed first calls `clean_up` when the others have had time to come to rest, and raises its error; the others
@@ -82,7 +82,7 @@ def shared_fate(clean_up: Callable[[], None], poll_seconds: float = 0.5) -> Iter
                 if store.check([_FAILED]):
                     try:
                         if store.check([_WRONG]):
-                            for_good(2)
+                            exit_without_restart(2)
                         deadline = time.monotonic() + 20  # a launcher ends all when the first has gone
                         while time.monotonic() < deadline and not store.check([_TOLD]):
                             time.sleep(poll_seconds)

@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _TIME = 1000  # beyond every signal's number
 
 
-class Stop:
+class SignalHandler:
     """A context in which SIGTERM, SIGINT and SIGUSR1 ask for the end of the run, as `minutes` do; a second SIGINT at once.
 
     Once asked, other signals are ignored, also after the context. `by_signals=False` leaves signals alone. For the main thread.

@@ -34,14 +34,14 @@ def margin(limit: float) -> float:
     return min(30.0, max(5.0, limit / 2))
 
 
-def first_limit(limit: float) -> float:
+def startup_timeout(limit: float) -> float:
     """Return the seconds of the first step, validation, save or load of a process, where later ones may take `limit`."""
     return max(3 * limit, _FIRST_SECONDS)
 
 
 def process_group_timeout(minutes: float) -> timedelta:
     """Return how long collectives may wait: long enough for a watchdog of `minutes`, and its fallback, to be first."""
-    return timedelta(seconds=first_limit(60 * minutes) + 2 * margin(60 * minutes))
+    return timedelta(seconds=startup_timeout(60 * minutes) + 2 * margin(60 * minutes))
 
 
 class Watchdog:
@@ -79,7 +79,7 @@ class Watchdog:
 
     def beat(self, kind: str, step: int) -> None:
         """Say that what was done before is done, and what begins: `step`, `validation`, `save` or `load`, and of which step."""
-        limit = self._limit if kind in self._known else first_limit(self._limit)
+        limit = self._limit if kind in self._known else startup_timeout(self._limit)
         self._known.add(kind)
         now = time.monotonic()
         self._now = (kind, step, now, now + limit)  # one assignment: the thread sees all of it or nothing
@@ -101,7 +101,7 @@ class Watchdog:
         at_last.daemon = True
         at_last.start()
         kind, step, since, _ = self._now
-        here = {"doing": doing(kind, step), "at": _place(), "quiet": time.monotonic() - since, "stacks": self._write()}
+        here = {"doing": describe_stack(kind, step), "at": _place(), "quiet": time.monotonic() - since, "stacks": self._write()}
         with contextlib.suppress(RuntimeError):
             self._store.set(f"{_KEY}/{rank()}", json.dumps(here))
             self._store.set(_KEY, "")
@@ -116,7 +116,7 @@ class Watchdog:
     def _write(self) -> str:
         """Write the stacks of this process and return where to: standard error, if the file system hangs itself."""
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank()} of {world_size()}, process {os.getpid()} on "
-        head += f"{socket.gethostname()}, {doing(*self._now[:2])}"
+        head += f"{socket.gethostname()}, {describe_stack(*self._now[:2])}"
         written = []
 
         def write_file() -> None:
@@ -178,7 +178,7 @@ _JOINTS = {"step": "", "save": "save of ", "load": "load of ", "diagnosis": "dia
 _JOINTS["validation"] = "validation after "
 
 
-def doing(kind: str, step: int) -> str:
+def describe_stack(kind: str, step: int) -> str:
     """Return `step 5`, `save of step 5`, `validation after step 5`, `start`."""
     return f"{_JOINTS[kind]}step {step}" if kind in _JOINTS else kind
 

@@ -17,13 +17,13 @@ from typing import Any
 import yaml
 
 from megaenc import flags
-from megaenc.atomic_io import write_whole
-from megaenc.console import say
+from megaenc.atomic_io import atomic_write
+from megaenc.console import print_rank_0
 from megaenc.dist_env import rank
 from megaenc.errors import InputError, one_line
-from megaenc.training.config_groups import MonitoringSettings
+from megaenc.training.config_groups import MonitoringConfig
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import RunFolder
+from megaenc.training.run_dir import RunDir
 from megaenc.training.run_init import digest
 
 WANDB_ID = "wandb_run_id"
@@ -33,7 +33,7 @@ TENSORBOARD_RUN = "megaenc_run"
 """File of TensorBoard's folder: which run writes there."""
 
 
-def boards(plan: Plan, folder: RunFolder | None) -> list["Background"]:
+def boards(plan: Plan, folder: RunDir | None) -> list["Background"]:
     """Open those that `plan` asks for, on rank 0; `folder` keeps the id of the run at Weights & Biases."""
     monitoring, save = plan.settings.monitoring, plan.settings.output.save
     if rank():
@@ -57,7 +57,7 @@ class TensorBoard:
         if marker.exists() and marker.read_text(encoding="utf-8").strip() != run:
             raise InputError(f"--tensorboard-dir {folder}: holds the events of another run, expected a folder of its own")
         marker.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(marker, run + "\n")
+        atomic_write(marker, run + "\n")
         self._folder, self._config = folder, config
         self._writer = None
         self._texts: dict[str, str] = {}
@@ -91,7 +91,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of `--wandb-project`, drawn over `step`. Without a key or a network it is kept in its folder, for `wandb sync`."""
 
-    def __init__(self, monitoring: MonitoringSettings, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
+    def __init__(self, monitoring: MonitoringConfig, save: str, run_id: str, config: dict[str, Any], patience: int = 30):
         os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -116,14 +116,14 @@ class WeightsAndBiases:
             self._run = start(os.environ["WANDB_MODE"])
         elif not wandb.api.api_key:  # it would ask for one, and wait
             self._run = start("offline")
-            say(f"Weights & Biases: no key (wandb login), so kept in {folder / 'wandb'}; `wandb sync` sends it")
+            print_rank_0(f"Weights & Biases: no key (wandb login), so kept in {folder / 'wandb'}; `wandb sync` sends it")
         else:
             try:
                 self._run = start(None)
             except Exception as error:
                 wandb.teardown()  # its server still holds the id
                 self._run = start("offline")
-                say(f"Weights & Biases: {one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
+                print_rank_0(f"Weights & Biases: {one_line(error)}; kept in {folder / 'wandb'}, `wandb sync` sends it")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, group: str, row: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class Background:
         self.do("close")
         self._thread.join(seconds)
         if self._thread.is_alive():
-            say(f"{self._name}: not done after {seconds:.0f} seconds, left to itself")
+            print_rank_0(f"{self._name}: not done after {seconds:.0f} seconds, left to itself")
 
     def _work(self) -> None:
         board, method = None, ""
@@ -184,7 +184,7 @@ class Background:
             done.set()
 
     def _give_up(self, error: Exception) -> None:
-        say(f"{self._name}: {one_line(error)}; the run goes on without it")
+        print_rank_0(f"{self._name}: {one_line(error)}; the run goes on without it")
 
 
 def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
@@ -199,11 +199,11 @@ def flat(row: dict[str, Any], group: str) -> dict[str, float | str]:
     return found
 
 
-def _wandb_id(folder: RunFolder | None) -> str:
+def _wandb_id(folder: RunDir | None) -> str:
     """Return the one that is kept in `folder`, or a new one, which then is."""
     if not folder:
         return secrets.token_hex(4)
     file = folder.path / WANDB_ID
     if not file.exists():
-        write_whole(file, secrets.token_hex(4) + "\n")
+        atomic_write(file, secrets.token_hex(4) + "\n")
     return file.read_text(encoding="utf-8").strip()

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from megaenc.backend import Backend
-from megaenc.console import ProgressLine, say
-from megaenc.training.config_groups import MonitoringSettings
+from megaenc.console import ProgressLine, print_rank_0
+from megaenc.training.config_groups import MonitoringConfig
 from megaenc.training.engine import Engine, Update
 from megaenc.training.logging.backends import boards
 from megaenc.training.logging.stragglers import Stragglers
 from megaenc.training.plan import Plan
-from megaenc.training.run_dir import METRICS, STRAGGLERS, VALIDATION, RunFolder
+from megaenc.training.run_dir import METRICS, STRAGGLERS, VALIDATION, RunDir
 from megaenc.training.timers import highest, longest, memory
 
 _GROUPS = {METRICS: "train", VALIDATION: "validation", STRAGGLERS: "stragglers"}
 
 
-class Monitor:
+class MetricsLogger:
     """Makes the rows, on all ranks alike, and shows them; as a context it holds the progress line and closes what they go to."""
 
-    def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunFolder | None, done: int):
+    def __init__(self, plan: Plan, backend: Backend, engine: Engine, folder: RunDir | None, done: int):
         """`folder` is there only on rank 0 of a run with `--save`; the run goes on after step `done`."""
         self._plan, self._backend, self._engine = plan, backend, engine
         self._folder, self._boards = folder, boards(plan, folder)
@@ -152,7 +152,7 @@ class Profiler:
     It writes into `run_folder`, in a run that goes on after step `done`.
     """
 
-    def __init__(self, monitoring: MonitoringSettings, backend: Backend, run_folder: str, done: int):
+    def __init__(self, monitoring: MonitoringConfig, backend: Backend, run_folder: str, done: int):
         self._first, self._last = max(monitoring.profile_step_start, done + 1), monitoring.profile_step_end
         self._mine = dist.get_rank() in monitoring.profile_ranks and done < self._last
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it says on the console when it starts and stops
@@ -160,7 +160,7 @@ class Profiler:
         self._running: profile | None = None
         self._step = done
         if done >= self._last:
-            say(f"--profile: steps {monitoring.profile_step_start} to {self._last} lie behind, so nothing is profiled")
+            print_rank_0(f"--profile: steps {monitoring.profile_step_start} to {self._last} lie behind, so nothing is profiled")
 
     @contextlib.contextmanager
     def over(self, step: int) -> Iterator[None]:
@@ -190,6 +190,8 @@ class Profiler:
             trace = self._folder / f".{name}.json.gz"
             finished.export_chrome_trace(str(trace))
             trace.rename(self._folder / f"{name}.json.gz")
-            say(f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt beside it the table")
+            print_rank_0(
+                f"--profile: {self._folder / name}.json.gz is the trace (https://ui.perfetto.dev), the .txt beside it the table"
+            )
         except OSError as error:
-            say(f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run goes on without it")
+            print_rank_0(f"--profile: {self._folder / name}: cannot be written: {error.strerror}; the run goes on without it")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megaenc.backend import Backend
-from megaenc.console import say
+from megaenc.console import print_rank_0
 from megaenc.training.engine import Engine
 from megaenc.training.timers import DATA, FORWARD_BACKWARD, OPTIMIZER
 
@@ -76,7 +76,7 @@ class Stragglers:
         for each in ranks:
             self._slow[each["rank"]] = self._slow[each["rank"]] + 1 if each["ratio"] > SLOW else 0
             if self._slow[each["rank"]] == IN_A_ROW:
-                say(
+                print_rank_0(
                     f"straggler: rank {each['rank']} on {each['host']} (tensor {each['tensor']}, pipeline {each['pipeline']}, "
                     f"data {each['data']}) took {each['ratio']:.2f} times the median of its like in {IN_A_ROW} reports in a row, "
                     f"most of it in {each['slow_in']}"

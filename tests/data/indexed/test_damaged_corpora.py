@@ -16,7 +16,7 @@ from megaenc.data.indexed.indexed_dataset import HEADER, MAGIC
 from megaenc.errors import InputError
 from megaenc.estimate.length_model import documents, vocabulary
 from megaenc.objectives import inspect
-from megaenc.training.config_groups import DataSettings
+from megaenc.training.config_groups import DataConfig
 
 COUNT = 4
 LENGTHS, POINTERS, INDICES = HEADER.size, HEADER.size + 4 * COUNT, HEADER.size + 12 * COUNT
@@ -125,8 +125,8 @@ READERS = {
 }
 
 
-def DATA(prefix: Path) -> DataSettings:
-    return DataSettings(data_path=(str(prefix),), seq_length=64)
+def DATA(prefix: Path) -> DataConfig:
+    return DataConfig(data_path=(str(prefix),), seq_length=64)
 
 
 @pytest.fixture

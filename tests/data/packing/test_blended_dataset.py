@@ -5,8 +5,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megaenc.data.packing.blended_dataset import PERIOD, BlendedPacks, interleave, parse_data_path, whole_shares
-from megaenc.data.packing.packed_dataset import ConcatPacks
+from megaenc.data.packing.blended_dataset import PERIOD, BlendedDataset, interleave, parse_data_path, whole_shares
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset
 from megaenc.errors import InputError
 
 
@@ -23,8 +23,8 @@ class Numbered:
 
 
 def blend(weights, seq_length=8, seed=0):
-    parts = [ConcatPacks(Numbered(name, [5, 9, 30, 2]), np.arange(4), seq_length, seed) for name in range(len(weights))]
-    return BlendedPacks(parts, [Fraction(weight) for weight in weights])
+    parts = [ConcatPackedDataset(Numbered(name, [5, 9, 30, 2]), np.arange(4), seq_length, seed) for name in range(len(weights))]
+    return BlendedDataset(parts, [Fraction(weight) for weight in weights])
 
 
 BLENDS = {

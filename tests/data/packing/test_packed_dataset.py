@@ -8,7 +8,7 @@ import pytest
 from megaenc import counter_rng
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter
-from megaenc.data.packing.packed_dataset import ConcatPacks, Pack, RandomLengthPacks
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset, Pack, RandomLengthPackedDataset
 from megaenc.errors import InputError
 
 
@@ -62,7 +62,7 @@ LENGTHS = {
 @pytest.mark.parametrize("seed", [0, 7])
 def test_packs_are_the_stream_cut_into_pieces(lengths, seed):
     seq_length, documents = 8, np.arange(len(lengths))
-    packs = ConcatPacks(Numbered(lengths), documents, seq_length, seed)
+    packs = ConcatPackedDataset(Numbered(lengths), documents, seq_length, seed)
     epochs = 60 if sum(lengths) < seq_length else 4
     count = packs.first_sample_of_epoch(epochs)
     found = [packs[sample] for sample in range(count)]
@@ -77,7 +77,7 @@ def test_packs_are_the_stream_cut_into_pieces(lengths, seed):
 
 def test_samples_of_an_epoch_are_the_packs_that_start_in_it_in_random_order():
     lengths = LENGTHS["mixed"]
-    packs = ConcatPacks(Numbered(lengths), np.arange(len(lengths)), 8, seed=3)
+    packs = ConcatPackedDataset(Numbered(lengths), np.arange(len(lengths)), 8, seed=3)
     per_epoch = sum(lengths)
     reference = [tokens for tokens, _, _ in expected_packs(lengths, range(len(lengths)), 8, 3, 60)]
     for epoch in range(4):
@@ -93,7 +93,7 @@ def test_samples_of_an_epoch_are_the_packs_that_start_in_it_in_random_order():
 def test_every_token_comes_once_an_epoch():
     lengths = LENGTHS["mixed"]
     used = np.array([0, 2, 3, 4, 8])
-    packs = ConcatPacks(Numbered(lengths), used, 6, seed=1)
+    packs = ConcatPackedDataset(Numbered(lengths), used, 6, seed=1)
     epochs = 6  # six epochs are a whole number of packs of six tokens
     assert packs.tokens_per_epoch == sum(lengths[document] for document in used)
     tokens = np.concatenate([packs[sample].tokens for sample in range(packs.first_sample_of_epoch(epochs))])
@@ -105,26 +105,26 @@ def test_every_token_comes_once_an_epoch():
 def test_a_sample_depends_on_nothing_but_its_number():
     rng = np.random.default_rng(0)
     source = Numbered(rng.integers(0, 40, size=200))
-    forwards = ConcatPacks(source, np.arange(200), 16, seed=5)
+    forwards = ConcatPackedDataset(source, np.arange(200), 16, seed=5)
     expected = [forwards[sample] for sample in range(700)]
-    jumping = ConcatPacks(source, np.arange(200), 16, seed=5)
+    jumping = ConcatPackedDataset(source, np.arange(200), 16, seed=5)
     for sample in rng.permutation(700):
         found = jumping[int(sample)]
         assert np.array_equal(found.tokens, expected[sample].tokens)
         assert np.array_equal(found.edges, expected[sample].edges)
-    other = ConcatPacks(source, np.arange(200), 16, seed=6)
+    other = ConcatPackedDataset(source, np.arange(200), 16, seed=6)
     assert any(not np.array_equal(other[sample].tokens, expected[sample].tokens) for sample in range(3))
 
 
 def test_pieces_of_a_long_document_do_not_meet_in_a_batch():
-    packs = ConcatPacks(Numbered([100_000]), np.array([0]), 100, seed=0)
+    packs = ConcatPackedDataset(Numbered([100_000]), np.array([0]), 100, seed=0)
     first_tokens = np.array([packs[sample].tokens[0] for sample in range(1000)])
     neighbours = np.mean(np.abs(np.diff(first_tokens)) == 100)
     assert neighbours < 0.01  # by chance one pair in five hundred
 
 
 def test_epochs_follow_one_another_in_new_orders():
-    packs = ConcatPacks(Numbered([4] * 50), np.arange(50), 200, seed=0)
+    packs = ConcatPackedDataset(Numbered([4] * 50), np.arange(50), 200, seed=0)
     first, second = packs[0].tokens, packs[1].tokens
     assert not np.array_equal(first, second)
     assert np.array_equal(np.sort(first), np.sort(second))
@@ -132,7 +132,7 @@ def test_epochs_follow_one_another_in_new_orders():
 
 def test_no_tokens():
     with pytest.raises(InputError, match="found no tokens in 2 documents"):
-        ConcatPacks(Numbered([0, 0, 5]), np.array([0, 1]), 8, seed=0)
+        ConcatPackedDataset(Numbered([0, 0, 5]), np.array([0, 1]), 8, seed=0)
 
 
 def test_positions():
@@ -146,19 +146,19 @@ def test_positions():
 def test_random_length_packs_are_the_same_tokens_in_two_chunks():
     rng = np.random.default_rng(1)
     source, documents = Numbered(rng.integers(0, 50, size=300)), np.arange(300)
-    whole, cut = ConcatPacks(source, documents, 64, seed=2), RandomLengthPacks(source, documents, 64, seed=2)
+    whole, cut = ConcatPackedDataset(source, documents, 64, seed=2), RandomLengthPackedDataset(source, documents, 64, seed=2)
     for sample in range(300):
         there, here = whole[sample], cut[sample]
         assert np.array_equal(here.tokens, there.tokens) and here.epoch == there.epoch
         assert here.edges.dtype == np.int32 and len(here.edges) == 3 and (np.diff(here.edges) >= 12).all()
-    again = RandomLengthPacks(source, documents, 64, seed=2)
+    again = RandomLengthPackedDataset(source, documents, 64, seed=2)
     assert [again[sample].edges[1] for sample in (299, 0)] == [cut[sample].edges[1] for sample in (299, 0)]
-    other = RandomLengthPacks(source, documents, 64, seed=3)
+    other = RandomLengthPackedDataset(source, documents, 64, seed=3)
     assert [other[sample].edges[1] for sample in range(9)] != [cut[sample].edges[1] for sample in range(9)]
 
 
 def test_random_lengths_are_uniform():
-    packs = RandomLengthPacks(Numbered([1_000_000]), np.array([0]), 40, seed=0)  # cuts at 12 to 28: seventeen places
+    packs = RandomLengthPackedDataset(Numbered([1_000_000]), np.array([0]), 40, seed=0)  # cuts at 12 to 28: seventeen places
     samples = 17_000
     counts = np.bincount([packs[sample].edges[1] for sample in range(samples)], minlength=29)
     assert counts[:12].sum() == 0 and counts.sum() == samples
@@ -169,7 +169,7 @@ def test_random_lengths_are_uniform():
 
 def test_a_pack_too_short_for_two_chunks_is_refused():
     with pytest.raises(InputError, match="found --seq-length 23, expected at least 24"):
-        RandomLengthPacks(Numbered([100]), np.array([0]), 23, seed=0)
+        RandomLengthPackedDataset(Numbered([100]), np.array([0]), 23, seed=0)
 
 
 def cut_piece_by_piece(stream, start, count):
@@ -196,7 +196,7 @@ def test_packs_of_a_corpus_on_disk_are_those_cut_piece_by_piece(tmp_path):
     writer = IndexedWriter(tmp_path / "a.bin", tmp_path / "a.idx", "uint16")
     writer.add(draw.integers(0, 60_000, lengths.sum()), lengths, counts)
     writer.finish()
-    stream = ConcatPacks(Corpus.open(tmp_path / "a"), np.arange(200), 64, seed=5).stream
+    stream = ConcatPackedDataset(Corpus.open(tmp_path / "a"), np.arange(200), 64, seed=5).stream
     for start in [*range(0, 3 * stream.tokens_per_epoch, 41), stream.tokens_per_epoch - 1]:
         for count in (1, 64, 700):
             for found, expected in zip(stream.cut(start, count), cut_piece_by_piece(stream, start, count), strict=True):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megaenc import counter_rng
-from megaenc.data.packing.packed_dataset import ConcatPacks
-from megaenc.data.packing.sentence_packing import SentencePacks
+from megaenc.data.packing.packed_dataset import ConcatPackedDataset
+from megaenc.data.packing.sentence_packing import SentencePackedDataset
 from megaenc.errors import InputError
 
 
@@ -57,7 +57,7 @@ CORPORA = {
 @pytest.mark.parametrize("documents", CORPORA.values(), ids=CORPORA.keys())
 @pytest.mark.parametrize("seed", [0, 5])
 def test_every_pack_starts_at_a_sentence(documents, seed):
-    packs = SentencePacks(Sentences(documents), np.arange(len(documents)), 8, seed)
+    packs = SentencePackedDataset(Sentences(documents), np.arange(len(documents)), 8, seed)
     expected = expected_packs(documents, 8, seed, epochs=12)
     found = [packs[sample] for sample in range(packs.first_sample_of_epoch(12))]
     assert sorted((pack.epoch, pack.tokens.tolist(), pack.edges.tolist()) for pack in found) == sorted(expected)
@@ -70,9 +70,9 @@ def test_every_pack_starts_at_a_sentence(documents, seed):
 def test_a_sample_depends_on_nothing_but_its_number():
     rng = np.random.default_rng(0)
     documents = [rng.integers(1, 20, size=rng.integers(1, 9)).tolist() for _ in range(60)]
-    forwards = SentencePacks(Sentences(documents), np.arange(60), 16, seed=1)
+    forwards = SentencePackedDataset(Sentences(documents), np.arange(60), 16, seed=1)
     expected = [forwards[sample] for sample in range(400)]
-    jumping = SentencePacks(Sentences(documents), np.arange(60), 16, seed=1)
+    jumping = SentencePackedDataset(Sentences(documents), np.arange(60), 16, seed=1)
     for sample in rng.permutation(400):
         assert np.array_equal(jumping[int(sample)].tokens, expected[sample].tokens)
 
@@ -80,21 +80,21 @@ def test_a_sample_depends_on_nothing_but_its_number():
 def test_what_is_dropped_is_reported():
     rng = np.random.default_rng(0)
     documents = [rng.integers(1, 20, size=9).tolist() for _ in range(200)]
-    packs = SentencePacks(Sentences(documents), np.arange(200), 64, seed=1)
+    packs = SentencePackedDataset(Sentences(documents), np.arange(200), 64, seed=1)
     walked = expected_packs(documents, 64, 1, epochs=1)
     used = {token for _, tokens, _ in walked for token in tokens}
     total = sum(map(sum, documents))
     assert packs.dropped == pytest.approx(1 - len(used) / total, abs=64 / total)
     assert 0.02 < packs.dropped < 0.15
-    assert ConcatPacks(Sentences(documents), np.arange(200), 64, seed=1).dropped == 0
+    assert ConcatPackedDataset(Sentences(documents), np.arange(200), 64, seed=1).dropped == 0
 
 
 def test_documents_of_one_sentence_each_are_sentences_if_their_sidecar_says_so():
     titles = Sentences([[5], [9], [4]])
     titles.sidecar = SimpleNamespace(sentences={"method": "punkt"})
-    assert len(SentencePacks(titles, np.arange(3), 8, seed=0)[0].tokens) == 8
+    assert len(SentencePackedDataset(titles, np.arange(3), 8, seed=0)[0].tokens) == 8
 
 
 def test_whole_documents_are_refused():
     with pytest.raises(InputError, match="holds whole documents, expected one that was preprocessed with --split-sentences"):
-        SentencePacks(Sentences([[5], [9]]), np.arange(2), 8, seed=0)
+        SentencePackedDataset(Sentences([[5], [9]]), np.arange(2), 8, seed=0)

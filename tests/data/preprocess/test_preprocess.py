@@ -22,7 +22,7 @@ from text_helpers import TEXTS, contents, documents_of, reference_ids, small_tok
 from megaenc.data.indexed.corpus import Corpus
 from megaenc.data.indexed.indexed_dataset import IndexedWriter, token_dtype
 from megaenc.data.indexed.metadata import read_sidecar
-from megaenc.data.preprocess.command import PreprocessFlags, main, preprocess
+from megaenc.data.preprocess.command import PreprocessConfig, main, preprocess
 from megaenc.data.sources import resolve, text_files
 from megaenc.data.tokenizer.fast_encode import well_formed
 from megaenc.data.tokenizer.tokenizer import vocabulary_of
@@ -36,7 +36,7 @@ def corpus(tmp_path):
 
 def flags(corpus, tokenizer_folder, name="out", **changes):
     settings = {"append_eod": True, "workers": 1, **changes}
-    return PreprocessFlags((str(corpus),), str(corpus.parent / name), tokenizer_folder, **settings)
+    return PreprocessConfig((str(corpus),), str(corpus.parent / name), tokenizer_folder, **settings)
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
@@ -159,7 +159,7 @@ def from_jsonl(tmp_path_factory, tokenizer_folder):
 @pytest.mark.parametrize("kind", SOURCES)
 def test_the_same_texts_from_every_source_give_the_same_bytes(tmp_path, tokenizer_folder, from_jsonl, hub, kind):
     given = tuple(map(str, SOURCES[kind](tmp_path)))
-    settings = PreprocessFlags(given, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
+    settings = PreprocessConfig(given, str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=2)
     (prefix,) = preprocess(settings)
     assert contents(prefix) == from_jsonl
     (parted,) = preprocess(dataclasses.replace(settings, output_prefix=str(tmp_path / "parted"), partitions=3))

@@ -12,8 +12,8 @@ import pytest
 from text_helpers import TEXTS, contents, write_jsonl
 
 from megaenc.data.indexed.metadata import read_sidecar
-from megaenc.data.preprocess.command import PreprocessFlags, preprocess
-from megaenc.data.preprocess.resumable import Parts, work_folder
+from megaenc.data.preprocess.command import PreprocessConfig, preprocess
+from megaenc.data.preprocess.resumable import ShardStore, work_folder
 from megaenc.data.sources import resolve
 from megaenc.errors import InputError
 
@@ -22,7 +22,7 @@ from megaenc.errors import InputError
 def settings(tmp_path, tokenizer_folder):
     """Forty documents in four parts."""
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [f"{number} {text}" for number in range(8) for text in TEXTS])
-    return PreprocessFlags((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=4)
+    return PreprocessConfig((str(corpus),), str(tmp_path / "out"), tokenizer_folder, append_eod=True, workers=1, partitions=4)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path, settings, monk
 def test_there_may_be_more_parts_than_five_digits_count(tmp_path):
     plan = {"input": "a"}
     with pytest.raises(KeyboardInterrupt), work_folder(tmp_path / "work", plan):
-        Parts(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
+        ShardStore(tmp_path / "work", ["text"], "uint16", 123_456).write(123_455, lambda writers: {})
         raise KeyboardInterrupt
     assert "part-123456-text.bin" in names(tmp_path / "work")
     with work_folder(tmp_path / "work", plan):
@@ -244,7 +244,7 @@ NOTES = ["", "{", "[]", "3", "null", "{}", '{"bytes": 3}', "[" * 100_000, "\udcf
 
 @pytest.mark.parametrize("note", NOTES, ids=lambda note: repr(note)[:40])
 def test_a_part_with_a_damaged_note_is_missing(tmp_path, note):
-    parts = Parts(tmp_path, ["text"], "uint16", 1)
+    parts = ShardStore(tmp_path, ["text"], "uint16", 1)
     tokens, ones = np.array([1, 2], np.uint16), np.array([1], np.int32)
     parts.write(0, lambda writers: writers[0].add(tokens, 2 * ones, ones) or {"documents": 1})
     assert parts.missing() == []

@@ -12,14 +12,14 @@ import pytest
 from text_helpers import TEXTS, write_jsonl
 
 from megaenc.data.sources import arrow_tables, resolve, text_files
-from megaenc.data.sources.resolve import InputFlags, Span, cut, find_inputs, read_blocks, read_texts
+from megaenc.data.sources.resolve import DocumentRange, InputConfig, cut, find_inputs, read_blocks, read_texts
 from megaenc.data.tokenizer.tokenizer import load_tokenizer
 from megaenc.data.tokenizer.train_command import main as tokenizer_main
 from megaenc.errors import InputError
 
 
 def found(*given, keys=("text",), **changes):
-    return find_inputs(InputFlags(tuple(map(str, given)), **changes), keys)
+    return find_inputs(InputConfig(tuple(map(str, given)), **changes), keys)
 
 
 def texts_of(*given, **changes):
@@ -273,23 +273,23 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     with pytest.raises(InputError, match=r"b\.txt: changed while it was read: found another time of its last change"):
         given.check_unchanged()
     # A part answers for what it is read from alone.
-    given.check_unchanged([Span(0, 0, 10)])
+    given.check_unchanged([DocumentRange(0, 0, 10)])
     assert found(paths[0]).origins == [{"path": "a.jsonl", "bytes": paths[0].stat().st_size}]
     paths[0].write_text("shorter")
     with pytest.raises(InputError, match=r"a\.jsonl: changed while it was read: found 7 bytes, expected [1-9]"):
-        given.check_unchanged([Span(0, 0, 10)])
+        given.check_unchanged([DocumentRange(0, 0, 10)])
     paths[2].unlink()
     with pytest.raises(InputError, match=r"c\.txt: changed while it was read: No such file or directory; start again"):
-        given.check_unchanged([Span(2, 0, 1)])
+        given.check_unchanged([DocumentRange(2, 0, 1)])
 
 
 def test_a_part_of_a_folder_answers_for_its_own_files(tmp_path):
     text_folder(tmp_path, {"a.txt": "a", "b.txt": "b"})
     given = found(tmp_path)
     (tmp_path / "b.txt").write_text("longer")
-    given.check_unchanged([Span(0, 0, 1)])
+    given.check_unchanged([DocumentRange(0, 0, 1)])
     with pytest.raises(InputError, match=r"b\.txt: changed"):
-        given.check_unchanged([Span(0, 1, 2)])
+        given.check_unchanged([DocumentRange(0, 1, 2)])
 
 
 def test_a_saved_data_set_without_splits_has_none_to_choose(tmp_path):

@@ -8,7 +8,7 @@ from text_helpers import TEXTS, reference_ids, small_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megaenc.data.tokenizer.fast_encode import Encoder, well_formed
+from megaenc.data.tokenizer.fast_encode import FastEncoder, well_formed
 from megaenc.data.tokenizer.tokenizer import (
     decode_in_runs,
     encode_documents,
@@ -120,7 +120,7 @@ def test_spelled_special_tokens_stay_text():
 
 
 def test_text_that_spells_special_tokens_goes_the_fast_way(monkeypatch):
-    encoder = Encoder(small_tokenizer().backend_tokenizer.to_str())
+    encoder = FastEncoder(small_tokenizer().backend_tokenizer.to_str())
     monkeypatch.setattr(encoder, "_encode_reference", lambda texts: [] if not texts else pytest.fail("the slow way"))
     (ids,) = encoder(["<|mask|> and <|eos|>"])
     assert ids.tolist() == reference_ids(small_tokenizer(), "<|mask|> and <|eos|>")
@@ -156,7 +156,7 @@ def test_a_fast_way_that_differs_is_not_taken(monkeypatch):
     short, broken = fast_way(lambda data: honest.encode(data)[:40]), fast_way(lambda data: 1 / 0)
     for taken, quick in ((True, fast_way(honest.encode)), *((False, wrong) for wrong in (alone, in_batches, short, broken))):
         monkeypatch.setattr(encoding, "_gigatoken", lambda serialised, quick=quick: quick)
-        encoder = Encoder(serialised)
+        encoder = FastEncoder(serialised)
         assert encoder.fast == taken
         assert encoder(["a\rb"])[0].tolist() == honest.encode(b"a\rb").tolist()
 
@@ -259,7 +259,7 @@ def test_runs_are_as_short_as_characters_allow():
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_joined_is_the_documents_end_to_end(fast):
-    encoder = Encoder(train_tokenizer(TEXTS, 400).backend_tokenizer.to_str(), fast)
+    encoder = FastEncoder(train_tokenizer(TEXTS, 400).backend_tokenizer.to_str(), fast)
     assert encoder.fast == fast
     texts = ["", *TEXTS, "half a pair \ud800 here", "", "<|eos|> spelled out", "x" * 5000]
     rows = encoder(texts)

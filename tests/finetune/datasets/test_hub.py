@@ -11,7 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from megaenc.errors import InputError
 from megaenc.finetune.datasets import hub
 from megaenc.finetune.datasets.registry import DATASETS, find
-from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, TaggedWords, Unreachable
+from megaenc.finetune.examples import Answer, DataUnavailable, LabelledText, Pair, Question, TaggedWords, TaskFamily
 
 ROWS = 40
 httpx = importlib.import_module(HfHubHTTPError.__mro__[1].__module__)  # whichever of its versions the Hub's client uses
@@ -59,7 +59,7 @@ def test_classification(on_hub, name, config, columns, text, test, labels):
     calls = on_hub({("nyu-mll/glue", config, "train"): data, ("nyu-mll/glue", config, test): data.select(range(3))})
     found = find(name)
     assert not calls  # finding reads nothing
-    assert (found.name, found.family, found.labels, found.train_on) == (name, Family.SC, labels, name)
+    assert (found.name, found.family, found.labels, found.train_on) == (name, TaskFamily.SC, labels, name)
     for split, rows in studys_cut(data).items():
         expected = [LabelledText(f"train-{row['idx']}", text.format(**row), row["label"]) for row in rows]
         assert found.split(split) == expected and len(expected) == (38 if split == "train" else 2)
@@ -75,7 +75,7 @@ def test_classification(on_hub, name, config, columns, text, test, labels):
 @pytest.mark.parametrize("spelling", ["names of another order", "integers", "text"])
 def test_tagging(on_hub, name, repository, tokens, tags, count, spelling):
     found = find(name)
-    assert (found.family, len(found.labels), len(set(found.labels)), found.labels[0]) == (Family.TC, count, count, "O")
+    assert (found.family, len(found.labels), len(set(found.labels)), found.labels[0]) == (TaskFamily.TC, count, count, "O")
     assert {tag[2:] for tag in found.labels if tag[:2] == "I-"} <= {tag[2:] for tag in found.labels if tag[:2] == "B-"}
     names = ["O", "I-PER" if "I-PER" in found.labels else "I-PERSON", "B-ORG"]
     kind = Value("string") if spelling == "text" else Value("int64") if spelling == "integers" else ClassLabel(names=names)
@@ -137,7 +137,7 @@ def test_ms_marco_is_searched_among_the_labelled_documents(on_hub):
     judged = {"validation": [("test1", "d1", 1), ("test1", "d2", 0)], "test": [("test2", "d3", 2), ("test2", "d4", 1)]}
     calls = on_hub(beir("msmarco", judged))
     found = find("msmarco")
-    assert (found.family, found.train_on, found.labels) == (Family.IR, "msmarco_pairs", ())
+    assert (found.family, found.train_on, found.labels) == (TaskFamily.IR, "msmarco_pairs", ())
     test = found.split("test")
     assert test.queries == {"test2": "Query: ask 2"} and test.relevant == {"test2": {"d3": 2, "d4": 1}}
     assert test.documents == {f"d{n}": f"Document: text {n}" for n in (1, 2, 3, 4)}
@@ -254,7 +254,7 @@ def behind(error):
 def test_what_may_be_there_later_is_no_wrong_input(on_hub, monkeypatch, error):
     on_hub({("nyu-mll/glue", "sst2", "validation"): error})
     with pytest.raises(
-        Unreachable, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: .*; expected a network once"
+        DataUnavailable, match=r"sst2: nyu-mll/glue \(sst2, validation\) .* cannot be read: .*; expected a network once"
     ):
         find("sst2").split("test")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -272,4 +272,4 @@ def test_what_will_not_be_there_later_is_wrong_input(on_hub, error):
 def test_all_twelve_are_there_and_differ():
     assert len(hub.HUB_SETS) == 13 and len({find(name).fingerprint for name in hub.HUB_SETS}) == 13
     families = [find(name).family for name in DATASETS if name in hub.HUB_SETS]
-    assert families == [family for family in Family for _ in range(3)]
+    assert families == [family for family in TaskFamily for _ in range(3)]

@@ -8,7 +8,16 @@ import pytest
 
 from megaenc.errors import InputError
 from megaenc.finetune.datasets.registry import find
-from megaenc.finetune.examples import Answer, Family, LabelledText, Pair, Question, Retrieval, TaggedWords, validation_share
+from megaenc.finetune.examples import (
+    Answer,
+    LabelledText,
+    Pair,
+    Question,
+    RetrievalExamples,
+    TaggedWords,
+    TaskFamily,
+    validation_share,
+)
 
 
 def write(folder, **files):
@@ -34,7 +43,7 @@ def three(rows):
 
 def test_classified_texts_of_jsonl_with_the_labels_of_meta_json(tmp_path):
     found = find(write(tmp_path / "films", **three(SENTIMENT), meta__json={"labels": ["negative", "positive"]}))
-    assert (found.name, found.family, found.labels, found.train_on) == ("films", Family.SC, ("negative", "positive"), "films")
+    assert (found.name, found.family, found.labels, found.train_on) == ("films", TaskFamily.SC, ("negative", "positive"), "films")
     assert found.split("train") == [LabelledText("a", "good", 1), LabelledText("b", "bad", 0)]
     assert found.split("validation") == [LabelledText("a", "good", 1)]
     assert found.split("test") == [LabelledText("b", "bad", 0)]
@@ -128,7 +137,7 @@ def test_tagged_words_of_every_format(tmp_path, rows):
         files = {f"en_ewt-ud-{split}__iob2": UNER for split in ("train", "dev", "test")}
         found = find(write(tmp_path / "x", **files))
         assert found.split("validation") == [TaggedWords("first", ("Ada", "is"), (1, 0)), TaggedWords("second", ("In",), (0,))]
-    assert found.family is Family.TC
+    assert found.family is TaskFamily.TC
 
 
 def squad(*, start=4, impossible=None):
@@ -156,7 +165,7 @@ def test_questions_of_squads_json_of_both_versions(tmp_path):
     files = {"train-v2__0__json": squad(impossible=True), "dev-v2__0__json__gz": squad(), "test__json": squad()}
     found = find(write(tmp_path / "s", **files))
     asked = Question("q", "Who?", "Yes Ada did.", (Answer("Ada", 4), Answer("Ada", 4)))
-    assert found.family is Family.QA and found.labels == ()
+    assert found.family is TaskFamily.QA and found.labels == ()
     assert found.split("train") == [asked, Question("n", "When?", "Yes Ada did.", ())]
     assert found.split("validation") == found.split("test") == [asked]
 
@@ -177,15 +186,15 @@ def beir(folder, **more):
 
 def test_retrieval_of_a_beir_folder(tmp_path):
     found = find(beir(tmp_path / "b"))
-    assert (found.family, found.train_on, found.fingerprint) == (Family.IR, "b", found.train_fingerprint)
+    assert (found.family, found.train_on, found.fingerprint) == (TaskFamily.IR, "b", found.train_fingerprint)
     assert found.split("train") == [
         Pair("q0/d0", "Query: ask 0", "Document: text 0"),
         Pair("q1/d1", "Query: ask 1", "Document: T. text 1"),
     ]
     # The documents that validation and test judge, relevant or not; a query with nothing relevant asks for nothing.
     documents = {"d1": "Document: T. text 1", "d2": "Document: text 2", "d4": "Document: "}
-    assert found.split("validation") == Retrieval({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
-    assert found.split("test") == Retrieval({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
+    assert found.split("validation") == RetrievalExamples({"q2": "Query: ask 2"}, documents, {"q2": {"d1": 3}})
+    assert found.split("test") == RetrievalExamples({"q4": "Query: ask 4"}, documents, {"q4": {"d4": 1}})
     whole = find(beir(tmp_path / "b"), whole_corpus=True)
     assert list(whole.split("test").documents) == [f"d{n}" for n in range(6)] and whole.fingerprint != found.fingerprint
 
@@ -424,7 +433,7 @@ def test_folders_that_hold_no_data_set(tmp_path):
 def test_a_task_can_be_told_where_rows_have_the_keys_of_two(tmp_path):
     rows = [row | {"text": "x", "label": "y"} for row in TAGGED]
     folder = write(tmp_path / "x", **three(rows))
-    assert find(folder).family is Family.TC
+    assert find(folder).family is TaskFamily.TC
     assert find(folder, task="SC").split("train") == [LabelledText("a", "x", 0)]
 
 

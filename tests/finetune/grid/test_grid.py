@@ -19,8 +19,8 @@ from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import command as grid
 from megaenc.finetune.grid import worker
-from megaenc.finetune.grid.command import GridSettings, run_grid
-from megaenc.finetune.grid.executor import Local, execute
+from megaenc.finetune.grid.command import GridConfig, run_grid
+from megaenc.finetune.grid.executor import LocalExecution, execute
 from megaenc.finetune.model.fingerprint import KNOWN
 from megaenc.finetune.results import files as result_files
 
@@ -28,9 +28,9 @@ PROGRAM = Path(__file__).parents[2] / "workers" / "grid_of_fakes.py"
 SMALL = ["--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
 
 
-def settings(model, output, *more) -> GridSettings:
+def settings(model, output, *more) -> GridConfig:
     argv = ["--model", str(model), "--output", str(output), *map(str, more)]
-    return flags.parse(GridSettings, argv, prog="grid", description="a grid")
+    return flags.parse(GridConfig, argv, prog="grid", description="a grid")
 
 
 def go(model, output, *more, code=0) -> None:
@@ -207,7 +207,7 @@ def test_a_model_that_changes_under_way_is_refused(tmp_path, capsys):
     model = make_model(tmp_path / "toy")
     planned = grid.plan(settings(model, tmp_path / "out", "--datasets", "sc1", *SMALL), find)
     (model / "model.safetensors").write_bytes(b"others")
-    failed = execute(planned.todo[:1], "fake_runs:run", Local(jobs=1))
+    failed = execute(planned.todo[:1], "fake_runs:run", LocalExecution(jobs=1))
     assert "has changed since the grid began" in failed[0].why and failed[0].refused and not calls(model)
 
 

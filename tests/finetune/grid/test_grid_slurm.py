@@ -10,18 +10,18 @@ from fake_runs import calls, find, make_model
 from megaenc import flags
 from megaenc.errors import InputError
 from megaenc.finetune.grid import slurm
-from megaenc.finetune.grid.command import GridSettings, plan, run_grid
-from megaenc.finetune.grid.executor import Local
+from megaenc.finetune.grid.command import GridConfig, plan, run_grid
+from megaenc.finetune.grid.executor import LocalExecution
 
 FLAGS = ["--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2", "--datasets", "sc1", "ir1", "ir2"]
 
 
-def settings(model, output, *more) -> GridSettings:
+def settings(model, output, *more) -> GridConfig:
     argv = ["--model", str(model), "--output", str(output), *FLAGS, *more]
-    return flags.parse(GridSettings, argv, prog="grid", description="a grid")
+    return flags.parse(GridConfig, argv, prog="grid", description="a grid")
 
 
-def submit(asked: GridSettings) -> list:
+def submit(asked: GridConfig) -> list:
     planned = plan(asked, find)
     return slurm.submit(planned.todo, "fake_runs:run", asked.slurm, asked.local, asked.output)
 
@@ -60,7 +60,7 @@ def test_the_command_says_how_to_go_on(tmp_path, capsys):
 
 def test_a_task_that_runs_out_of_time_is_queued_again_as_it_is(tmp_path):
     planned = plan(settings(make_model(tmp_path / "toy"), tmp_path / "out"), find)
-    part = slurm.Part(tuple(planned.todo), "fake_runs:run", Local(jobs=1))
+    part = slurm.SlurmTask(tuple(planned.todo), "fake_runs:run", LocalExecution(jobs=1))
     again = part.checkpoint()
     assert again.function == part == pickle.loads(pickle.dumps(part))
 

@@ -62,10 +62,10 @@ def test_a_model_that_has_not_got_so_far_is_not_whole(tmp_path):
 
 def test_the_grid_that_was_asked_for_is_all_that_counts(tmp_path):
     trees.cell(tmp_path, "toy", "SC/sst2", {1e-5: [0.5, 0.6, 0.9], 2e-5: [0.8, 0.9, 0.9]})
-    [cell] = aggregate.cells(scan(tmp_path), aggregate.Asked((1e-5, 5e-5), (0, 1)))
+    [cell] = aggregate.cells(scan(tmp_path), aggregate.GridSpec((1e-5, 5e-5), (0, 1)))
     assert cell.chosen == 1e-5 and aggregate.scores(cell, lambda run: run.test.score) == {0: 0.5, 1: 0.6}
     assert (len(cell.runs), cell.planned, cell.rates) == (2, 4, (1e-5, 5e-5))
-    [cell] = aggregate.cells(scan(tmp_path), aggregate.Asked((1e-5,), (0, 1, 2, 3)))
+    [cell] = aggregate.cells(scan(tmp_path), aggregate.GridSpec((1e-5,), (0, 1, 2, 3)))
     assert cell.chosen is None
 
 

@@ -10,7 +10,7 @@ import trees
 from fake_runs import find, make_model
 
 from megaenc import flags
-from megaenc.finetune.grid.command import GridSettings, run_grid
+from megaenc.finetune.grid.command import GridConfig, run_grid
 from megaenc.finetune.results.summary import summary_main
 
 PRINTED = [0.9102, 0.9154, 0.9137, 0.9200, 0.9233]
@@ -105,7 +105,7 @@ def grid(tmp_path):
     argv = ["--model", str(model), "--output", str(tmp_path / "results"), "--datasets", "ir1", "ir2"]
     settings = [*argv, "--learning-rates", "1e-5", "5e-4", "--seeds", "2", "--jobs", "2"]
     with pytest.raises(SystemExit):
-        run_grid(flags.parse(GridSettings, settings, prog="grid", description="a grid"), find, "fake_runs:run")
+        run_grid(flags.parse(GridConfig, settings, prog="grid", description="a grid"), find, "fake_runs:run")
     return tmp_path / "results"
 
 

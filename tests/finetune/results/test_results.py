@@ -10,18 +10,18 @@ import pytest
 import trees
 
 from megaenc.errors import InputError
-from megaenc.finetune.config import Protocol
-from megaenc.finetune.datasets.local import DataFlags
-from megaenc.finetune.examples import Family
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.datasets.local import DatasetConfig
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.grid.jobs import Fingerprints, Job, Named, named_model, rate_name
 from megaenc.finetune.results import files as result_files
 
 FINGERPRINTS = Fingerprints("m" * 64, "t" * 64, "p" * 64, {"nq": "n" * 64, "sst2": "s" * 64}, "stamp")
 
 
-def job(output, family=Family.SC, dataset="sst2", train_on="sst2", rate=2e-5, **protocol) -> Job:
+def job(output, family=TaskFamily.SC, dataset="sst2", train_on="sst2", rate=2e-5, **protocol) -> Job:
     model, sets = Named("toy", "/models/toy"), (Named(dataset, dataset),)
-    return Job(model, family, train_on, sets, rate, 3, str(output), Protocol(**protocol), DataFlags(), FINGERPRINTS)
+    return Job(model, family, train_on, sets, rate, 3, str(output), FinetuneConfig(**protocol), DatasetConfig(), FINGERPRINTS)
 
 
 def write(one: Job, dataset="sst2", **fitting) -> Path:
@@ -41,7 +41,7 @@ def test_rates_are_named_as_in_published_results(rate, name):
 
 def test_folders_are_those_of_published_results(tmp_path):
     assert result_files.folder(job("out"), "sst2") == Path("out/toy/SC/sst2/lr2e-05_sd3")
-    retrieval = job("out", Family.IR, "nq", "msmarco_pairs", 5e-4)
+    retrieval = job("out", TaskFamily.IR, "nq", "msmarco_pairs", 5e-4)
     assert result_files.folder(retrieval, "nq") == Path("out/toy/IR/nq/msmarco_pairs_lr5e-04_sd3")
 
 

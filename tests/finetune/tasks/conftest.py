@@ -47,7 +47,7 @@ def folder(tokenizer, tmp_path_factory):
 def make_model(folder) -> Callable:
     """The model of a task, with a head that is not all but 0."""
     from megaenc.finetune.model.load import load_backbone
-    from megaenc.finetune.tasks import Model
+    from megaenc.finetune.tasks import TaskModel
 
     def make(task):
         torch.manual_seed(1)
@@ -55,7 +55,7 @@ def make_model(folder) -> Callable:
         with torch.no_grad():
             for weights in head.parameters():
                 weights.normal_()
-        return Model(load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32), head)
+        return TaskModel(load_backbone(str(folder), "bidirectional", device="cpu", dtype=torch.float32), head)
 
     return make
 
@@ -115,7 +115,7 @@ class Oracle(nn.Module):
 @pytest.fixture
 def oracle() -> Callable:
     """A model whose head passes on what the states say: `oracle(task, [(tokens, states), ...])`."""
-    from megaenc.finetune.tasks import Model
+    from megaenc.finetune.tasks import TaskModel
 
     def make(task, told):
         told = list(told)
@@ -124,7 +124,7 @@ def oracle() -> Callable:
         with torch.no_grad():
             for weights in head.parameters():
                 weights.copy_(torch.eye(size)) if weights.ndim == 2 else weights.zero_()
-        model = Model(Oracle(told), head)
+        model = TaskModel(Oracle(told), head)
         model.register_parameter("device_of", nn.Parameter(torch.zeros(1)))
         return model
 

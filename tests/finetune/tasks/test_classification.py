@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import LabelledText
 from megaenc.finetune.tasks.classification import Classification
 
@@ -15,7 +15,7 @@ EXAMPLES = [LabelledText(str(at), text, label) for at, (text, label) in enumerat
 
 @pytest.mark.parametrize("tokens_per_forward", [16384, 20, 1])
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
-    task = Classification(dataset("abc"), Protocol(tokens_per_forward=tokens_per_forward))
+    task = Classification(dataset("abc"), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
     head = task.head(16)
     head.load_state_dict(model.head.state_dict())
@@ -29,7 +29,7 @@ def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, 
 
 
 def test_heads_are_drawn_by_the_seed(dataset):
-    task = Classification(dataset("abc"), Protocol())
+    task = Classification(dataset("abc"), FinetuneConfig())
     heads = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -46,7 +46,7 @@ def told(data, predicted):
 
 
 def test_scores(dataset, encoder, oracle):
-    task = Classification(dataset(["a", "b", "c"]), Protocol(tokens_per_forward=20))
+    task = Classification(dataset(["a", "b", "c"]), FinetuneConfig(tokens_per_forward=20))
     data = task.encode(EXAMPLES, encoder)
     assert task.count(data) == 5
     perfect = oracle(task, told(data, data.columns["labels"]))
@@ -64,7 +64,7 @@ def test_scores(dataset, encoder, oracle):
 
 
 def test_a_constant_prediction_is_a_collapse(dataset, encoder, oracle):
-    task = Classification(dataset(["bad", "fair", "good"]), Protocol())
+    task = Classification(dataset(["bad", "fair", "good"]), FinetuneConfig())
     data = task.encode(EXAMPLES, encoder)
     scores = task.evaluate(oracle(task, told(data, [1] * 5)), data, EXAMPLES)
     assert scores.score == 0.2 and scores.collapsed == "constant prediction fair"
@@ -74,7 +74,7 @@ def test_a_constant_prediction_is_a_collapse(dataset, encoder, oracle):
 
 
 def test_evaluation_drops_nothing_and_leaves_no_gradients(dataset, encoder, make_model):
-    task = Classification(dataset("abc"), Protocol())
+    task = Classification(dataset("abc"), FinetuneConfig())
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
     model.train()
     assert task.evaluate(model, data, EXAMPLES) == task.evaluate(model, data, EXAMPLES)
@@ -82,7 +82,7 @@ def test_evaluation_drops_nothing_and_leaves_no_gradients(dataset, encoder, make
 
 
 def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_model):
-    task = Classification(dataset("abc"), Protocol())
+    task = Classification(dataset("abc"), FinetuneConfig())
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
     expected = task.backward(model, data, np.arange(5))
     model.backbone.to(torch.bfloat16)
@@ -95,5 +95,5 @@ def test_losses_are_float32_whatever_the_weights_are(dataset, encoder, make_mode
 
 
 def test_predictions_that_are_no_number_are_no_score(dataset, encoder, make_model, refuses_nan):
-    task = Classification(dataset("abc"), Protocol())
+    task = Classification(dataset("abc"), FinetuneConfig())
     refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

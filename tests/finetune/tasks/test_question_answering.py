@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import Answer, Question
-from megaenc.finetune.tasks.question_answering import Answering
+from megaenc.finetune.tasks.question_answering import QuestionAnswering
 from megaenc.finetune.tokenized import TextEncoder
 
 CONTEXT = "Marie Curie lived in Paris, and the old man lived in Lyon with his dog."
@@ -27,7 +27,7 @@ EXAMPLES = [
 
 @pytest.fixture
 def task(dataset):
-    return Answering(dataset(), Protocol(tokens_per_forward=100))
+    return QuestionAnswering(dataset(), FinetuneConfig(tokens_per_forward=100))
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_rows_are_question_and_context(task, encoder, tokenizer):
 @pytest.mark.parametrize("tokens_per_forward", [16384, 100, 1])
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
     """Every sub-token is learned, the end and the question's too, as a token classifier does."""
-    task = Answering(dataset(), Protocol(tokens_per_forward=tokens_per_forward))
+    task = QuestionAnswering(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
     head = task.head(16)
     head.load_state_dict(model.head.state_dict())

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from megaenc.finetune.config import Protocol
-from megaenc.finetune.examples import Pair, Retrieval
+from megaenc.finetune.config import FinetuneConfig
+from megaenc.finetune.examples import Pair, RetrievalExamples
 from megaenc.finetune.model.backbone import pack
-from megaenc.finetune.tasks import TASKS, Model
+from megaenc.finetune.tasks import TASKS, TaskModel
 from megaenc.finetune.tasks.base import mean_states
-from megaenc.finetune.tasks.retrieval import Retrieval as RetrievalTask
+from megaenc.finetune.tasks.retrieval import RetrievalTask as RetrievalTask
 
 PAIRS = [
     Pair("0", "Query: a garden", "Document: The small garden behind the house was full of flowers."),
@@ -39,7 +39,7 @@ def test_every_family_has_its_task():
 @pytest.mark.parametrize("scale", [20.0, 3.0])
 @pytest.mark.parametrize("tokens_per_forward", [16384, 60, 1])
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward, scale):
-    task = RetrievalTask(dataset(), Protocol(tokens_per_forward=tokens_per_forward, scale=scale))
+    task = RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=tokens_per_forward, scale=scale))
     data, model = task.encode(PAIRS, encoder), make_model(task)
     assert task.count(data) == 5
     rows = np.array([4, 0, 3, 2])
@@ -69,9 +69,9 @@ class Words(nn.Module):
 
 
 def test_parts_drop_the_same_both_times(dataset, encoder):
-    task = RetrievalTask(dataset(), Protocol(tokens_per_forward=25))
+    task = RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=25))
     data, rows = task.encode(PAIRS, encoder), np.arange(5)
-    model = Model(Words(dropout=0.5), nn.Identity())
+    model = TaskModel(Words(dropout=0.5), nn.Identity())
     torch.manual_seed(7)
     loss = task.backward(model, data, rows)
     after = torch.get_rng_state()
@@ -99,7 +99,7 @@ def test_parts_drop_the_same_both_times(dataset, encoder):
 
 
 DOCUMENTS = {name: f"Document: {text}" for name, text in [("a", "garden"), ("b", "river"), ("c", "dog"), ("d", "letters")]}
-SPLIT = Retrieval(
+SPLIT = RetrievalExamples(
     queries={"q1": "Query: flowers", "q2": "Query: a walk", "q3": "Query: without an answer", "q4": "Query: walks"},
     documents=DOCUMENTS,
     relevant={"q1": {"a": 1}, "q2": {"b": 1, "c": 3}, "q4": {"a": 1, "d": 2}},
@@ -119,7 +119,7 @@ def planted(task, data, oracle, queries, documents):
 
 @pytest.fixture
 def task(dataset):
-    return RetrievalTask(dataset(), Protocol(tokens_per_forward=30))
+    return RetrievalTask(dataset(), FinetuneConfig(tokens_per_forward=30))
 
 
 def test_scores_by_hand(task, encoder, oracle):
@@ -151,9 +151,9 @@ def test_a_model_that_knows(task, encoder, oracle):
 
 def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
     data = task.encode(SPLIT, encoder)
-    model = Model(Words(), nn.Identity())
+    model = TaskModel(Words(), nn.Identity())
     first = task.evaluate(model, data, SPLIT)
-    test = Retrieval({"q5": "Query: a dog"}, DOCUMENTS, {"q5": {"c": 1}})
+    test = RetrievalExamples({"q5": "Query: a dog"}, DOCUMENTS, {"q5": {"c": 1}})
     task.evaluate(model, task.encode(test, encoder), test)
     assert sum(model.backbone.read) == 4 + 3 + 1
     task.backward(model, task.encode(PAIRS, encoder), np.arange(5))
@@ -165,7 +165,7 @@ def test_documents_of_both_splits_are_embedded_once(task, encoder, dataset):
 
 
 def test_each_forward_pass_is_told(task, encoder):
-    told, data, model = [], task.encode(SPLIT, encoder), Model(Words(), nn.Identity())
+    told, data, model = [], task.encode(SPLIT, encoder), TaskModel(Words(), nn.Identity())
     task.progress = lambda done, total: told.append((done, total))
     task.evaluate(model, data, SPLIT)
     assert told == sorted(told) and told[0][0] < 4 < told[-1][0] and set(total for _, total in told) == {3 + 4}

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megaenc.finetune.config import Protocol
+from megaenc.finetune.config import FinetuneConfig
 from megaenc.finetune.examples import TaggedWords
-from megaenc.finetune.tasks.token_classification import Tagging
+from megaenc.finetune.tasks.token_classification import TokenClassification
 from megaenc.finetune.tokenized import TextEncoder
 
 TAGS = ("O", "B-PER", "I-PER", "B-LOC")
@@ -20,7 +20,7 @@ EXAMPLES = [
 
 @pytest.fixture
 def task(dataset):
-    return Tagging(dataset(TAGS, train=EXAMPLES), Protocol(tokens_per_forward=40))
+    return TokenClassification(dataset(TAGS, train=EXAMPLES), FinetuneConfig(tokens_per_forward=40))
 
 
 def test_sub_tokens_belong_to_their_words(task, encoder, tokenizer):
@@ -46,7 +46,7 @@ def test_a_beginning_has_no_tag(task, tokenizer):
 
 @pytest.mark.parametrize("tokens_per_forward", [16384, 40, 1])
 def test_gradients_of_the_plain_way(dataset, encoder, make_model, plain_states, same_gradients, tokens_per_forward):
-    task = Tagging(dataset(TAGS), Protocol(tokens_per_forward=tokens_per_forward))
+    task = TokenClassification(dataset(TAGS), FinetuneConfig(tokens_per_forward=tokens_per_forward))
     data, model = task.encode(EXAMPLES, encoder), make_model(task)
     head = task.head(16)
     head.load_state_dict(model.head.state_dict())
@@ -90,7 +90,7 @@ def test_the_baseline_knows_words_of_the_training_set_alone(dataset, encoder, or
         TaggedWords("0", ("Paris", "Paris", "is", "in", "Lyon"), (3, 1, 0, 0, 3)),
         TaggedWords("1", ("Paris", ".", "."), (3, 0, 0)),
     ]
-    task = Tagging(dataset(TAGS, train=train), Protocol())
+    task = TokenClassification(dataset(TAGS, train=train), FinetuneConfig())
     split = [TaggedWords("0", ("Paris", ",", "Marie"), (3, 0, 1))]
     data = task.encode(split, encoder)
     scores = task.evaluate(oracle(task, told(data, [(3, 0, 1)])), data, split)
@@ -170,5 +170,5 @@ def test_other_tokenizers(task, kind):
 
 
 def test_predictions_that_are_no_number_are_no_score(dataset, encoder, make_model, refuses_nan):
-    task = Tagging(dataset(TAGS, train=EXAMPLES), Protocol())
+    task = TokenClassification(dataset(TAGS, train=EXAMPLES), FinetuneConfig())
     refuses_nan(task, make_model(task), task.encode(EXAMPLES, encoder), EXAMPLES)

@@ -25,10 +25,10 @@ def megatron():
 
 
 def packing(attention, lengths=LENGTHS, prefixes=PREFIXES):
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
     prefixes = np.array(prefixes) if attention == Attention.PREFIX else None
-    return Packing.of([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
+    return PackedSequences.of([0, *np.cumsum(lengths).tolist()], attention, HOST, prefixes)
 
 
 def numbers(heads, groups, width, lengths=LENGTHS):

@@ -92,10 +92,10 @@ def right(q, k, v, packing):
 
 def as_if(attention, packing):
     """The same documents under another mask."""
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
     edges = packing.cu_seqlens_q.tolist()
-    return Packing.of(edges, attention, HOST)
+    return PackedSequences.of(edges, attention, HOST)
 
 
 def mask_is_ignored(q, k, v, packing):
@@ -112,9 +112,9 @@ def scale_of_wider_heads(q, k, v, packing):
 
 
 def one_document(q, k, v, packing):
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
-    return right(q, k, v, Packing.of([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
+    return right(q, k, v, PackedSequences.of([0, q.size(0)], Attention.BIDIRECTIONAL, HOST))
 
 
 def last_key_of_the_document_before(q, k, v, packing):
@@ -295,8 +295,8 @@ def test_masks_that_would_fill_the_memory_are_refused(packs, seq_length, masks, 
 
 def test_what_masks_take_is_what_is_said():
     from megaenc.model.attention.padded import Padded, mask_bytes
-    from megaenc.model.packed_sequences import Packing
+    from megaenc.model.packed_sequences import PackedSequences
 
-    row = Packing.of([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
+    row = PackedSequences.of([0, 300, 600, 900], Attention.BIDIRECTIONAL, HOST)
     [batch] = Padded.of(row, HOST, torch.bfloat16).batches
     assert batch.bias.nbytes == mask_bytes(3, 300, torch.bfloat16)

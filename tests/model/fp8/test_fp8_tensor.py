@@ -105,13 +105,13 @@ def layers(fp8_format, bias=True):
     """One of each class in float8 beside one of megatron-core's own, with the same weights."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-    from megaenc.backend import Layout, detect
+    from megaenc.backend import ParallelConfig, detect
     from megaenc.model import ModelConfig
     from megaenc.model.fp8.linear import Float8ColumnParallelLinear, Float8RowParallelLinear
     from megaenc.model.fp8.tensor import float8
     from megaenc.model.layer_spec import transformer_config
 
-    config = transformer_config(ModelConfig(), Layout(), torch.float32)
+    config = transformer_config(ModelConfig(), ParallelConfig(), torch.float32)
     options = {"config": config, "init_method": torch.nn.init.normal_, "bias": bias, "skip_bias_add": False}
     row = options | {"input_is_parallel": True}
     chosen = {"float8": float8(fp8_format, detect())}

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from megaenc.model.kernels import selftest
-from megaenc.model.kernels.selftest import CHECKS, Verdict, Widths
+from megaenc.model.kernels.selftest import CHECKS, SelfTestResult, Widths
 
 WIDTHS = Widths(hidden=48, head=12, ffn=80, vocabulary=128)
 
@@ -34,7 +34,7 @@ def test_all_ranks_use_what_is_right_on_all(monkeypatch, capsys):
     two = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 2, all_gather_object=gather)
     monkeypatch.setattr(selftest, "dist", two)
     wrong = {"loss": "CompilationError: at 3:1"}
-    verdicts = [Verdict(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
+    verdicts = [SelfTestResult(name, name not in wrong, 0.0, 1.0, wrong.get(name, "")) for name in CHECKS]
     assert selftest._agreed(verdicts) == {"norm": True, "rotary": False, "swiglu": True, "loss": False, "sum": True}
     assert capsys.readouterr().out.splitlines() == [
         "fused kernels: torch's own rotary instead (the gradient of x is 0.5 off, allowed 0.0078)",

@@ -8,7 +8,7 @@ from scipy import stats
 from small_studies import by_claim
 
 from megaenc.study.claims.tests import sensitivity
-from megaenc.study.manifest.model_key import Setting, name_of
+from megaenc.study.manifest.model_key import ModelKey, name_of
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.stats.comparisons import Models
 
@@ -16,7 +16,7 @@ from megaenc.study.stats.comparisons import Models
 def test_noisier_seeds_are_no_sensitivity():
     """Both have the same mean at each rate, but seeds of MLM are three times as noisy: best less worst would be against MLM."""
     random, rates, alarms, spreads = np.random.default_rng(0), (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4), 0, []
-    models = ((Setting("610M", mlm_steps=42_000, mask_ratio=0.4), 0.006), (Setting("610M", clm_steps=42_000), 0.002))
+    models = ((ModelKey("610M", mlm_steps=42_000, mask_ratio=0.4), 0.006), (ModelKey("610M", clm_steps=42_000), 0.002))
     for _ in range(200):
         scores, apart = [], []
         for setting, noise in models:
@@ -33,7 +33,7 @@ def test_noisier_seeds_are_no_sensitivity():
 
 def rated(grids, family="SC", **more):
     """An MLM and a CLM model with these scores by rate and seed."""
-    sides = (Setting("tiny", mlm_steps=40, mask_ratio=0.15), Setting("tiny", clm_steps=40))
+    sides = (ModelKey("tiny", mlm_steps=40, mask_ratio=0.15), ModelKey("tiny", clm_steps=40))
     return Evidence(
         [
             Score(name_of(setting), setting, family, "toy", 0.9, 0.01, by_rate[1e-4], by_rate, **of_side)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import simulated
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.verdicts import judge
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.scope import Scope
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.published import published
@@ -21,7 +21,7 @@ def gap_by_words(scope: Scope):
 
     def shift(one, family):
         gap = {"210M": 1.2, "610M": 0.8, "1B": 0.3}[one.size]
-        return gap if family == Family.IR and not one.clm_steps else 0.0
+        return gap if family == TaskFamily.IR and not one.clm_steps else 0.0
 
     scores = []
     for score in simulated.study(3, shift=shift, quiet=True).scores:
@@ -68,7 +68,7 @@ def test_the_ratio_that_stands_for_mlm_is_the_planned_one():
 def test_early_is_of_the_run_that_a_checkpoint_is_on_the_way_of(budget):
     scores = []
     for at in (10, 20, 40):
-        for one in (Setting("tiny", at, decayed=False, budget=budget), Setting("tiny", 0, at, mask_ratio=0.4, decayed=False)):
+        for one in (ModelKey("tiny", at, decayed=False, budget=budget), ModelKey("tiny", 0, at, mask_ratio=0.4, decayed=False)):
             scores.append(Score(f"{one}", one, "SC", "sst2", 0.5 + at / 1000, 0.01))
     found = judge(Evidence(scores), draws=0)[4]
     assert ("early is step 10, 20;" in found.reason) == (budget == 100) and ("early is step 10;" in found.reason) == (budget == 0)

@@ -9,7 +9,7 @@ import simulated
 from scipy import stats
 from small_studies import TWO, by_claim, mini
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.study.claims.verdicts import judge
 from megaenc.study.results.evidence import Evidence
 from megaenc.study.results.published import published
@@ -50,10 +50,10 @@ def only_mlm(one):
 
 
 PLANTED = {  # what is better by so many logits, if the claim holds; with -1 the other way round
-    "1a": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == Family.SC),
-    "1b": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == Family.QA),
+    "1a": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.SC),
+    "1b": lambda one, family, way: way * 0.4 * (only_mlm(one) and family == TaskFamily.QA),
     "1d": lambda one, family, way: (
-        only_mlm(one) * (family == Family.IR) * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
+        only_mlm(one) * (family == TaskFamily.IR) * {"210M": 0.5 + way * 0.3, "610M": 0.5, "1B": 0.5 - way * 0.3}[one.size]
     ),
     "2": lambda one, family, way: way * 0.4 * (not one.decayed and not one.mlm_steps and one.steps <= 10_000),
     "4": lambda one, family, way: way * 0.3 * (one.mlm_steps > 0 and 0.2 < one.clm_share < 0.3),
@@ -84,7 +84,7 @@ def test_planted_effects_are_found_where_sizes_have_unequal_runs(way, expected):
 
 @pytest.mark.parametrize(("shift", "expected"), [(0.0, "holds"), (0.4, "reversed")])
 def test_about_equal_and_not(shift, expected):
-    quiet = simulated.study(3, lambda one, family: shift * (only_mlm(one) and family == Family.TC), quiet=True, examples=2000)
+    quiet = simulated.study(3, lambda one, family: shift * (only_mlm(one) and family == TaskFamily.TC), quiet=True, examples=2000)
     assert by_claim(quiet, draws=0)["1c"].verdict == expected
 
 
@@ -101,7 +101,7 @@ def test_sensitivity_to_the_rate(way, expected):
 
 def test_no_single_best_ratio_and_one():
     def some_here_some_there(one, family):
-        return 0.5 * only_mlm(one) * (((one.mask_ratio or 0) > 0.35) == (family in (Family.SC, Family.TC)))
+        return 0.5 * only_mlm(one) * (((one.mask_ratio or 0) > 0.35) == (family in (TaskFamily.SC, TaskFamily.TC)))
 
     def one_everywhere(one, family):
         return 0.5 * (only_mlm(one) and one.mask_ratio == 0.3)

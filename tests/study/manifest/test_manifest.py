@@ -4,7 +4,7 @@ import manifests
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.model_key import ModelKey, setting_of
 from megaenc.study.manifest.schema import read_manifest
 
 
@@ -20,7 +20,7 @@ def test_the_paper_has_38_models_and_12_checkpoints_under_their_published_names(
     assert {"610m-mlm40-42k", "610m-clm-10k-mlm40-42k", "610m-clm-dec42k-mlm40-64k", "1b-clm-42k", "210m-mlm50-42k"} < set(
         settings
     )
-    assert settings["610m-mlm40-42k-1000"] == Setting("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
+    assert settings["610m-mlm40-42k-1000"] == ModelKey("610M", mlm_steps=1000, mask_ratio=0.4, decayed=False)
     assert sum(model.inferred for model in manifest.models) == 4
     assert [model.group for model in manifest.models].count("pfs") == 17
 
@@ -66,12 +66,12 @@ def test_flags_of_a_size_win_over_those_of_all_and_an_entrys_own_over_both(tmp_p
 @pytest.mark.parametrize(
     ("schedule", "setting"),
     [
-        ("clm:100,mlm(mask=0.3):300", Setting("toy", 100, 300, mask_ratio=0.3)),
-        ("2x(clm:50,mlm:150)", Setting("toy", 100, 300, mask_ratio=0.4, schedule="2x(clm:50,mlm:150)")),
-        ("mix(clm:1,mlm:3)", Setting("toy", 100, 300, mask_ratio=0.4, schedule="mix(clm:1,mlm:3)")),
-        ("mntp(mask=0.2)", Setting("toy", 0, 400, mask_ratio=0.2, schedule="mntp(mask=0.2)")),
-        ("mlm(mask=0.5->0.3)", Setting("toy", 0, 400, mask_ratio=0.4, schedule="mlm(mask=0.5->0.3)")),
-        ("mlm(random=0.1)", Setting("toy", 0, 400, mask_ratio=0.4, schedule="mlm(random=0.1)")),
+        ("clm:100,mlm(mask=0.3):300", ModelKey("toy", 100, 300, mask_ratio=0.3)),
+        ("2x(clm:50,mlm:150)", ModelKey("toy", 100, 300, mask_ratio=0.4, schedule="2x(clm:50,mlm:150)")),
+        ("mix(clm:1,mlm:3)", ModelKey("toy", 100, 300, mask_ratio=0.4, schedule="mix(clm:1,mlm:3)")),
+        ("mntp(mask=0.2)", ModelKey("toy", 0, 400, mask_ratio=0.2, schedule="mntp(mask=0.2)")),
+        ("mlm(mask=0.5->0.3)", ModelKey("toy", 0, 400, mask_ratio=0.4, schedule="mlm(mask=0.5->0.3)")),
+        ("mlm(random=0.1)", ModelKey("toy", 0, 400, mask_ratio=0.4, schedule="mlm(random=0.1)")),
     ],
 )
 def test_a_schedule_is_kept_where_the_columns_cannot_say_it(tmp_path, schedule, setting):
@@ -83,7 +83,7 @@ def test_a_checkpoint_on_the_way_is_what_has_been_trained_by_then(tmp_path):
     entry = {"size": "toy", "steps": 400, "clm_steps": 100, "mask": 0.4, "checkpoints": [50, 100, 250]}
     settings = read(tmp_path, **manifests.models(entry)).settings()
     assert settings == {name: setting_of(name) for name in settings}
-    assert settings["toy-clm-100-mlm40-400-250"] == Setting("toy", 100, 150, mask_ratio=0.4, decayed=False)
+    assert settings["toy-clm-100-mlm40-400-250"] == ModelKey("toy", 100, 150, mask_ratio=0.4, decayed=False)
     alternating = {"size": "toy", "steps": 400, "name": "turns", "schedule": "4x(clm:50,mlm:50)", "checkpoints": [125]}
     assert read(tmp_path, **manifests.models(alternating)).settings()["turns-125"].clm_steps == 75
 

@@ -2,29 +2,29 @@
 
 import pytest
 
-from megaenc.study.manifest.model_key import Setting, name_of, setting_of
+from megaenc.study.manifest.model_key import ModelKey, name_of, setting_of
 
 PUBLISHED = {
-    "210m-clm-42k": Setting("210M", clm_steps=42_000),
-    "610m-mlm40-42k": Setting("610M", mlm_steps=42_000, mask_ratio=0.4),
-    "1b-mlm20-42k": Setting("1B", mlm_steps=42_000, mask_ratio=0.2),
-    "610m-clm-10k-mlm40-42k": Setting("610M", 10_000, 32_000, mask_ratio=0.4),
-    "610m-clm-3k-mlm40-12k": Setting("610M", 3_000, 9_000, mask_ratio=0.4),
-    "610m-clm-dec42k-mlm40-64k": Setting("610M", 42_000, 0, 22_000, 0.4),
-    "610m-mlm40-dec42k-mlm40-64k": Setting("610M", 0, 42_000, 22_000, 0.4),
-    "610m-mlm40-dec42k-mlm40-44k": Setting("610M", 0, 42_000, 2_000, 0.4),
-    "610m-clm-42k-1000": Setting("610M", clm_steps=1_000, decayed=False),
-    "610m-mlm40-42k-40000": Setting("610M", mlm_steps=40_000, mask_ratio=0.4, decayed=False),
+    "210m-clm-42k": ModelKey("210M", clm_steps=42_000),
+    "610m-mlm40-42k": ModelKey("610M", mlm_steps=42_000, mask_ratio=0.4),
+    "1b-mlm20-42k": ModelKey("1B", mlm_steps=42_000, mask_ratio=0.2),
+    "610m-clm-10k-mlm40-42k": ModelKey("610M", 10_000, 32_000, mask_ratio=0.4),
+    "610m-clm-3k-mlm40-12k": ModelKey("610M", 3_000, 9_000, mask_ratio=0.4),
+    "610m-clm-dec42k-mlm40-64k": ModelKey("610M", 42_000, 0, 22_000, 0.4),
+    "610m-mlm40-dec42k-mlm40-64k": ModelKey("610M", 0, 42_000, 22_000, 0.4),
+    "610m-mlm40-dec42k-mlm40-44k": ModelKey("610M", 0, 42_000, 2_000, 0.4),
+    "610m-clm-42k-1000": ModelKey("610M", clm_steps=1_000, decayed=False),
+    "610m-mlm40-42k-40000": ModelKey("610M", mlm_steps=40_000, mask_ratio=0.4, decayed=False),
 }
 OWN = {
-    "tiny-clm-100-mlm40-400": Setting("tiny", 100, 300, mask_ratio=0.4),
-    "tiny-mlm12.5-150": Setting("tiny", mlm_steps=150, mask_ratio=0.125),
-    "tiny-clm-100-mlm40-400-50": Setting("tiny", clm_steps=50, decayed=False),
-    "tiny-clm-100-mlm40-400-250": Setting("tiny", 100, 150, mask_ratio=0.4, decayed=False),
-    "tiny-clm-dec100-mlm40-150-20": Setting("tiny", 100, 0, 20, 0.4, decayed=False),
-    "two-layers-clm-100-mlm40-dec200-mlm40-250": Setting("two-layers", 100, 100, 50, 0.4),
-    "610m-clm-42k-seed2": Setting("610M", clm_steps=42_000, seed=2),
-    "610m-mlm40-42k-1000-seed3": Setting("610M", mlm_steps=1_000, mask_ratio=0.4, decayed=False, seed=3),
+    "tiny-clm-100-mlm40-400": ModelKey("tiny", 100, 300, mask_ratio=0.4),
+    "tiny-mlm12.5-150": ModelKey("tiny", mlm_steps=150, mask_ratio=0.125),
+    "tiny-clm-100-mlm40-400-50": ModelKey("tiny", clm_steps=50, decayed=False),
+    "tiny-clm-100-mlm40-400-250": ModelKey("tiny", 100, 150, mask_ratio=0.4, decayed=False),
+    "tiny-clm-dec100-mlm40-150-20": ModelKey("tiny", 100, 0, 20, 0.4, decayed=False),
+    "two-layers-clm-100-mlm40-dec200-mlm40-250": ModelKey("two-layers", 100, 100, 50, 0.4),
+    "610m-clm-42k-seed2": ModelKey("610M", clm_steps=42_000, seed=2),
+    "610m-mlm40-42k-1000-seed3": ModelKey("610M", mlm_steps=1_000, mask_ratio=0.4, decayed=False, seed=3),
 }
 
 
@@ -74,17 +74,17 @@ def test_other_names_stand_for_nothing(name):
 
 
 def test_an_objective_that_the_columns_cannot_say_is_spelled_as_its_schedule():
-    alternating = Setting("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm:1000)")
+    alternating = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm:1000)")
     assert name_of(alternating) == "610m-21x-clm-1000-mlm-1000-42k"
-    detour = Setting("610M", 0, 42_000, 22_000, 0.4, schedule="clm:10000,mlm:12000")
+    detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:10000,mlm:12000")
     assert name_of(detour) == "610m-mlm40-dec42k-clm-10000-mlm-12000-64k"
 
 
 def test_what_cannot_be_named_says_so():
     with pytest.raises(ValueError, match="without a mask ratio"):
-        name_of(Setting("610M", mlm_steps=42_000))
+        name_of(ModelKey("610M", mlm_steps=42_000))
     with pytest.raises(ValueError, match="not on the way to 42000"):
-        name_of(Setting("610M", clm_steps=64_000, decayed=False))
+        name_of(ModelKey("610M", clm_steps=64_000, decayed=False))
 
 
 def test_steps_and_share():

@@ -1,7 +1,7 @@
 """What a manifest says of the study that a report is of."""
 
-from megaenc.finetune.results.aggregate import Asked
-from megaenc.study.manifest.model_key import Setting
+from megaenc.finetune.results.aggregate import GridSpec
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.manifest.scope import scope_of
 
@@ -22,7 +22,7 @@ def test_sizes_models_and_grid_are_the_manifests(tmp_path):
     (tmp_path / "study.yaml").write_text(MANIFEST)
     scope = scope_of(read_manifest(tmp_path / "study.yaml"))
     assert scope.sizes == ("small", "medium", "large")
-    assert scope.names["small-clm-100"] == Setting("small", 100) and len(scope.names) == 6
-    assert scope.asked == Asked((2e-4, 1e-3), (0, 1, 2)) and scope.datasets == (("SC", "demo_sc"), ("QA", "demo_qa"))
+    assert scope.names["small-clm-100"] == ModelKey("small", 100) and len(scope.names) == 6
+    assert scope.asked == GridSpec((2e-4, 1e-3), (0, 1, 2)) and scope.datasets == (("SC", "demo_sc"), ("QA", "demo_qa"))
     (tmp_path / "study.yaml").write_text(MANIFEST[: MANIFEST.index("finetune")])
     assert scope_of(read_manifest(tmp_path / "study.yaml")).asked is None

@@ -4,7 +4,7 @@ import manifests
 import numpy as np
 import pytest
 
-from megaenc.estimate.layout_case import Work
+from megaenc.estimate.layout_case import ObjectiveWork
 from megaenc.model.config import ModelConfig, preset
 from megaenc.study.manifest.expand import expected_documents
 from megaenc.study.manifest.pretrain_args import run_flags
@@ -52,7 +52,7 @@ def test_the_differences_from_the_paper_are_explained_by_the_graph():
 def pack_flops(flags, vocab_size, predicted, seen):
     """Operations of a pack of which a share is predicted, and a share of the squared lengths seen both ways."""
     length, squares = flags.data.seq_length, expected_documents(flags).squares
-    return Work("", length, predicted * length, squares, seen * squares).flops(flags.shape, vocab_size)
+    return ObjectiveWork("", length, predicted * length, squares, seen * squares).flops(flags.shape, vocab_size)
 
 
 def test_operations_are_those_that_training_counts():

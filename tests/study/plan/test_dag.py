@@ -13,7 +13,7 @@ from megaenc.study.manifest.pretrain_args import OF_THE_STUDY
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph, shared_steps
 from megaenc.study.run.stage import arguments
-from megaenc.training.config import PretrainSettings, read_settings
+from megaenc.training.config import PretrainConfig, read_settings
 
 
 def graph(folder, **changes):
@@ -149,7 +149,7 @@ def test_the_real_settings_take_every_run(file, processes):
     for run in runs:
         given = run.flags
         shape = preset(given.get("model", "tiny"))
-        settings = flags.replace_fields(PretrainSettings(shape=shape), given, source="plan")
+        settings = flags.replace_fields(PretrainConfig(shape=shape), given, source="plan")
         settings.check(processes)
         assert settings.total_iters == run.model.steps and settings.objective_schedule == run.model.schedule
         assert settings.optimizer.lr_warmup_iters == run.model.warmup
@@ -160,7 +160,7 @@ def test_the_real_settings_take_every_run(file, processes):
 
 
 def test_flags_that_the_study_decides_are_flags_of_pretrain():
-    assert set(flags.flatten(PretrainSettings())) > OF_THE_STUDY
+    assert set(flags.flatten(PretrainConfig())) > OF_THE_STUDY
 
 
 def test_a_plan_needs_no_torch():

@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.score_tables import collapse_table, rate_table, sensitivity, spread_tables, variance_table
 from megaenc.study.results.evidence import Evidence, Score, read_evidence
 from megaenc.study.results.published import published
 from megaenc.study.stats.inference import seeds_needed
 
-ONE, OTHER = Setting("mini", 10), Setting("mini", 0, 10, mask_ratio=0.4)
+ONE, OTHER = ModelKey("mini", 10), ModelKey("mini", 0, 10, mask_ratio=0.4)
 
 
 def score(setting, seeds, examples=None, **more):

@@ -7,16 +7,16 @@ import pytest
 from study_folders import DATASETS, RATES, settings, write_results, write_runs
 
 from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
-from megaenc.study.report.figures.base import PAPER, Picture, as_svg, inline
+from megaenc.study.report.figures.base import PAPER, FigureSpec, as_svg, inline
 from megaenc.study.report.figures.registry import figures_of, flops_by_shape, losses, rates
 from megaenc.study.results.evidence import Evidence, Score, of_results
 from megaenc.study.results.pretrain_runs import flops_of, read_runs
 from megaenc.study.results.published import published
 
 
-def points(picture: Picture, family: int, name: str) -> dict[float, float]:
+def points(picture: FigureSpec, family: int, name: str) -> dict[float, float]:
     """By place on the axis, means of the line of that name in a panel, rounded as they are printed."""
     [line] = [line for line in picture.panels[family].lines if line.name == name and line.labelled]
     return {round(point.x, 1): round(point.mean, 2) for point in line.points}
@@ -44,7 +44,7 @@ def test_objectives_by_size():
 def test_objectives_of_one_size_by_data_set(ours):
     picture = objectives.clm_and_mlm(ours)
     assert [panel.ticks for panel in picture.panels] == [{0: "demo_sc"}, {0: "demo_qa"}]
-    mlm = ours.find(Setting("mini", 0, 300, mask_ratio=0.4), "demo_sc")
+    mlm = ours.find(ModelKey("mini", 0, 300, mask_ratio=0.4), "demo_sc")
     [line] = [line for line in picture.panels[0].lines if line.name == "MLM"]
     assert (line.points[0].mean, line.points[0].half) == pytest.approx((100 * mlm.mean, 100 * mlm.half))
 
@@ -59,7 +59,7 @@ def test_mask_ratios_with_and_without_clm(ours):
     assert not objectives.mask_ratios_with_clm(published()).panels
     picture = objectives.mask_ratios_with_clm(ours)
     assert [line.name for line in picture.panels[0].lines] == ["MLM alone", "25 % CLM, then MLM"]
-    two_stage = ours.find(Setting("mini", 75, 225, mask_ratio=0.2), "demo_sc")
+    two_stage = ours.find(ModelKey("mini", 75, 225, mask_ratio=0.2), "demo_sc")
     assert picture.panels[0].lines[1].points[0].mean == pytest.approx(100 * two_stage.mean)
 
 
@@ -110,8 +110,8 @@ def test_losses_of_the_runs(runs):
 
 
 def test_published_values_lie_behind_the_same_models_and_beside_others(ours, runs):
-    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
-    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))])
+    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))])
     first = figures_of(same, {}, {}, published())[0]
     light = [line for line in first.drawn.panels[0].lines if line.light]
     assert [line.name for line in light] == ["MLM, published", "CLM, published"] and first.published is None
@@ -135,7 +135,7 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
     scores = [
         Score(
             f"{at}{seed}",
-            Setting("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed),
+            ModelKey("1B", 0, at, mask_ratio=0.4, decayed=False, seed=seed),
             "SC",
             "sst2",
             at / 100 + seed / 50,
@@ -150,8 +150,8 @@ def test_another_seed_of_the_pretraining_is_points_without_a_line():
 
 
 def test_published_values_have_bars_too_thin_ones():
-    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
-    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, Setting("610M", 42_000))], kind="t")
+    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
+    same = Evidence([Score("m", one, "IR", "average", 0.7, 0.01) for one in (setting, ModelKey("610M", 42_000))], kind="t")
     picture = objectives.clm_and_mlm(same, published())
     widths = [float(bars.get_linewidth()[0]) for bars in picture.wide.axes[0].collections]
     assert len(widths) == 4 and sorted(widths) == [0.7, 0.7, 1.2, 1.2]
@@ -183,25 +183,25 @@ def test_points_of_collapsed_models_are_hollow(ours):
 
 @pytest.mark.parametrize("name", ["cost_$a$b", "us$^$x"])
 def test_names_with_dollar_signs_are_no_formulas(name):
-    models = (Setting(name, 0, 10, mask_ratio=0.4), Setting(name, 10), Setting("y", 0, 10, mask_ratio=0.4), Setting("y", 10))
+    models = (ModelKey(name, 0, 10, mask_ratio=0.4), ModelKey(name, 10), ModelKey("y", 0, 10, mask_ratio=0.4), ModelKey("y", 10))
     ours = Evidence([Score(f"m{one}", one, "SC", name, 0.5, 0.01) for one in models])
     svg = objectives.clm_and_mlm(ours).svg
     assert svg.count(f">{name}</text>") == 1 and f">Sequence classification: {name}</text>" in svg
-    ways = [Setting("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
-    ways += [Setting(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    ways = [ModelKey("x", mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
+    ways += [ModelKey(name, mask_ratio=0.4, mlm_steps=at, decayed=False) for at in (10, 20)]
     found = objectives.by_step(Evidence([Score(f"{one}", one, "SC", "sst2", 0.5, 0.01) for one in ways]))
     assert f">MLM, {name}</text>" in found.svg  # in the legend
 
 
 def test_other_schedules_stand_beside_plain_models_of_as_many_steps():
-    plain = [Setting("610M", 0, 42_000, mask_ratio=0.4), Setting("610M", 42_000), Setting("610M", 0, 42_000, mask_ratio=0.2)]
+    plain = [ModelKey("610M", 0, 42_000, mask_ratio=0.4), ModelKey("610M", 42_000), ModelKey("610M", 0, 42_000, mask_ratio=0.2)]
     plain += [
-        Setting("610M", 42_000, 0, 22_000, 0.4),
-        Setting("610M", 0, 42_000, 22_000, 0.4),
-        Setting("610M", 0, 12_000, mask_ratio=0.4),
+        ModelKey("610M", 42_000, 0, 22_000, 0.4),
+        ModelKey("610M", 0, 42_000, 22_000, 0.4),
+        ModelKey("610M", 0, 12_000, mask_ratio=0.4),
     ]
-    turns = Setting("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
-    detour = Setting("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
+    turns = ModelKey("610M", 21_000, 21_000, mask_ratio=0.4, schedule="21x(clm:1000,mlm(mask=0.4):1000)")
+    detour = ModelKey("610M", 0, 42_000, 22_000, 0.4, schedule="clm:5000,mlm(mask=0.4):17000")
     names = {turns: "610m-turns-42k", detour: "610m-mlm40-dec42k-clm-47k-mlm40-64k"}
     scores = [Score(names.get(one, f"{one}"), one, "SC", "sst2", 0.5 + one.clm_steps / 1e6, 0.01) for one in (*plain, *names)]
     picture = objectives.schedules(Evidence(scores))

@@ -11,10 +11,10 @@ import published_tree
 import pytest
 from study_folders import settings, write_results, write_runs
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.study.report import command as report_command
 from megaenc.study.report import output_dir
-from megaenc.study.report.command import ReportFlags, report_of
+from megaenc.study.report.command import ReportConfig, report_of
 from megaenc.study.report.html import MARK
 from megaenc.study.results.evidence import AVERAGE
 from megaenc.study.results.published import PRINTED, row_setting, rows
@@ -44,14 +44,14 @@ def study(tmp_path_factory):
 
 def test_every_published_cell_comes_back_from_result_files(tmp_path):
     published_tree.write(tmp_path / "results", examples=0)
-    report = report_of(ReportFlags(results=str(tmp_path / "results")))
+    report = report_of(ReportConfig(results=str(tmp_path / "results")))
     made = {}
     for line in csv.DictReader(io.StringIO(report.scores)):
         made[tuple(list(line.values())[:8])] = (line["mean"], line["ci95"])
     cells = 0
     for row in rows():
         expected = (row["mean"], row["ci95"])
-        if PRINTED[row["dataset"]] == AVERAGE and not published_tree.reachable(row_setting(row), Family(row["task"])):
+        if PRINTED[row["dataset"]] == AVERAGE and not published_tree.reachable(row_setting(row), TaskFamily(row["task"])):
             continue  # no five scores of three sets have this average: what was rounded cannot be undone
         assert made[tuple(list(row.values())[:8])] == expected, row
         cells += 1
@@ -66,7 +66,7 @@ def test_every_published_cell_comes_back_from_result_files(tmp_path):
 
 
 def test_the_printed_tables_alone(capsys):
-    report = report_of(ReportFlags(published=True))
+    report = report_of(ReportConfig(published=True))
     assert [table.key for table in report.tables] == ["base", "efficiency", "pfs", "cpt"] and not report.published
     assert sum(bool(one.drawn.panels) for one in report.figures) == 6
     assert "arXiv 2507.00994" in dict(report.facts)["Numbers"]
@@ -119,7 +119,7 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
         for path in (tmp_path / "results" / model / "SC/demo_sc").glob(left):
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / "results/mini-clm-150-mlm40-300")
-    report = report_of(ReportFlags(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
+    report = report_of(ReportConfig(manifest=f"{study}/study.yaml", results=f"{tmp_path}/results"))
     cells = {row.name: row.cells for table in report.tables if table.key == "base" for row in table.rows}
     assert cells["mini-mlm40-300"][3].endswith(" [3/6]") and not cells["mini-mlm40-300"][4].endswith("]")
     assert cells["mini-clm-300"][3] is None and cells["mini-clm-300"][4] is not None
@@ -133,7 +133,7 @@ def test_a_study_that_is_half_done_says_so(study, tmp_path):
 
 def test_results_outside_of_the_manifests_grid_are_left_out(study, tmp_path):
     (tmp_path / "fewer.yaml").write_text(MANIFEST.replace("seeds: 3", "seeds: 2"))
-    report = report_of(ReportFlags(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
+    report = report_of(ReportConfig(manifest=f"{tmp_path}/fewer.yaml", results=f"{study}/results"))
     assert dict(report.facts)["Fine-tuning"].endswith("20 with rates or seeds that the manifest does not ask for are left out")
     assert dict(report.facts)["Fine-tuning seeds"] == "0, 1"
     assert {line["finetuning_seeds"] for line in csv.DictReader(io.StringIO(report.scores))} == {"2"}
@@ -272,7 +272,7 @@ def test_intervals_of_student_are_wider(study):
     given = {"manifest": f"{study}/study.yaml", "results": f"{study}/results"}
     halves = []
     for kind in ("normal", "t"):
-        report = report_of(ReportFlags(**given, interval=kind))
+        report = report_of(ReportConfig(**given, interval=kind))
         [line, *_] = csv.DictReader(io.StringIO(report.scores))
         halves.append(float(line["ci95"]))
     assert halves[1] == pytest.approx(halves[0] * 4.303 / 1.96, rel=0.02)

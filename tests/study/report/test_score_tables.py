@@ -8,7 +8,7 @@ import pytest
 from study_folders import settings, write_results
 
 from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import coverage
 from megaenc.study.report.score_tables import score_tables, standard_tables, tidy
 from megaenc.study.report.table import as_csv, as_latex, as_markdown
@@ -58,7 +58,7 @@ def test_all_scores_in_one_file_are_the_published_file():
 
 
 def test_what_was_not_measured_is_an_empty_cell():
-    one, other = Setting("210M", 100), Setting("210M", 0, 100, mask_ratio=0.4)
+    one, other = ModelKey("210M", 100), ModelKey("210M", 0, 100, mask_ratio=0.4)
     scores = [Score("a", one, "SC", "sst2", 0.9, 0.01), Score("b", other, "SC", "qqp", 0.8, None)]
     [table] = score_tables(Evidence(scores))
     assert [row.cells for row in table.rows] == [
@@ -69,7 +69,7 @@ def test_what_was_not_measured_is_an_empty_cell():
 
 def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
     """Two models that said the same constant to everything would look like a result of 55.00 (0.00)."""
-    one, other = Setting("mini", 100), Setting("mini", 0, 100, mask_ratio=0.4)
+    one, other = ModelKey("mini", 100), ModelKey("mini", 0, 100, mask_ratio=0.4)
     seeds = {seed: 0.55 for seed in range(3)}
     collapsed = Score("a", one, "TC", "ner", 0.55, 0.0, seeds, at_rate_collapsed=3, runs=6, planned=6)
     begun = Score("b", other, "TC", "ner", 0.6, 0.01, seeds, at_rate_collapsed=1, runs=4, planned=6)
@@ -92,7 +92,7 @@ def test_collapsed_and_unfinished_cells_are_marked_in_every_form():
 
 
 def test_notes_say_what_an_interval_is_worth():
-    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
+    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
     own = Score("a", setting, "IR", "msmarco", 0.5, 0.01, {0: 0.4, 1: 0.6})
     [table] = score_tables(Evidence([own]))
     assert "1.96 standard errors over 2 fine-tuning seeds, which hold the true mean 70 times in 100" in table.note
@@ -106,8 +106,8 @@ def test_notes_say_what_an_interval_is_worth():
 
 
 def test_published_values_stand_below_those_of_the_same_setting():
-    setting = Setting("610M", 0, 42_000, mask_ratio=0.4)
-    unknown = Setting("610M", 0, 42_000, mask_ratio=0.15)
+    setting = ModelKey("610M", 0, 42_000, mask_ratio=0.4)
+    unknown = ModelKey("610M", 0, 42_000, mask_ratio=0.15)
     scores = [Score("a", setting, "IR", "msmarco", 0.5, 0.01), Score("b", unknown, "IR", "msmarco", 0.4, 0.01)]
     [table] = score_tables(Evidence(scores), published())
     assert [(row.cells[2:], row.light) for row in table.rows] == [
@@ -119,7 +119,7 @@ def test_published_values_stand_below_those_of_the_same_setting():
 
 def test_models_without_a_setting_and_several_seeds():
     scores = [Score("own-model", None, "SC", "own_set", 0.7, 0.02)]
-    scores += [Score(f"s{seed}", Setting("1B", 9, seed=seed), "SC", "own_set", 0.6, 0.01) for seed in (1, 2)]
+    scores += [Score(f"s{seed}", ModelKey("1B", 9, seed=seed), "SC", "own_set", 0.6, 0.01) for seed in (1, 2)]
     base, other = score_tables(Evidence(scores), published())
     assert [row.cells for row in base.rows] == [("1B", "CLM", "", 1, "60.00 (1.00)"), ("1B", "CLM", "", 2, "60.00 (1.00)")]
     assert other.title == SETUPS["other"] and other.rows[0].cells[0] == "own-model" and other.rows[0].cells[-1] == "70.00 (2.00)"

@@ -5,14 +5,14 @@ import io
 
 import pytest
 
-from megaenc.study.report.table import Column, Row, Table, as_csv, as_latex, as_markdown, score
+from megaenc.study.report.table import Column, Table, TableRow, as_csv, as_latex, as_markdown, score
 
 COLUMNS = (Column("Size", number=False), Column("Steps"), Column("SST-2", "SC"), Column("NQ", "IR"))
 
 
 @pytest.fixture
 def table():
-    rows = (Row(("1B", 42_000, "91.65 (0.45)", None)), Row(("a_b|c <1 %", 10, None, "1.00"), rule=True, light=True))
+    rows = (TableRow(("1B", 42_000, "91.65 (0.45)", None)), TableRow(("a_b|c <1 %", 10, None, "1.00"), rule=True, light=True))
     return Table("base", "Models & sizes", "Percent.", COLUMNS, rows)
 
 
@@ -55,11 +55,11 @@ def test_latex_has_booktabs_rules_and_escapes(table):
 
 def test_a_wide_table_has_its_groups_below_each_other():
     columns = (Column("Size", number=False), *(Column(f"set {at}", group) for group in "ABC" for at in range(4)))
-    text = as_latex(Table("wide", "Wide", "Note.", columns, (Row(("1B", *map(str, range(12)))),)))
+    text = as_latex(Table("wide", "Wide", "Note.", columns, (TableRow(("1B", *map(str, range(12)))),)))
     assert text.count(r"\begin{tabular}{lrrrr}") == 3 and text.count(r"\begin{table}") == 1
     assert "1B & 4 & 5 & 6 & 7" in text
 
 
 def test_rows_fit_their_columns():
     with pytest.raises(ValueError, match="3 cells under 4 columns"):
-        Table("base", "", "", COLUMNS, (Row(("1B", 1, "2")),))
+        Table("base", "", "", COLUMNS, (TableRow(("1B", 1, "2")),))

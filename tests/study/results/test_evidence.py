@@ -7,10 +7,10 @@ import published_tree
 import pytest
 
 from megaenc.errors import InputError
-from megaenc.finetune.examples import Family
-from megaenc.finetune.results.aggregate import Asked
+from megaenc.finetune.examples import TaskFamily
+from megaenc.finetune.results.aggregate import GridSpec
 from megaenc.finetune.results.files import scan
-from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.model_key import ModelKey, setting_of
 from megaenc.study.manifest.scope import Scope
 from megaenc.study.results.evidence import AVERAGE, of_results, read_evidence, without_score
 from megaenc.study.results.published import PRINTED, published, raw, row_setting, rows
@@ -40,7 +40,7 @@ def test_every_published_cell_to_the_printed_digit(evidence):
 
 
 def test_scores_exist_that_print_as_each_average_does():
-    possible = [published_tree.reachable(setting, family) for setting in published().settings() for family in Family]
+    possible = [published_tree.reachable(setting, family) for setting in published().settings() for family in TaskFamily]
     assert sum(possible) == len(possible) == 46 * 4  # the tables print 200, 16 of them twice
 
 
@@ -94,12 +94,12 @@ def test_only_the_sets_of_the_tables_are_read_of_the_study(tmp_path):
 def test_models_of_a_manifest_and_others(tmp_path):
     for model in ("mine", "another"):
         result(tmp_path / model / "SC/toy/lr2e-05_sd0", 0.5)
-    found = read_evidence(tmp_path, {"mine": Setting("tiny", mlm_steps=40, mask_ratio=0.4)})
+    found = read_evidence(tmp_path, {"mine": ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)})
     assert [(score.model, score.setting and score.setting.size) for score in found.scores] == [
         ("another", None),
         ("mine", "tiny"),
     ]
-    assert found.settings() == [Setting("tiny", mlm_steps=40, mask_ratio=0.4)]
+    assert found.settings() == [ModelKey("tiny", mlm_steps=40, mask_ratio=0.4)]
     assert found.scores[0].half is None  # a single seed
 
 
@@ -159,8 +159,8 @@ def test_a_manifest_says_what_should_be_there(tmp_path):
     """Its grid is what counts; its models are what stands for the base, whatever is done yet."""
     for rate, seed in ((2e-5, 0), (2e-5, 1), (5e-5, 0), (9e-5, 0), (2e-5, 7)):
         result(tmp_path / "mine" / "SC/sst2" / f"lr{rate:.0e}_sd{seed}", 0.5 + 100 * rate)
-    plan = {"mine": Setting("tiny", 40), "other": Setting("tiny", 80), "third": Setting("tiny", mlm_steps=80, mask_ratio=0.2)}
-    scope = Scope(plan, ("tiny",), Asked((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
+    plan = {"mine": ModelKey("tiny", 40), "other": ModelKey("tiny", 80), "third": ModelKey("tiny", mlm_steps=80, mask_ratio=0.2)}
+    scope = Scope(plan, ("tiny",), GridSpec((2e-5, 5e-5), (0, 1)), (("SC", "sst2"),))
     found = of_results(scan(tmp_path), plan.get, scope=scope)
     [score] = found.scores
     assert (score.rate, score.runs, score.planned, sorted(score.seeds)) == (2e-5, 3, 4, [0, 1])
@@ -177,7 +177,7 @@ def test_a_model_without_a_score_is_named_with_its_reason(tmp_path):
     (tmp_path / "begun/SC/sst2/lr2e-05_sd1/failed.json").write_text('{"reason": "the loss is nan"}')
     said = without_score(read_evidence(tmp_path, {}))
     assert said.endswith("every seed finished: begun (SC SST-2: 2 of 2 runs ended, 1 failed).")
-    scope = Scope({"mine": Setting("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
+    scope = Scope({"mine": ModelKey("tiny", 40)}, datasets=(("SC", "sst2"), ("", "own")))
     assert "mine (own: no run)" in without_score(of_results(scan(tmp_path), {}.get, scope=scope))
 
 

@@ -2,7 +2,7 @@
 
 from study_folders import settings
 
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.results.groups import SETUPS, dataset_label, datasets_of, grouped, reference_mask, sizes_known, sizes_of
 from megaenc.study.results.published import published, row_setting, rows
 
@@ -32,8 +32,8 @@ def test_a_study_of_another_scale_has_the_same_groups():
 
 
 def test_schedules_and_seeds():
-    alternating = Setting("210M", 100, 100, mask_ratio=0.4, schedule="alternating")
-    seeds = [Setting("210M", 200, seed=seed) for seed in (2, 1)]
+    alternating = ModelKey("210M", 100, 100, mask_ratio=0.4, schedule="alternating")
+    seeds = [ModelKey("210M", 200, seed=seed) for seed in (2, 1)]
     found = grouped([alternating, *seeds])
     assert found == {"base": seeds[::-1], "other": [alternating]}
 
@@ -41,35 +41,37 @@ def test_schedules_and_seeds():
 def test_what_is_planned_says_what_is_the_base():
     """With half of a study done, a shorter budget is not the longest one, nor a rarer mask ratio the usual one."""
     plan = [
-        Setting("mini", 300),
-        Setting("mini", 0, 300, mask_ratio=0.4),
-        Setting("mini", 150),
-        Setting("mini", 75, 75, mask_ratio=0.4),
+        ModelKey("mini", 300),
+        ModelKey("mini", 0, 300, mask_ratio=0.4),
+        ModelKey("mini", 150),
+        ModelKey("mini", 75, 75, mask_ratio=0.4),
     ]
-    done = [Setting("mini", 150), Setting("mini", 75, 75, mask_ratio=0.4)]
-    assert grouped(done)["base"] == [Setting("mini", 150)]
+    done = [ModelKey("mini", 150), ModelKey("mini", 75, 75, mask_ratio=0.4)]
+    assert grouped(done)["base"] == [ModelKey("mini", 150)]
     assert grouped(done, plan) == {"pfs": done[::-1]}
-    assert grouped([Setting("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [Setting("mini", 0, 150, mask_ratio=0.4)]}
+    assert grouped([ModelKey("mini", 0, 150, mask_ratio=0.4)], plan) == {"pfs": [ModelKey("mini", 0, 150, mask_ratio=0.4)]}
 
 
 def test_the_base_is_what_both_objectives_have():
     """CLM that got further than MLM is not the base alone: the claims compare what both have."""
-    mlm, clm, longer = Setting("1B", 0, 20, mask_ratio=0.4), Setting("1B", 20), Setting("1B", 40)
+    mlm, clm, longer = ModelKey("1B", 0, 20, mask_ratio=0.4), ModelKey("1B", 20), ModelKey("1B", 40)
     assert grouped([longer, clm, mlm]) == {"base": [mlm, clm], "pfs": [longer]}
     assert grouped([longer, mlm])["base"] == [longer]
 
 
 def test_sizes_with_words_for_names_need_a_manifest():
-    words = [Setting(size) for size in ("large", "medium", "small")]
+    words = [ModelKey(size) for size in ("large", "medium", "small")]
     assert sizes_of(words, ["small", "medium", "large"]) == ["small", "medium", "large"]
     assert sizes_known(words, ["small", "medium", "large"]) and not sizes_known(words)
-    assert sizes_known(words[:1]) and sizes_known([Setting("1B"), Setting("210M")]) and not sizes_known([Setting("1B"), *words])
+    assert (
+        sizes_known(words[:1]) and sizes_known([ModelKey("1B"), ModelKey("210M")]) and not sizes_known([ModelKey("1B"), *words])
+    )
 
 
 def test_order_of_sizes_data_sets_and_masks():
-    assert sizes_of([Setting(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
+    assert sizes_of([ModelKey(size) for size in ("1B", "mini", "610M", "210M", "40k")]) == ["40k", "210M", "610M", "1B", "mini"]
     pairs = [("IR", "msmarco"), ("SC", "average"), ("SC", "own"), ("SC", "qqp"), ("SC", "sst2")]
     assert datasets_of(pairs) == {"SC": ["sst2", "qqp", "own", "average"], "IR": ["msmarco"]}
     assert dataset_label("IR", "average after msmarco") == "Average after MS MARCO"
     assert reference_mask(published().settings()) == 0.4
-    assert reference_mask([Setting("1B", 9)]) is None
+    assert reference_mask([ModelKey("1B", 9)]) is None

@@ -7,7 +7,7 @@ from run_folders import write_run
 from study_folders import settings, write_runs
 
 from megaenc.errors import InputError
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import of_runs
 from megaenc.study.results.pretrain_runs import flops_of, flops_of_the_study, named_settings, read_runs
 from megaenc.study.results.published import published
@@ -34,34 +34,34 @@ def test_kinds_parents_and_what_each_run_made_itself(runs):
 
 def test_operations_include_what_came_before(runs):
     found = flops_of(runs, settings())
-    spent = {one.steps: found[one] for one in (Setting("mini", 75, 225, mask_ratio=0.4), Setting("mini", 50, decayed=False))}
+    spent = {one.steps: found[one] for one in (ModelKey("mini", 75, 225, mask_ratio=0.4), ModelKey("mini", 50, decayed=False))}
     assert spent == {300: 300e12, 50: 50e12}
-    assert found[Setting("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e12
+    assert found[ModelKey("mini", 300, 0, 150, 0.4)] == (300 + 150) * 1e12
     assert len(found) == len(settings())
 
 
 def test_a_checkpoint_before_the_branch_is_its_parents(runs):
-    early = Setting("mini", 50, decayed=False, budget=300)
+    early = ModelKey("mini", 50, decayed=False, budget=300)
     assert flops_of(runs, {"mini-clm-75-mlm40-300-50": early}) == {early: 50e12}
-    assert flops_of(runs, {"mini-clm-300-7": Setting("mini", 7, decayed=False)}) == {}  # no row says
+    assert flops_of(runs, {"mini-clm-300-7": ModelKey("mini", 7, decayed=False)}) == {}  # no row says
 
 
 def test_operations_of_the_study_by_shape():
-    clm, mlm = (flops_of_the_study(one) for one in (Setting("610M", 1000), Setting("610M", 0, 1000, mask_ratio=0.4)))
+    clm, mlm = (flops_of_the_study(one) for one in (ModelKey("610M", 1000), ModelKey("610M", 0, 1000, mask_ratio=0.4)))
     tokens, head = 1000 * 1152 * 2048, 128_256 * 1152
     body = 607.9e6 - head  # looking an embedding up is no matrix product
     for spent, share in ((clm, 1.0), (mlm, 0.4)):
         assert 1 < spent / (6 * tokens * (body + share * head)) < 1.15  # what is left is attention
     assert mlm < clm
-    assert flops_of_the_study(Setting("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
-    assert flops_of_the_study(Setting("mini", 10)) is None
+    assert flops_of_the_study(ModelKey("610M", 500, 500, mask_ratio=0.4)) == pytest.approx((clm + mlm) / 2)
+    assert flops_of_the_study(ModelKey("mini", 10)) is None
     assert all(flops_of_the_study(one) for one in published().settings())
 
 
 def test_names_are_the_manifests_first():
-    given = {"610m-clm-42k": Setting("own", 5)}
+    given = {"610m-clm-42k": ModelKey("own", 5)}
     found = named_settings(["610m-clm-42k", "610m-clm-12k", "something"], given)
-    assert found == {"610m-clm-42k": Setting("own", 5), "610m-clm-12k": Setting("610M", 12_000)}
+    assert found == {"610m-clm-42k": ModelKey("own", 5), "610m-clm-12k": ModelKey("610M", 12_000)}
 
 
 def test_a_folder_without_runs_is_one_line(tmp_path):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megaenc.finetune.examples import Family
+from megaenc.finetune.examples import TaskFamily
 from megaenc.finetune.results.aggregate import STUDY
-from megaenc.study.manifest.model_key import Setting, setting_of
+from megaenc.study.manifest.model_key import ModelKey, setting_of
 from megaenc.study.results import published
 from megaenc.study.results.evidence import AVERAGE
 
@@ -31,10 +31,10 @@ def test_a_model_of_two_tables_has_the_same_numbers_in_both():
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
-        ("610m-mlm40-42k", Setting("610M", mlm_steps=42_000, mask_ratio=0.4)),
-        ("610m-clm-10k-mlm40-42k", Setting("610M", clm_steps=10_000, mlm_steps=32_000, mask_ratio=0.4)),
-        ("610m-clm-dec42k-mlm40-64k", Setting("610M", clm_steps=42_000, cpt_mlm_steps=22_000, mask_ratio=0.4)),
-        ("610m-clm-42k-1000", Setting("610M", clm_steps=1000, decayed=False)),
+        ("610m-mlm40-42k", ModelKey("610M", mlm_steps=42_000, mask_ratio=0.4)),
+        ("610m-clm-10k-mlm40-42k", ModelKey("610M", clm_steps=10_000, mlm_steps=32_000, mask_ratio=0.4)),
+        ("610m-clm-dec42k-mlm40-64k", ModelKey("610M", clm_steps=42_000, cpt_mlm_steps=22_000, mask_ratio=0.4)),
+        ("610m-clm-42k-1000", ModelKey("610M", clm_steps=1000, decayed=False)),
     ],
 )
 def test_models_have_the_names_of_the_artefacts(name, setting):
@@ -52,11 +52,11 @@ def test_numbers_that_the_study_printed():
 def test_averages_are_those_of_the_three_sets():
     found = published.published()
     for setting in found.settings():
-        for family in Family:
+        for family in TaskFamily:
             means = [found.find(setting, dataset, family).mean for dataset in STUDY[family]]
             assert abs(sum(means) / 3 - found.find(setting, AVERAGE, family).mean) < 0.0001001  # each rounded to 0.0001
 
 
 def test_data_sets_come_in_the_order_of_the_study():
-    expected = [(str(family), name) for family in Family for name in (*STUDY[family], AVERAGE)]
+    expected = [(str(family), name) for family in TaskFamily for name in (*STUDY[family], AVERAGE)]
     assert published.published().datasets() == expected

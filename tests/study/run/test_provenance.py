@@ -15,7 +15,7 @@ def at(monkeypatch):
     """Set what is true of this machine and day."""
 
     def change(**facts):
-        monkeypatch.setattr(provenance, "here", lambda: HERE | facts)
+        monkeypatch.setattr(provenance, "current_environment", lambda: HERE | facts)
 
     change()
     return change
@@ -52,7 +52,7 @@ def test_a_broken_file_is_left_alone_and_named_by_the_report(text, at, tmp_path)
 
 
 def test_this_machine_has_cores_memory_and_versions():
-    found = provenance.here()
+    found = provenance.current_environment()
     assert " of " in found["hardware"] and found["hardware"].endswith("GiB of memory")
     assert "torch 2." in found["libraries"] and "megatron-core 0." in found["libraries"] and "missing" not in found["libraries"]
 

@@ -8,7 +8,7 @@ import pytest
 from megaenc.errors import InputError
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
-from megaenc.study.run.command import RunFlags, choose, conclude, main, places
+from megaenc.study.run.command import StudyRunConfig, choose, conclude, main, places
 from megaenc.study.run.executor import needed
 
 
@@ -108,7 +108,7 @@ def test_flags_that_would_change_nothing_are_refused(tmp_path, capsys):
 
 def test_the_next_command_can_be_typed_as_it_is(tmp_path, capsys):
     study = tmp_path / "my study"
-    conclude([], study, {}, 1.0, RunFlags("a manifest.yaml"))
+    conclude([], study, {}, 1.0, StudyRunConfig("a manifest.yaml"))
     words = shlex.split(capsys.readouterr().out.split("`")[1])
     assert words[:4] == ["megaenc", "study", "report", "a manifest.yaml"] and words[5] == str(study / "results")
 

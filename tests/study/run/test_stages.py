@@ -8,7 +8,7 @@ import pytest
 from made_stages import GRID, STUDY, TWO, make
 
 from megaenc.errors import InputError
-from megaenc.study.run.stage import Changed, check, finished
+from megaenc.study.run.stage import StaleArtifactError, check, finished
 
 CHANGED = [{**TWO[0], "pretrain": {"weight_decay": 0.0}}, TWO[1]]
 
@@ -33,7 +33,7 @@ def test_a_finished_study_is_done_and_fits(study):
 
 def test_another_recipe_names_every_folder_that_was_made_of_the_old_one(study):
     found = nodes(study, models=CHANGED)
-    with pytest.raises(Changed) as refused:
+    with pytest.raises(StaleArtifactError) as refused:
         check(found.values(), found, study / STUDY)
     made = "runs/base runs/more hf/base hf/more results/base results/more"
     assert "runs/base: made from another manifest: weight_decay is 0.1 there, 0.0 here" in str(refused.value)
@@ -49,7 +49,7 @@ def test_what_is_left_of_a_run_that_is_to_be_made_again_is_not_done(study):
     make(found["pretrain/base"])
     assert finished(found.values()) == set(found)
     for id, expected in (("pretrain/more", "began with another base than"), ("export/base", "made of another base than")):
-        with pytest.raises(Changed, match=expected):
+        with pytest.raises(StaleArtifactError, match=expected):
             found[id].check()
     make(found["export/base"])
     found["export/base"].check()
@@ -65,7 +65,9 @@ def test_the_same_run_made_again_is_the_same(study):
 def test_results_of_another_export_are_not_this_models(study):
     found = nodes(study)
     made_stages.make_export(found["export/more"], weights="others")
-    with pytest.raises(Changed, match=r"results/more: made otherwise than now: finetune: model is \w{12} there, \w{12} here"):
+    with pytest.raises(
+        StaleArtifactError, match=r"results/more: made otherwise than now: finetune: model is \w{12} there, \w{12} here"
+    ):
         found["finetune/more"].check()
 
 
@@ -73,10 +75,10 @@ def test_an_export_that_does_not_say_of_which_run_it_is(study):
     found = nodes(study)
     certificate = found["export/base"].folder / "conversion.json"
     certificate.write_text(json.dumps({"run": "base", "step": 100}))
-    with pytest.raises(Changed, match="made of another base"):
+    with pytest.raises(StaleArtifactError, match="made of another base"):
         found["export/base"].check()
     shutil.rmtree(study / STUDY / "runs" / "base")
-    with pytest.raises(Changed, match="made of another base"):
+    with pytest.raises(StaleArtifactError, match="made of another base"):
         found["export/base"].check()
 
 
@@ -89,7 +91,7 @@ def test_every_result_is_compared_and_not_the_first_alone(study):
     grid.check()
     first, second = sorted(grid.folder.rglob("results.json"))
     second.write_text(first.read_text().replace('"max_steps": 1000', '"max_steps": 7'))
-    with pytest.raises(Changed, match="max_steps is 7 there, 1000 here"):
+    with pytest.raises(StaleArtifactError, match="max_steps is 7 there, 1000 here"):
         grid.check()
 
 
@@ -104,7 +106,7 @@ def test_results_of_other_data_of_the_same_name(tmp_path):
     nodes(tmp_path, finetune=local)["finetune/base"].check()
     with (data / "train.jsonl").open("a") as stream:
         stream.write('{"text": "three", "label": 1}\n')
-    with pytest.raises(Changed, match="finetune: dataset is "):
+    with pytest.raises(StaleArtifactError, match="finetune: dataset is "):
         nodes(tmp_path, finetune=local)["finetune/base"].check()
     shutil.rmtree(data)
     nodes(tmp_path, finetune=local)["finetune/base"].check()
@@ -121,14 +123,14 @@ def test_a_corpus_remembers_what_it_was_asked_to_be(tmp_path):
     node.prepare()
     (node.folder / "tokenizer").mkdir()  # and then it was interrupted
     node.check()
-    with pytest.raises(Changed, match="corpus: vocab_size is 300 there, 310 here"):
+    with pytest.raises(StaleArtifactError, match="corpus: vocab_size is 300 there, 310 here"):
         corpus(tmp_path, 310).check()
     make(node)
     # A small text gives fewer ids than were asked for.
     (node.folder / "corpus_text_document.json").write_text('{"vocab_size": 270, "sources": [{"path": "text.jsonl"}]}')
     corpus(tmp_path).check()
     text.write_text('{"text": "the cat sat on the mat, and on others"}\n')
-    with pytest.raises(Changed, match=r"corpus: text\.jsonl had 35 bytes then, 50 now"):
+    with pytest.raises(StaleArtifactError, match=r"corpus: text\.jsonl had 35 bytes then, 50 now"):
         corpus(tmp_path).check()
     text.unlink()
     corpus(tmp_path).check()

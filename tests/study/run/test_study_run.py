@@ -19,7 +19,7 @@ from megaenc.study.run import stage_log
 from megaenc.study.run.command import main
 from megaenc.study.run.executor import environment, execute
 from megaenc.study.run.stage import finished
-from megaenc.training.dry_run import conclusion
+from megaenc.training.dry_run import run_footer
 from megaenc.training.run_init import digest
 
 
@@ -200,7 +200,7 @@ def test_what_is_there_is_compared_when_what_it_needs_was_made_again(tmp_path, c
 @pytest.mark.multiprocess
 def test_a_stop_under_torchrun_is_no_crash(tmp_path):
     """torchrun makes a 1 of the exit code; the run itself says that it was told to."""
-    told = conclusion(15, 300, 2.5, "runs/a", "SIGTERM")
+    told = run_footer(15, 300, 2.5, "runs/a", "SIGTERM")
     script = f"echo '{told}'; echo 'SignalException: Process 7 got signal: 15'; exit 1"
     node = Fake("pretrain/a", tmp_path, script=script, processes=2)
     [why] = execute([node], tmp_path, ["", ""]).values()

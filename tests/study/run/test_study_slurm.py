@@ -19,7 +19,7 @@ from megaenc.finetune.grid.slurm import Cluster
 from megaenc.study.manifest.schema import read_manifest
 from megaenc.study.plan.dag import build_graph
 from megaenc.study.run import slurm, stage_log
-from megaenc.study.run.slurm import Task, job_name, machines, queued, submit
+from megaenc.study.run.slurm import StageTask, job_name, machines, queued, submit
 
 HERE = Path(__file__).parents[1]
 
@@ -152,12 +152,12 @@ task()
     assert "again True" in out and process.returncode == 255
     assert (tmp_path / "pretrain_a.made.saved").exists()
     assert stage_log.tries(stage_log.log_of(tmp_path, "pretrain/a"))[-1].how == stage_log.STOPPED
-    Task(Fake("pretrain/a", tmp_path, script=WELL), tmp_path)()
+    StageTask(Fake("pretrain/a", tmp_path, script=WELL), tmp_path)()
     assert calls(tmp_path) == ["begin pretrain/a"] * 2 + ["end pretrain/a"]
 
 
 def test_a_job_that_fails_says_so_to_the_queue(tmp_path):
-    task = Task(Fake("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
+    task = StageTask(Fake("export/a", tmp_path, script="echo 'error: --load: nothing there'; exit 2"), tmp_path)
     with pytest.raises(RuntimeError, match="error: --load: nothing there"):
         pickle.loads(pickle.dumps(task))()
 
@@ -166,7 +166,7 @@ def test_a_job_compares_what_is_there_with_what_was_made_again(tmp_path):
     stale = Fake("export/a", tmp_path, wrong="hf/a: made of another a")
     stale.made.touch()
     with pytest.raises(InputError, match="hf/a: made of another a"):
-        Task(stale, tmp_path)()
+        StageTask(stale, tmp_path)()
 
 
 def test_what_waits_to_be_compared_is_submitted(tmp_path, sbatch):
@@ -199,7 +199,7 @@ def test_another_machine_waits_where_the_first_was_told_to_stop(tmp_path, monkey
 
     monkeypatch.setattr("megaenc.study.run.slurm.time.sleep", sleep)
     with pytest.raises(RuntimeError, match="exit code 1 on"):
-        Task(pretrain, tmp_path / "study", machines=2)()
+        StageTask(pretrain, tmp_path / "study", machines=2)()
     assert [seconds > 60 for seconds in waited] == ([False, True] if how == stage_log.STOPPED else [False])
 
 
@@ -214,7 +214,7 @@ def test_on_several_machines_each_has_a_torchrun(tmp_path, monkeypatch):
         "megaenc.study.run.slurm.subprocess.run",
         lambda words, env: started.append(words) or subprocess.CompletedProcess(words, 0),
     )
-    Task(pretrain, tmp_path / "study", machines=2)()
+    StageTask(pretrain, tmp_path / "study", machines=2)()
     [words] = started
     where = "--nnodes 2 --node-rank 1 --master-addr n3 --master-port 20077 --nproc-per-node 2"
     assert f"-m torch.distributed.run {where} -m megaenc pretrain --" in " ".join(words)

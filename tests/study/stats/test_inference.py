@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from megaenc.study.stats import inference
-from megaenc.study.stats.inference import Components, bootstrap, components, contrast, holm, printed, seeds_needed
+from megaenc.study.stats.inference import Components, bootstrap, components, contrast, holm, seeds_needed, welch_from_intervals
 
 NAN = math.nan
 
@@ -87,7 +87,7 @@ def test_components_are_those_that_made_the_scores():
 
 
 def test_published_means_are_compared_as_welch_does():
-    found = printed([0.92, 0.90], [0.005, 0.010], [1, -1])
+    found = welch_from_intervals([0.92, 0.90], [0.005, 0.010], [1, -1])
     sd = [half * math.sqrt(5) / 1.96 for half in (0.005, 0.010)]
     expected = stats.ttest_ind_from_stats(0.92, sd[0], 5, 0.90, sd[1], 5, equal_var=False)
     assert found.p == pytest.approx(expected.pvalue) and found.difference == pytest.approx(0.02) and found.seeds == 0
@@ -108,7 +108,7 @@ def test_without_any_spread_nothing_is_said():
     constants = np.stack([np.random.default_rng(0).choice([-1.0, 1.0], 300)] * 3)  # other ones: a difference in every example
     found = contrast(constants.mean(1), [constants], margin=0.5)
     assert math.isnan(found.p) and math.isnan(found.margin_p) and found.low < found.difference < found.high
-    assert math.isnan(printed([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
+    assert math.isnan(welch_from_intervals([0.5, 0.4], [NAN, 0.1], [1, -1]).p)
 
 
 def test_holm_by_hand():
@@ -163,12 +163,14 @@ def test_rates_are_apart_by_what_seeds_do_not_do():
     grid = 0.8 + 0.03 * random.standard_normal((6, 1)) + 0.02 * random.standard_normal((6, 5)) + 0.1 * random.random((1, 5))
     left = grid - grid.mean(0) - grid.mean(1, keepdims=True) + grid.mean()
     between_rates, residual = 5 * np.var(grid.mean(1), ddof=1), (left**2).sum() / (5 * 4)
-    assert inference.between(grid).mean() == pytest.approx((between_rates - residual) / 5)
-    without = [inference.between(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
-    assert inference.between(grid) == pytest.approx(5 * inference.between(grid).mean() - 4 * np.array(without))  # jackknife
-    assert inference.between(grid[:, :2]).shape == (1,)
+    assert inference.rate_variance(grid).mean() == pytest.approx((between_rates - residual) / 5)
+    without = [inference.rate_variance(np.delete(grid, seed, axis=1)).mean() for seed in range(5)]
+    assert inference.rate_variance(grid) == pytest.approx(
+        5 * inference.rate_variance(grid).mean() - 4 * np.array(without)
+    )  # jackknife
+    assert inference.rate_variance(grid[:, :2]).shape == (1,)
     with pytest.raises(ValueError, match="at least two rates and two seeds"):
-        inference.between(grid[:, :1])
+        inference.rate_variance(grid[:, :1])
 
 
 def test_noise_does_not_look_like_rates():
@@ -176,7 +178,7 @@ def test_noise_does_not_look_like_rates():
     random = np.random.default_rng(1)
     levels_of = 0.8 - np.array([0.0, 0.004, 0.008])[:, None]
     for noise in (0.003, np.array([0.001, 0.004, 0.02])[:, None]):  # the same everywhere, and more at high rates
-        found = [inference.between(levels_of + noise * random.standard_normal((3, 5))).mean() for _ in range(4000)]
+        found = [inference.rate_variance(levels_of + noise * random.standard_normal((3, 5))).mean() for _ in range(4000)]
         assert np.mean(found) == pytest.approx(0.004**2, rel=0.15)
 
 

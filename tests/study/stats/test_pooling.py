@@ -80,5 +80,5 @@ def test_a_set_may_be_called_average():
 def test_seeds_needed_are_never_enough_or_not_known():
     found = by_claim(published())["1a"].overall
     assert found.seeds_needed is None
-    of_examples = inference.Test(0.01, 0.0, 0.02, 0.1, inference.Components(1e-6, 4e-5), 50.0, 5)
+    of_examples = inference.TestResult(0.01, 0.0, 0.02, 0.1, inference.Components(1e-6, 4e-5), 50.0, 5)
     assert dataclasses.replace(found, test=of_examples).seeds_needed == math.inf

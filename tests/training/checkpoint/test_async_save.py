@@ -15,7 +15,7 @@ from checkpoint_helpers import assert_only_step_4, errors
 from torch.distributed.checkpoint import FileSystemReader
 
 from megaenc.errors import InputError, LocalInputError
-from megaenc.training.checkpoint.manager import OwnCheckpoints
+from megaenc.training.checkpoint.manager import CheckpointManager
 from megaenc.training.dist.signals import STOPPED
 
 SLOW, LATE = runs.WORKERS / "slow_disk.py", ["2", "1"]  # written two updates later, or after a second
@@ -49,7 +49,7 @@ def curve(folder: Path) -> list[tuple]:
 def assert_same_checkpoints(folder: Path, other: Path, steps: list[int]) -> None:
     """The same files, the same bytes in all shards, and the same tensors at the same places in them."""
     for step in steps:
-        paths = [OwnCheckpoints(run / "checkpoints").path(step) for run in (folder, other)]
+        paths = [CheckpointManager(run / "checkpoints").path(step) for run in (folder, other)]
         here, there = (json.loads((path / "state.json").read_text()) for path in paths)
         assert sorted(here["files"]) == sorted({*os.listdir(paths[0])} - {"state.json"})
         assert sorted(here["files"]) == sorted(there["files"])
@@ -70,7 +70,7 @@ def test_each_checkpoint_is_that_of_its_step(waiting, small_corpus, processes, t
     said = runs.script(SLOW, [*LATE, *flags], processes=processes).stdout
     written = re.findall(r"shards of step (\d+) are written after update (\d+)", said)
     assert written == [("4", "6"), ("8", "10"), ("12", "14"), ("16", "18"), ("20", "20")]
-    checkpoints = OwnCheckpoints(folder / "checkpoints")
+    checkpoints = CheckpointManager(folder / "checkpoints")
     assert checkpoints.steps() == [4, 8, 12, 16, 20]
     assert checkpoints.latest() == 20
     assert_same_checkpoints(folder, waiting, checkpoints.steps())
@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_one_bitwise(waiting, small_corpus, processes, tmp_pa
     for _ in range(2):
         runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2"], processes=processes)
     assert curve(folder) == curve(waiting)
-    assert OwnCheckpoints(folder / "checkpoints").steps() == [16, 20]
+    assert CheckpointManager(folder / "checkpoints").steps() == [16, 20]
     assert_same_checkpoints(folder, waiting, [16, 20])
 
 
@@ -122,7 +122,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(waiting, small_corpus, tmp_p
         while not (attempts := list(folder.glob("checkpoints/.iter_0000008.*"))):
             time.sleep(0.01)
         process.kill()
-    assert OwnCheckpoints(folder / "checkpoints").steps() == [OwnCheckpoints(folder / "checkpoints").latest()] == [4]
+    assert CheckpointManager(folder / "checkpoints").steps() == [CheckpointManager(folder / "checkpoints").latest()] == [4]
     [attempt] = attempts
     assert attempt.is_dir()
     runs.script(runs.PRETRAIN, [*flags, "--save", str(folder)])
@@ -137,13 +137,13 @@ def test_a_signal_waits_for_the_save_that_is_under_way(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *EVERY, *LAYOUTS[1], "--async-save", "--train-iters", "100000", "--log-interval", "1"]
     flags += ["--eval-interval", "0", "--save-interval", "30"]
     with Running([SLOW, "100000", "3", *flags], folder, step=32) as process:
-        assert OwnCheckpoints(folder / "checkpoints").steps() == []
+        assert CheckpointManager(folder / "checkpoints").steps() == []
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED
     stopped = runs.metrics(folder)[-1]["step"]
-    assert OwnCheckpoints(folder / "checkpoints").steps() == [30, stopped]
-    assert OwnCheckpoints(folder / "checkpoints").latest() == stopped
+    assert CheckpointManager(folder / "checkpoints").steps() == [30, stopped]
+    assert CheckpointManager(folder / "checkpoints").latest() == stopped
     assert "stopped by SIGTERM" in out
 
 
@@ -181,7 +181,7 @@ def engine(one_process, small_corpus):
 def test_an_error_does_not_lose_a_save_that_was_begun(error, engine, tmp_path, monkeypatch):
     from megaenc.training.checkpoint import manager
 
-    checkpoints, digest, begun = OwnCheckpoints(tmp_path), manager.digest, []
+    checkpoints, digest, begun = CheckpointManager(tmp_path), manager.digest, []
     monkeypatch.setattr(manager, "digest", lambda file: (begun.append(file), time.sleep(0.3), digest(file))[-1])
     engine.update(1)
     with pytest.raises(error, match="of another kind"), checkpoints.finished():
@@ -207,5 +207,5 @@ def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypa
 
     monkeypatch.setattr(manager, "write_whole", watched)
     engine.update(1)
-    OwnCheckpoints(tmp_path).save(engine, 1, {})
+    CheckpointManager(tmp_path).save(engine, 1, {})
     assert named == [("1\n", True)]

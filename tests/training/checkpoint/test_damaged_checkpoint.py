@@ -10,7 +10,7 @@ import runs
 from checkpoint_helpers import change_state, flip_a_bit
 
 from megaenc.convert.command import main as convert
-from megaenc.training.checkpoint_dir import CheckpointFolder, Damaged, json_digest
+from megaenc.training.checkpoint_dir import CheckpointDir, DamagedCheckpointError, json_digest
 from megaenc.training.command import main
 
 
@@ -42,7 +42,7 @@ def test_state_lists_every_file_with_its_checksum(saved_run):
 @pytest.mark.slow
 def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tmp_path):
     """Alone in its folder: of the other files only the sizes are looked at."""
-    checkpoints = CheckpointFolder(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
+    checkpoints = CheckpointDir(shutil.copytree(saved_run / "checkpoints", tmp_path / "checkpoints"))
     file, expected = checkpoints.path(12) / "state.json", checkpoints.state(12)
     content, changed = file.read_bytes(), []
     for bit in range(8 * len(content)):
@@ -52,7 +52,7 @@ def test_every_flipped_bit_of_the_state_is_damage_or_says_the_same(saved_run, tm
         try:
             if checkpoints.state(12) != expected:
                 changed.append(bit)
-        except Damaged:
+        except DamagedCheckpointError:
             pass
     assert changed == []
 
@@ -63,10 +63,10 @@ def test_a_state_without_a_digest_is_read_as_older_runs_wrote_it(saved_run, tmp_
     state = json.loads(file.read_text())
     digest = state.pop("sha256")
     file.write_text(json.dumps(state, indent=1))
-    assert CheckpointFolder(tmp_path).state(12) == state
+    assert CheckpointDir(tmp_path).state(12) == state
     file.write_text(json.dumps(state | {"sah256": digest}))
-    with pytest.raises(Damaged, match="its content changed"):
-        CheckpointFolder(tmp_path).state(12)
+    with pytest.raises(DamagedCheckpointError, match="its content changed"):
+        CheckpointDir(tmp_path).state(12)
 
 
 @pytest.mark.parametrize("wrong", [{"identity": None}, {"files": {}}, {"files": {"common.pt": {"bytes": 1}}}, {"tokens": "1"}])
@@ -76,8 +76,8 @@ def test_a_state_with_fields_of_another_kind_is_damage(saved_run, tmp_path, wron
     state = json.loads(file.read_text()) | wrong
     del state["sha256"]
     file.write_text(json.dumps(state | {"sha256": json_digest(state)}))
-    with pytest.raises(Damaged, match="not what a save wrote"):
-        CheckpointFolder(tmp_path).state(12)
+    with pytest.raises(DamagedCheckpointError, match="not what a save wrote"):
+        CheckpointDir(tmp_path).state(12)
 
 
 @pytest.mark.multiprocess

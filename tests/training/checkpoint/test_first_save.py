@@ -15,11 +15,11 @@ def weights(engine) -> list[torch.Tensor]:
 @pytest.mark.parametrize("precision", ["--no-bf16", "--bf16"])
 @pytest.mark.parametrize("optimizer", [[], ["--use-distributed-optimizer"]])
 def test_what_goes_on_from_it_is_what_was_never_saved(precision, optimizer, one_process, small_corpus, tmp_path):
-    from megaenc.training.checkpoint.manager import OwnCheckpoints
+    from megaenc.training.checkpoint.manager import CheckpointManager
     from megaenc.training.engine import Engine
 
     plan = make_plan(read_settings([*small_corpus.flags, *runs.SHORT_RUN, precision, *optimizer], "test"))
-    saved, checkpoints = Engine(plan, one_process), OwnCheckpoints(tmp_path)
+    saved, checkpoints = Engine(plan, one_process), CheckpointManager(tmp_path)
     checkpoints.save(saved, 0, {})
     loaded, untouched = Engine(plan, one_process), Engine(plan, one_process)
     checkpoints.load(loaded, 0)

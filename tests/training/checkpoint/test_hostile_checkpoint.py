@@ -20,9 +20,9 @@ from megaenc import backend
 from megaenc.convert.command import main as convert
 from megaenc.errors import InputError
 from megaenc.training.checkpoint import manager
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.checkpoint.safe_pickle import rewrite_pickles
-from megaenc.training.checkpoint_dir import Damaged
+from megaenc.training.checkpoint_dir import DamagedCheckpointError
 from megaenc.training.command import main
 
 
@@ -121,7 +121,7 @@ def test_no_extra_state_of_a_layer_is_unpickled(content, small_corpus, copy, tmp
 
 def test_what_is_loaded_is_what_was_checked(small_corpus, saved_run, copy, traces, monkeypatch):
     """Files that are swapped between check and load change nothing, and none of them is unpickled."""
-    check = Checkpoints.check
+    check = CheckpointLoader.check
 
     def swap_after(self, step, identity=None):
         state = check(self, step, identity)
@@ -130,7 +130,7 @@ def test_what_is_loaded_is_what_was_checked(small_corpus, saved_run, copy, trace
             (self.path(step) / name).write_bytes(hostile)
         return state
 
-    monkeypatch.setattr(Checkpoints, "check", swap_after)
+    monkeypatch.setattr(CheckpointLoader, "check", swap_after)
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(copy)])
     assert [row["step"] for row in runs.metrics(copy)] == list(range(1, 21))
@@ -138,9 +138,9 @@ def test_what_is_loaded_is_what_was_checked(small_corpus, saved_run, copy, trace
 
 def test_other_bytes_than_those_of_the_checksum_are_damage(copy):
     """Of a file that was swapped between its checksum and its check."""
-    state = Checkpoints(copy / "checkpoints").state(12)
+    state = CheckpointLoader(copy / "checkpoints").state(12)
     (checkpoint_of(copy) / "common.pt").write_bytes(saved({"optimizer": 1}))
-    with pytest.raises(Damaged, match=r"common\.pt: its content changed while it was read"):
+    with pytest.raises(DamagedCheckpointError, match=r"common\.pt: its content changed while it was read"):
         rewrite_pickles(checkpoint_of(copy), state["files"])
 
 
@@ -226,5 +226,5 @@ def test_a_save_that_no_load_would_accept_stops_the_run_at_once(small_corpus, tm
         with pytest.raises(RuntimeError, match=r"this checkpoint could not be loaded again: _Refused: torch._utils"):
             main([*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--train-iters", "12", "--save", str(tmp_path / "run")])
     finally:
-        backend.stop()  # which an error that is a bug leaves to the end of the process
+        backend.destroy_distributed()  # which an error that is a bug leaves to the end of the process
     assert not list((tmp_path / "run" / "checkpoints").glob("iter_*"))

@@ -6,7 +6,7 @@ import pytest
 import runs
 from runs import Job
 
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -64,4 +64,4 @@ def test_nothing_but_the_layout_differs(folders):
             for rows in (runs.metrics(folders[way]), runs.metrics(folders[None]))
         )
         assert here == there, way
-        assert Checkpoints(folders[way] / "checkpoints").steps() == [STOP, 12], way
+        assert CheckpointLoader(folders[way] / "checkpoints").steps() == [STOP, 12], way

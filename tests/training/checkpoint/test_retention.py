@@ -8,7 +8,7 @@ import pytest
 import runs
 from checkpoint_helpers import whole_checkpoint
 
-from megaenc.training.checkpoint.manager import OwnCheckpoints, superfluous
+from megaenc.training.checkpoint.manager import CheckpointManager, checkpoints_to_delete
 
 
 @pytest.mark.parametrize(
@@ -24,12 +24,12 @@ from megaenc.training.checkpoint.manager import OwnCheckpoints, superfluous
     ],
 )
 def test_rules_beside_a_checkpoint_of_step_50(keep_last, keep_every, gone):
-    assert superfluous([30, 10, 20, 40], keep_last, keep_every) == gone
+    assert checkpoints_to_delete([30, 10, 20, 40], keep_last, keep_every) == gone
 
 
 def test_named_steps_stay_and_are_not_counted_among_the_last():
-    assert superfluous([30, 10, 20, 40], 1, None, (20, 35)) == [10, 30, 40]
-    assert superfluous([30, 10, 20, 40], None, None, (20,)) == []
+    assert checkpoints_to_delete([30, 10, 20, 40], 1, None, (20, 35)) == [10, 30, 40]
+    assert checkpoints_to_delete([30, 10, 20, 40], None, None, (20,)) == []
 
 
 @pytest.fixture
@@ -40,21 +40,21 @@ def folder(tmp_path):
 
 
 def test_a_damaged_one_is_not_counted(folder):
-    checkpoints = OwnCheckpoints(folder, keep_last=2)
+    checkpoints = CheckpointManager(folder, keep_last=2)
     (checkpoints.path(40) / "__0_0.distcp").write_bytes(b"cut")
     checkpoints.retain(50)
     assert checkpoints.steps() == [30, 50]
 
 
 def test_nothing_goes_beside_a_newest_that_is_damaged(folder):
-    checkpoints = OwnCheckpoints(folder, keep_last=1)
+    checkpoints = CheckpointManager(folder, keep_last=1)
     (checkpoints.path(50) / "state.json").unlink()
     checkpoints.retain(50)
     assert checkpoints.steps() == [10, 20, 30, 40, 50]
 
 
 def test_steps_that_a_run_has_gone_back_from_stay(folder):
-    checkpoints = OwnCheckpoints(folder, keep_last=1)
+    checkpoints = CheckpointManager(folder, keep_last=1)
     checkpoints.retain(30)
     assert checkpoints.steps() == [30, 40, 50]
 
@@ -62,7 +62,7 @@ def test_steps_that_a_run_has_gone_back_from_stay(folder):
 def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
     """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
     monkeypatch.setattr("megaenc.training.checkpoint.manager.read_alike", lambda plan, state: state["step"] != 40)
-    checkpoints = OwnCheckpoints(folder, keep_last=2)
+    checkpoints = CheckpointManager(folder, keep_last=2)
     checkpoints.retain(50, plan=object())
     assert checkpoints.steps() == [30, 50]
 
@@ -76,13 +76,13 @@ def test_what_cannot_be_read_now_is_not_taken_for_damaged(folder, monkeypatch):
         return read_text(path, *how, **more)
 
     monkeypatch.setattr(Path, "read_text", stale)
-    checkpoints = OwnCheckpoints(folder, keep_every=20)
+    checkpoints = CheckpointManager(folder, keep_every=20)
     checkpoints.retain(50)
     assert checkpoints.steps() == [20, 40, 50]
 
 
 def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypatch):
-    checkpoints = OwnCheckpoints(folder, keep_last=4)
+    checkpoints = CheckpointManager(folder, keep_last=4)
     monkeypatch.setattr(
         "megaenc.training.checkpoint.manager.shutil.rmtree", lambda *how, **more: None
     )  # as a kill there would have it
@@ -97,4 +97,4 @@ def test_what_a_cut_off_removal_left_is_no_checkpoint_and_goes(folder, monkeypat
 def test_a_run_keeps_what_its_flags_say(small_corpus, tmp_path):
     flags = [*small_corpus.flags, *runs.SHORT_RUN, "--no-bf16", "--save", str(tmp_path / "run"), "--save-interval", "2"]
     runs.script(runs.PRETRAIN, [*flags, "--keep-last", "2", "--keep-every", "8"])
-    assert OwnCheckpoints(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]
+    assert CheckpointManager(tmp_path / "run" / "checkpoints").steps() == [8, 16, 18, 20]

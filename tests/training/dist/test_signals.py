@@ -10,7 +10,7 @@ import psutil
 import pytest
 import runs
 
-from megaenc.training.checkpoint.loader import Checkpoints
+from megaenc.training.checkpoint.loader import CheckpointLoader
 from megaenc.training.dist.signals import STOPPED
 
 LONG = ["--no-bf16", "--train-iters", "100000", "--log-interval", "1", "--eval-interval", "0"]  # ends only when it is told to
@@ -48,7 +48,7 @@ class Running:
 
 
 def assert_saved_where_it_stopped(folder) -> int:
-    checkpoints = Checkpoints(folder / "checkpoints")
+    checkpoints = CheckpointLoader(folder / "checkpoints")
     step = runs.metrics(folder)[-1]["step"]
     assert checkpoints.steps() == [checkpoints.latest()] == [step]
     assert [row["step"] for row in runs.metrics(folder)] == list(range(1, step + 1))

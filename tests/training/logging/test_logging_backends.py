@@ -11,7 +11,7 @@ from board_helpers import numbers, tensorboard_shows, wandb_records, wandb_shows
 
 from megaenc.errors import InputError
 from megaenc.training.command import main
-from megaenc.training.config_groups import MonitoringSettings
+from megaenc.training.config_groups import MonitoringConfig
 from megaenc.training.logging.backends import Background, TensorBoard, WeightsAndBiases
 
 
@@ -65,7 +65,7 @@ def test_without_a_network_wandb_is_offline_and_says_so(tmp_path, monkeypatch, c
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    board = WeightsAndBiases(MonitoringSettings(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
+    board = WeightsAndBiases(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {"seed": 1}, patience=2)
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
     wandb.teardown()  # its own process may be writing still; without one at the end of a run, it ends with that
@@ -139,7 +139,7 @@ def test_neither_is_imported_unless_asked_for(small_corpus, tmp_path):
 
 def test_the_environment_decides_over_the_key(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    board = WeightsAndBiases(MonitoringSettings(wandb_project="encoders"), str(tmp_path), "abcd1234", {})
+    board = WeightsAndBiases(MonitoringConfig(wandb_project="encoders"), str(tmp_path), "abcd1234", {})
     board.log("train", {"step": 3, "loss": 0.1})
     board.close()
     assert not any("offline-run" in name for _, names, _ in os.walk(tmp_path) for name in names)

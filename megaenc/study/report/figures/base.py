@@ -8,7 +8,7 @@ from functools import cached_property
 from html import escape
 from typing import Any, Literal
 
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.methods import words
 from megaenc.study.results.evidence import Evidence, Score
 from megaenc.study.results.groups import AVERAGE, FAMILIES, dataset_label, datasets_of, is_average
@@ -64,7 +64,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Picture:
+class FigureSpec:
     """A figure, not drawn yet; without panels one that there is nothing to draw of."""
 
     key: str
@@ -91,7 +91,7 @@ class Picture:
         return as_svg(self.wide, self.key)
 
 
-Series = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, Setting]]]]
+Series = Sequence[tuple[str, tuple[str, str], Sequence[tuple[float, ModelKey]]]]
 """Of each line its name, its colour and marker, and models with their places on the axis."""
 
 
@@ -111,7 +111,7 @@ def picture_of(
     dodge: float = 0.0,
     joined: bool = True,
     **axis: Any,
-) -> Picture:
+) -> FigureSpec:
     """Return a figure with a panel for each family with a point in it. `published` values of the same models lie lightly behind.
 
     `dodge` moves series apart by so much of the axis, where their points would cover each other.
@@ -131,7 +131,7 @@ def picture_of(
                 lines.append(Line(behind(name), *look, points, joined, light=True))
         if lines:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), **axis))
-    return Picture(key, title, f"{caption} {bars(evidence, published, panels)}", tuple(panels))
+    return FigureSpec(key, title, f"{caption} {bars(evidence, published, panels)}", tuple(panels))
 
 
 def laid_over(panels: Sequence[Panel]) -> bool:
@@ -160,7 +160,7 @@ def panel_title(family: str, dataset: str) -> str:
     return name if dataset == AVERAGE else f"{name}: {dataset_label(family, dataset)}"
 
 
-def points_of(evidence: Evidence, family: str, places: Iterable[tuple[float, str, Setting]]) -> tuple[Point, ...]:
+def points_of(evidence: Evidence, family: str, places: Iterable[tuple[float, str, ModelKey]]) -> tuple[Point, ...]:
     """Return the scores that there are of a family, at places of the axis, by data set and model."""
     scores = [(x, evidence.find(setting, dataset, family)) for x, dataset, setting in places]
     return tuple(_point(x, score) for x, score in scores if score is not None)
@@ -170,7 +170,7 @@ def _point(x: float, score: Score) -> Point:
     return Point(x, 100 * score.mean, None if score.half is None else 100 * score.half, score.at_rate_collapsed > 0)
 
 
-def _draw(picture: Picture, columns: int) -> Any:
+def _draw(picture: FigureSpec, columns: int) -> Any:
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(line.name for panel in picture.panels for line in panel.lines if line.labelled and line.name))

@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures.base import (
     BLUE,
     OBJECTIVES,
     ORANGE,
     PURPLE,
+    FigureSpec,
     Line,
     Panel,
-    Picture,
     Series,
     bars,
     behind,
@@ -27,26 +27,26 @@ from megaenc.study.results.groups import FAMILIES, dataset_label, datasets_of, o
 from megaenc.viz.style import short, styles
 
 
-def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def clm_and_mlm(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw the base models of CLM and of MLM at the usual mask ratio, by size, or by data set if there is one size."""
     key, title = "objectives", "CLM and MLM"
     base, mask = evidence.grouped().get("base", []), evidence.mask_ratio
     models = {name: [one for one in base if objective(one) == name and one.mask_ratio in (None, mask)] for name in ("MLM", "CLM")}
     if not all(models.values()):
         lacking = " and ".join(name for name, found in models.items() if not found)
-        return Picture(key, title, f"No base model of {lacking} has a score yet.")
+        return FigureSpec(key, title, f"No base model of {lacking} has a score yet.")
     sizes = evidence.sizes_of(one for found in models.values() for one in found)
     hidden = f"MLM hides {percent(mask)} of the tokens."
     if len(sizes) == 1:
         panels = _by_dataset(evidence, published, models)
         said = f"{hidden} {bars(evidence, published, panels)}"
-        return Picture(key, title, f"Base models of size {sizes[0]} on every data set. {said}", panels)
+        return FigureSpec(key, title, f"Base models of size {sizes[0]} on every data set. {said}", panels)
     series = [(name, OBJECTIVES[name], [(sizes.index(one.size), one) for one in found]) for name, found in models.items()]
     axis = {"dodge": 0.08, "ticks": dict(enumerate(sizes)), "x_label": "size of the model"}
     return picture_of(key, title, f"Base models by size. {hidden}", evidence, series, published, **axis)
 
 
-def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str, list[Setting]]) -> tuple[Panel, ...]:
+def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str, list[ModelKey]]) -> tuple[Panel, ...]:
     panels = []
     for family, names in datasets_of(evidence.datasets()).items():
         lines = []
@@ -64,28 +64,28 @@ def _by_dataset(evidence: Evidence, published: Evidence | None, models: dict[str
     return tuple(panels)
 
 
-def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def mask_ratios(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM base models of each size over their mask ratios."""
     key, title = "mask-ratios", "Mask ratios"
     base = [one for one in evidence.grouped().get("base", []) if objective(one) == "MLM"]
     if len({one.mask_ratio for one in base}) < 2:
-        return Picture(key, title, "No size has MLM models of two mask ratios with scores yet.")
+        return FigureSpec(key, title, "No size has MLM models of two mask ratios with scores yet.")
     style = styles(evidence.sizes_of(base))
     series = [(size, look, _at_masks(one for one in base if one.size == size)) for size, look in style.items()]
     return picture_of(key, title, "MLM base models of each size.", evidence, series, published, **_mask_axis(series))
 
 
-def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw MLM alone and CLM then MLM over mask ratios, at each size and budget that has two ratios of both."""
     key, title = "mask-ratios-with-clm", "Mask ratios, with and without CLM first"
-    groups: dict[tuple[str, int, float], list[Setting]] = defaultdict(list)
+    groups: dict[tuple[str, int, float], list[ModelKey]] = defaultdict(list)
     for one in evidence.settings():
         if one.decayed and not one.cpt_mlm_steps and objective(one) in ("MLM", "CLM + MLM"):
             groups[one.size, one.steps, round(one.clm_share, 2)].append(one)
     several = {where: found for where, found in groups.items() if len({one.mask_ratio for one in found}) > 1}
     with_clm = [where for where in several if where[2] and (*where[:2], 0.0) in several]
     if not with_clm:
-        return Picture(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
+        return FigureSpec(key, title, "No budget has models of two mask ratios both with CLM first and without, with scores.")
     named = len({where[:2] for where in with_clm}) > 1
     series: dict[str, tuple] = {}
     colours = iter(_styles(2 * len(with_clm)))
@@ -100,7 +100,7 @@ def mask_ratios_with_clm(evidence: Evidence, published: Evidence | None = None) 
     return picture_of(key, title, "Models of the same budget.", evidence, [*series.values()], published, **axis)
 
 
-def _at_masks(models: Iterable[Setting]) -> list[tuple[float, Setting]]:
+def _at_masks(models: Iterable[ModelKey]) -> list[tuple[float, ModelKey]]:
     return [(100 * one.mask_ratio, one) for one in models]
 
 
@@ -115,7 +115,7 @@ def _styles(count: int) -> list[tuple[str, str]]:
     return list(styles([f"{at}" for at in range(count)]).values())
 
 
-def by_step(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def by_step(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw checkpoints on the way over their steps."""
     places = {one: float(one.steps) for one in evidence.settings() if not one.decayed}
     seen = sorted(set(places.values()))
@@ -123,7 +123,7 @@ def by_step(evidence: Evidence, published: Evidence | None = None) -> Picture:
     return _efficiency("efficiency-steps", "Data efficiency by step", evidence, published, places, **axis)
 
 
-def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evidence | None = None) -> Picture:
+def by_flops(evidence: Evidence, flops: Mapping[ModelKey, float], published: Evidence | None = None) -> FigureSpec:
     """Draw the same over the operations that they took; `flops` by setting, those that it lacks are left out."""
     key, title = "efficiency-flops", "Data efficiency by FLOP"
     settings = [one for one in evidence.settings() if not one.decayed]
@@ -133,18 +133,18 @@ def by_flops(evidence: Evidence, flops: Mapping[Setting, float], published: Evid
             "The operations of its runs are not known: --runs names the folder of the pretraining runs, which say them. Models "
             "of a manifest always need it; only those of the study are counted from their shapes without."
         )
-        return Picture(key, title, why)
+        return FigureSpec(key, title, why)
     axis = {"x_label": "FLOPs of the matrix products", "unit": "operations"}
     return _efficiency(key, title, evidence, published, places, **axis)
 
 
 def _efficiency(
-    key: str, title: str, evidence: Evidence, published: Evidence | None, places: Mapping[Setting, float], **axis
-) -> Picture:
+    key: str, title: str, evidence: Evidence, published: Evidence | None, places: Mapping[ModelKey, float], **axis
+) -> FigureSpec:
     if len(set(places.values())) < 2:
-        return Picture(key, title, "Fewer than two checkpoints on the way have scores.")
+        return FigureSpec(key, title, "Fewer than two checkpoints on the way have scores.")
     sizes, masks = evidence.sizes_of(places), {one.mask_ratio for one in places if one.mask_ratio is not None}
-    groups: dict[tuple[str, float | None, str], list[tuple[float, Setting]]] = defaultdict(list)
+    groups: dict[tuple[str, float | None, str], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one, at in places.items():
         groups[objective(one), one.mask_ratio, one.size].append((at, one))
     series = []
@@ -160,10 +160,10 @@ def _efficiency(
     return picture_of(key, title, caption, evidence, series, published, log=log, **axis)
 
 
-def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def clm_shares(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw models from scratch at the usual mask ratio over their CLM shares, at each budget with a two-stage model."""
     key, title, mask = "clm-shares", "CLM share at each budget", evidence.mask_ratio
-    budgets: dict[tuple[str, int], list[tuple[float, Setting]]] = defaultdict(list)
+    budgets: dict[tuple[str, int], list[tuple[float, ModelKey]]] = defaultdict(list)
     for one in evidence.settings():
         if one.decayed and not one.cpt_mlm_steps and not one.schedule and one.mask_ratio in (None, mask):
             budgets[one.size, one.steps].append((100 * one.clm_share, one))
@@ -171,7 +171,7 @@ def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Picture
         if not any(objective(one) == "CLM + MLM" for _, one in members) or len({share for share, _ in members}) < 2:
             del budgets[where]
     if not budgets:
-        return Picture(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
+        return FigureSpec(key, title, "No two-stage model (CLM, then MLM) has a score beside a model of the same budget.")
     names = _names_of(evidence, budgets)
     style = styles(list(names.values()))
     series = [(name, style[name], budgets[where]) for where, name in names.items()]
@@ -183,15 +183,15 @@ def clm_shares(evidence: Evidence, published: Evidence | None = None) -> Picture
 
 def _names_of(evidence: Evidence, budgets: Collection[tuple[str, int]]) -> dict[tuple[str, int], str]:
     """Return sizes and steps in their order, each with a name that tells them apart."""
-    sizes = evidence.sizes_of(Setting(size) for size, _ in budgets)
+    sizes = evidence.sizes_of(ModelKey(size) for size, _ in budgets)
     order = sorted(budgets, key=lambda where: (sizes.index(where[0]), where[1]))
     return {(size, steps): f"{steps_of(steps)} steps" + (f", {size}" if len(sizes) > 1 else "") for size, steps in order}
 
 
-def continued(evidence: Evidence, published: Evidence | None = None) -> Picture:
+def continued(evidence: Evidence, published: Evidence | None = None) -> FigureSpec:
     """Draw finished models, at 0 more steps, and those that went on from them with MLM, by its length."""
     key, title, settings = "continued-pretraining", "Continued pretraining by length", evidence.settings()
-    groups: dict[tuple[Setting, float | None], list[Setting]] = defaultdict(list)
+    groups: dict[tuple[ModelKey, float | None], list[ModelKey]] = defaultdict(list)
     for one in settings:
         if one.cpt_mlm_steps and one.decayed and not one.schedule:
             parent = parent_of(one)
@@ -200,7 +200,7 @@ def continued(evidence: Evidence, published: Evidence | None = None) -> Picture:
             if parent in settings and parent not in members:
                 members.append(parent)
     if not groups:
-        return Picture(key, title, "No model of continued pretraining has a score yet.")
+        return FigureSpec(key, title, "No model of continued pretraining has a score yet.")
     sizes, masks = evidence.sizes_of(parent for parent, _ in groups), {mask for _, mask in groups}
     order = sorted(groups, key=lambda key: (sizes.index(key[0].size), key[0].clm_steps > 0, key[0].steps, key[1]))
     kinds = [objective(parent) for parent, _ in order]
@@ -223,17 +223,17 @@ _LOOKS = {"MLM": (ORANGE, "s"), "CLM": (BLUE, "o"), "MLM on CLM": (BLUE, "v"), "
 """Models without a schedule of their own, in the figure of other schedules."""
 
 
-def schedules(evidence: Evidence) -> Picture | None:
+def schedules(evidence: Evidence) -> FigureSpec | None:
     """Draw models of other schedules next to CLM and MLM of as many steps, by size and steps; None if there is no such model."""
     names = {one.setting: one.model for one in evidence.scores if one.setting is not None}
-    groups: dict[tuple[str, int], list[Setting]] = defaultdict(list)
+    groups: dict[tuple[str, int], list[ModelKey]] = defaultdict(list)
     for one in names:
         if one.schedule and one.decayed:
             groups[one.size, one.steps].append(one)
     if not groups:
         return None
     budgets, mask = _names_of(evidence, groups), evidence.mask_ratio
-    placed: dict[str, list[tuple[float, Setting]]] = defaultdict(list)
+    placed: dict[str, list[tuple[float, ModelKey]]] = defaultdict(list)
     for at, where in enumerate(budgets):
         alike = [one for one in names if (one.size, one.steps) == where]
         here = [(label, one) for label in _LOOKS for one in alike if _plain(one, mask) == label]
@@ -251,7 +251,7 @@ def schedules(evidence: Evidence) -> Picture | None:
     return picture_of("other-schedules", "Other schedules", caption, evidence, series, **axis)
 
 
-def _plain(setting: Setting, mask: float | None) -> str:
+def _plain(setting: ModelKey, mask: float | None) -> str:
     """Return which of _LOOKS a finished model is, or something else."""
     if setting.schedule or not setting.decayed or setting.mask_ratio not in (None, mask):
         return ""

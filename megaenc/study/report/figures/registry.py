@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from megaenc.finetune.grid.jobs import rate_name
-from megaenc.study.manifest.model_key import Setting
+from megaenc.study.manifest.model_key import ModelKey
 from megaenc.study.report.figures import objectives
 from megaenc.study.report.figures.base import (
     BLUE,
@@ -15,9 +15,9 @@ from megaenc.study.report.figures.base import (
     OBJECTIVES,
     ORANGE,
     PURPLE,
+    FigureSpec,
     Line,
     Panel,
-    Picture,
     Point,
     headline,
     laid_over,
@@ -32,40 +32,40 @@ from megaenc.viz.style import styles
 
 
 @dataclass(frozen=True)
-class Shown:
+class RenderedFigure:
     """A figure, and the published numbers drawn the same way where they cannot lie in it."""
 
-    drawn: Picture
-    published: Picture | None = None
+    drawn: FigureSpec
+    published: FigureSpec | None = None
 
 
 def figures_of(
-    evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[Setting, float], published: Evidence | None = None
-) -> list[Shown]:
+    evidence: Evidence, runs: Mapping[str, TrainedRun], flops: Mapping[ModelKey, float], published: Evidence | None = None
+) -> list[RenderedFigure]:
     """Return every figure; `flops` by setting, `published` what to lay behind or next to the scores."""
     flops_there = flops_by_shape(published) if published else {}
 
-    def by_flops(of: Evidence, behind: Evidence | None = None) -> Picture:
+    def by_flops(of: Evidence, behind: Evidence | None = None) -> FigureSpec:
         return objectives.by_flops(of, flops if of is evidence else flops_there, behind)
 
-    def both(*makes: Callable[..., Picture]) -> list[Shown]:
+    def both(*makes: Callable[..., FigureSpec]) -> list[RenderedFigure]:
         found = []
         for make in makes:
             ours, theirs = make(evidence, published), make(published) if published else None
-            found.append(Shown(ours, theirs if theirs and theirs.panels and not laid_over(ours.panels) else None))
+            found.append(RenderedFigure(ours, theirs if theirs and theirs.panels and not laid_over(ours.panels) else None))
         return found
 
     others = objectives.schedules(evidence)
     return [
         *both(objectives.clm_and_mlm, objectives.mask_ratios, objectives.mask_ratios_with_clm, objectives.by_step, by_flops),
-        Shown(rates(evidence)),
+        RenderedFigure(rates(evidence)),
         *both(objectives.clm_shares, objectives.continued),
-        *([Shown(others)] if others else []),
-        Shown(losses(runs)),
+        *([RenderedFigure(others)] if others else []),
+        RenderedFigure(losses(runs)),
     ]
 
 
-def flops_by_shape(evidence: Evidence) -> dict[Setting, float]:
+def flops_by_shape(evidence: Evidence) -> dict[ModelKey, float]:
     """Return the operations of the study's own models, from their shapes."""
     counted = {setting: flops_of_the_study(setting) for setting in evidence.settings()}
     return {setting: count for setting, count in counted.items() if count}
@@ -82,13 +82,13 @@ _KINDS = {
 }
 
 
-def losses(runs: Mapping[str, TrainedRun]) -> Picture:
+def losses(runs: Mapping[str, TrainedRun]) -> FigureSpec:
     """Draw held-out losses over the steps of every run; a branch begins where it left its parent."""
     key, title = "losses", "Held-out loss of the runs"
     curves = {name: found for name, run in runs.items() if (found := curves_of(run.validated))}
     if not curves:
         why = "No run has a validation." if runs else "No runs were given: --runs names their folder."
-        return Picture(key, title, why)
+        return FigureSpec(key, title, why)
     looks = styles(list(curves)) if len(curves) <= _FEW else {}
     panels = []
     for under in dict.fromkeys(of for each in curves.values() for of in each):
@@ -105,10 +105,10 @@ def losses(runs: Mapping[str, TrainedRun]) -> Picture:
         "Loss on text that no run was trained on, under each objective, whatever the run was trained with at the time. A branch "
         "begins at the step where it left its parent; what went on from a finished model counts its own steps."
     )
-    return Picture(key, title, caption, tuple(panels))
+    return FigureSpec(key, title, caption, tuple(panels))
 
 
-def rates(evidence: Evidence) -> Picture:
+def rates(evidence: Evidence) -> FigureSpec:
     """Draw points lost against each model's own best rate: a light line a model, a strong one for the mean of an objective."""
     key, title = "learning-rates", "Sensitivity to the learning rate"
     panels = []
@@ -138,7 +138,7 @@ def rates(evidence: Evidence) -> Picture:
             panels.append(Panel(panel_title(family, dataset), tuple(lines), ticks=ticks, **axis))
     if not panels:
         why = "No model has results of every seed at two learning rates; published tables have chosen rates alone."
-        return Picture(key, title, why)
+        return FigureSpec(key, title, why)
     caption = (
         "Mean over the seeds at each rate less that of the model's best rate, on test: light lines are finished models, strong "
         "ones the mean of those of an objective. The flatter, the less it matters which rate is taken."
@@ -150,7 +150,7 @@ def rates(evidence: Evidence) -> Picture:
             " Runs whose loss became no number count as the score that needs no model, where results say that; else their rate "
             "is left out of their model's line."
         )
-    return Picture(key, title, caption, tuple(panels))
+    return FigureSpec(key, title, caption, tuple(panels))
 
 
 _OBJECTIVES = {kind: OBJECTIVES.get(kind, (PURPLE, "D")) for kind in ("MLM", "CLM", "CLM + MLM", "other")}

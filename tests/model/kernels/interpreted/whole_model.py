@@ -7,13 +7,13 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megaenc.backend import Kernels, Layout
+from megaenc.backend import KernelConfig, ParallelConfig
 from megaenc.model import ModelConfig
 from megaenc.objectives import Attention
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "expected to be started by test_interpreted.py"
 EDGES = [0, 5, 6, 17]
-KEPT = Layout()
+KEPT = ParallelConfig()
 SHAPE = ModelConfig(num_layers=2, hidden_size=48, ffn_hidden_size=80, num_attention_heads=4, num_query_groups=2)
 pytestmark = pytest.mark.usefixtures("one_process")
 OBJECTIVES = {
@@ -27,7 +27,7 @@ def outcome(objective, fused, dtype=torch.float32, layout=KEPT, **shape):
     from megaenc.model.encoder import build_encoder
     from megaenc.model.layer_spec import Packing
 
-    kernels = Kernels(fused_kernels=fused)
+    kernels = KernelConfig(fused_kernels=fused)
     encoder = build_encoder(dataclasses.replace(SHAPE, **shape), 100, 17, layout, dtype, seed=3, kernels=kernels).train()
     assert (encoder.fused.norm, encoder.fused.rotary, encoder.fused.swiglu, encoder.fused.loss) == (fused,) * 4
     attention, predict_at = OBJECTIVES[objective]
@@ -64,5 +64,5 @@ def test_in_bfloat16_they_are_as_near_to_float32():
 def test_computed_again_nothing_changes():
     kept = outcome("mlm", fused=True)
     for modules in ((), ("core_attn", "mlp")):
-        layout = Layout(recompute_granularity="selective" if modules else "full", recompute_modules=modules)
+        layout = ParallelConfig(recompute_granularity="selective" if modules else "full", recompute_modules=modules)
         torch.testing.assert_close(outcome("mlm", fused=True, layout=layout), kept, rtol=0, atol=0)
