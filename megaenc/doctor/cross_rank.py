@@ -47,7 +47,7 @@ def join_group(seconds: float) -> None:
     """Join the group of all processes, or make one of this process alone. RuntimeError where not all are there in time."""
     import torch.distributed as dist
 
-    from megaenc.backend.init_distributed import rendezvous
+    from megaenc.backend.initialize import rendezvous
 
     timeout = timedelta(seconds=seconds)
     store, own, size = rendezvous(timeout) if "RANK" in os.environ else (dist.HashStore(), 0, 1)

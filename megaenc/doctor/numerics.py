@@ -8,7 +8,7 @@ from torch.utils.benchmark import Timer
 
 from megaenc.backend import device as devices
 from megaenc.backend.device import Backend, detect
-from megaenc.backend.init_distributed import share_cores
+from megaenc.backend.initialize import share_cores
 from megaenc.backend.megatron import prepare_megatron
 from megaenc.doctor.result import Finding, Probe, ProbeContext, note, ok, problem
 from megaenc.errors import InputError

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from megaenc.backend.init_distributed import share_cores
 
 from megaenc.backend import ParallelConfig, detect
 from megaenc.backend.device import host_has_bf16, peak_bf16
+from megaenc.backend.initialize import share_cores
 from megaenc.errors import InputError
 
 
@@ -88,7 +88,7 @@ def test_layout_that_does_not_fit(layout, processes, complaint):
 
 def test_one_process_has_all_cores_and_several_share_them(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr("megaenc.backend.init_distributed.usable_cores", lambda: 6)
+    monkeypatch.setattr("megaenc.backend.initialize.usable_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")

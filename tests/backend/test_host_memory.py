@@ -6,7 +6,7 @@ import runs
 PROGRAM = """
 import resource
 import torch
-from megaenc.backend.init_distributed import keep_freed_memory
+from megaenc.backend.initialize import keep_freed_memory
 
 def pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -5,7 +5,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from megaenc.backend.init_distributed import _agree
+
+from megaenc.backend.initialize import _agree
 
 SOON = timedelta(seconds=20)
 

@@ -17,7 +17,8 @@ from megaenc.bench import report
 from megaenc.bench.gpu import variants
 from megaenc.bench.gpu.presets import CLM, FULL, MLM, PEER_TARGET, SMALL, TARGETS, BenchPreset
 from megaenc.bench.gpu.table import table
-from megaenc.bench.gpu.worker_pool import Failed, WorkerPool
+from megaenc.bench.gpu.worker import JobFailed
+from megaenc.bench.gpu.worker_pool import WorkerPool
 from megaenc.bench.synthetic_docs import Setup
 from megaenc.bench.train_worker import TrainingJob
 from megaenc.console import print_rank_0, quiet
@@ -104,7 +105,7 @@ class Benchmark:
             try:
                 for (*way, last), value in crew.run({"name": name, "kind": kind, "arguments": arguments}, most, left):
                     self.part(*way)[last] = value
-            except Failed as failure:
+            except JobFailed as failure:
                 why = f"cut short: {failure}"
         seconds = time.monotonic() - clock
         self.found["phases"][name] = {"seconds": round(seconds, 1), "ended": why or "done"}

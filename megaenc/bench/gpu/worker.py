@@ -54,7 +54,7 @@ def machine(deadline: float) -> Iterator[Finding]:
 def findings(job: dict[str, Any]) -> Iterator[Finding]:
     """Yield what a job finds, then what it has said; {} only loads what takes its time to import and touches no accelerator.
 
-    Raises Failed, which any process can unpickle.
+    Raises JobFailed, which any process can unpickle.
     """
     from megaenc.backend.megatron import import_megatron
 

@@ -37,7 +37,7 @@ class WorkerPool:
         return worker
 
     def run(self, job: dict[str, Any], seconds: float, left: float) -> Iterator[tuple[list[str], Any]]:
-        """What the job finds, as it finds it. Raises Failed.
+        """What the job finds, as it finds it. Raises JobFailed.
 
         It is told to end after 0.9 `seconds` and killed after `seconds`, counted from when its process is ready; and killed in
         any case `left` seconds from now.
