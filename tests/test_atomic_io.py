@@ -63,7 +63,7 @@ def test_a_signal_at_any_moment_leaves_the_old_files_or_the_new(tmp_path, number
 import random, signal, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
-from megaenc.atomic_io import stopped_by_sigterm, whole_files
+from megaenc.atomic_io import atomic_files, stopped_by_sigterm
 
 folder, number, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 paths = [folder / f"file{index}" for index in range(count)]
@@ -82,7 +82,7 @@ for trial in range(1500):
         with stopped_by_sigterm():
             shot.start()
             while True:
-                with whole_files(*paths) as temporary:
+                with atomic_files(*paths) as temporary:
                     for path in temporary:
                         path.write_text(f"{time.monotonic_ns() // 1000}" if count == 1 else f"{trial}")
     except (KeyboardInterrupt, SystemExit):

@@ -38,10 +38,10 @@ def test_a_malloc_with_settings_of_its_own_is_left_alone(tmp_path):
 
 def test_a_run_is_made_so(one_process, monkeypatch):
     from megaenc import backend
-    from megaenc.backend import init_distributed
+    from megaenc.backend import initialize
 
     told = []
-    monkeypatch.setattr(init_distributed, "keep_freed_memory", lambda: told.append(True))
+    monkeypatch.setattr(initialize, "keep_freed_memory", lambda: told.append(True))
     backend.destroy_distributed()
     backend.init_distributed(backend.ParallelConfig(), seed=0)
     assert told == [True]

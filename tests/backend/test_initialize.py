@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megaenc.backend import init_distributed
+from megaenc.backend import initialize
 
 
 @pytest.mark.parametrize(("on_this_node", "in_all", "threads"), [(1, 1, 8), (4, 4, 2), (1, 2, 8), (4, 8, 2), (3, 3, 2)])
@@ -11,8 +11,8 @@ def test_the_cores_of_a_node_are_shared_by_the_processes_on_it(on_this_node, in_
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(on_this_node))
     monkeypatch.setenv("WORLD_SIZE", str(in_all))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(init_distributed, "usable_cores", lambda: 8)
+    monkeypatch.setattr(initialize, "usable_cores", lambda: 8)
     taken = []
     monkeypatch.setattr(torch, "set_num_threads", taken.append)
-    init_distributed.share_cores()
+    initialize.share_cores()
     assert taken == [threads]

@@ -18,7 +18,8 @@ from megaenc.bench.gpu import command, presets, variants
 from megaenc.bench.gpu.__main__ import NEEDED
 from megaenc.bench.gpu.command import Benchmark, GpuBenchConfig
 from megaenc.bench.gpu.table import table
-from megaenc.bench.gpu.worker_pool import Failed, WorkerPool
+from megaenc.bench.gpu.worker import JobFailed
+from megaenc.bench.gpu.worker_pool import WorkerPool
 from megaenc.model.config import PRESETS
 
 DOOR = runs.ROOT / "benchmarks" / "gpu.sh"
@@ -123,7 +124,7 @@ class Told:
         self.seconds.append(left)
         yield from self.answers
         if self.failure:
-            raise Failed(self.failure)
+            raise JobFailed(self.failure)
 
 
 def benchmark(tmp_path, seconds: float) -> Benchmark:
@@ -152,7 +153,7 @@ def test_a_failed_phase_keeps_what_it_had_found(tmp_path):
 def test_a_job_that_takes_too_long_is_killed(tmp_path):
     with WorkerPool({}, fresh=True, log=tmp_path / "log") as crew:
         worker = crew._ready
-        with pytest.raises(Failed, match="its time was over"):
+        with pytest.raises(JobFailed, match="its time was over"):
             list(crew.run({"kind": "worker.machine", "name": "machine"}, seconds=60, left=0.2))
         assert worker.process.returncode == -signal.SIGKILL
         assert crew._ready is not worker, "the next job has a process of its own"
@@ -161,7 +162,7 @@ def test_a_job_that_takes_too_long_is_killed(tmp_path):
 def test_a_failed_job_leaves_its_process_to_others(tmp_path):
     with WorkerPool(command.HOST, fresh=False, log=tmp_path / "log") as crew:
         worker = crew._ready
-        with pytest.raises(Failed, match="TypeError: run_losses"):
+        with pytest.raises(JobFailed, match="TypeError: run_losses"):
             list(crew.run({"kind": "correctness.run_losses", "name": "parity"}, seconds=60, left=240))
         found = dict((path[0], value) for path, value in crew.run({"kind": "worker.machine", "name": "a"}, seconds=60, left=240))
         assert found["device"]["backend"] == "cpu" and found["machine"]["cores"] >= 1 and found["said"] == []

@@ -27,7 +27,7 @@ def card(monkeypatch):
 
     monkeypatch.setattr(speed, "_peak", peak)
     monkeypatch.setattr(speed, "_forget", lambda engine: None)
-    monkeypatch.setattr(speed.made, "lay", lambda *_: None)
+    monkeypatch.setattr(speed.synthetic, "configure_batches", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80.0, 90.0))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 4.0)
     return SimpleNamespace(tried=tried, fits=fits)
@@ -76,7 +76,7 @@ class Memory:
 
 
 def timed(monkeypatch, engine: Memory, deadline: float) -> speed.Timing:
-    monkeypatch.setattr(speed.made, "lay", engine.lay)
+    monkeypatch.setattr(speed.synthetic, "configure_batches", engine.lay)
     monkeypatch.setattr(speed, "_forget", lambda engine: None)
     setup = SimpleNamespace(seq_length=8, bf16=True)
     host = SimpleNamespace(is_host=True, peak_flops=lambda dtype: 0.0)

@@ -128,7 +128,7 @@ def test_what_was_found_before_a_stop_is_printed(stop, code, monkeypatch, capsys
             raise stop
         return [ok(probe.name, "seen")], True
 
-    monkeypatch.setattr(command.Prober, "findings", stopped)
+    monkeypatch.setattr(command.ProbeRunner, "findings", stopped)
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "network"])
     assert ended.value.code == code
@@ -153,7 +153,7 @@ def test_what_was_found_is_printed_also_where_its_file_cannot_be_written(monkeyp
     def refuses(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(command, "write_whole", refuses)
+    monkeypatch.setattr(command, "atomic_write", refuses)
     with pytest.raises(SystemExit) as stop:
         command.main(["--only", "variables", "--json", "found.json"])
     said = capsys.readouterr()

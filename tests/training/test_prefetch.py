@@ -69,13 +69,13 @@ def test_a_process_ends_though_more_was_begun_than_is_taken():
 
 WITH_A_THREAD = """
 from megaenc.training import engine
-from megaenc.training.micro_batches import Ahead
+from megaenc.training.micro_batches import Prefetcher
 if __name__ == '__main__':
     build = engine.Engine.__init__
     def with_a_thread(self, *arguments):
         build(self, *arguments)
         assert self._ahead is None  # on processors
-        self._ahead = Ahead(self._make)
+        self._ahead = Prefetcher(self._make)
     engine.Engine.__init__ = with_a_thread
     from megaenc.training.command import main
     main()

@@ -432,14 +432,15 @@ def test_a_killed_worker_is_named_and_nothing_is_left(corpus, tokenizer_folder, 
 SUICIDE = """
 import os, signal, sys, psutil
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-from megaenc.data import inputs, preprocess
-def read_blocks(found, spans, real=inputs.read_blocks):
+from megaenc.data.preprocess import command as preprocess
+from megaenc.data.sources import resolve
+def read_blocks(found, spans, real=resolve.read_blocks):
     for block in real(found, spans):
         yield block
         print(*[child.pid for child in psutil.Process().children()], flush=True)
         os.kill(os.getpid(), int(sys.argv.pop()))
         yield block
-inputs.read_blocks = read_blocks
+resolve.read_blocks = read_blocks
 preprocess.main(sys.argv[1:-1])
 """
 

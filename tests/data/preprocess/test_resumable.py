@@ -53,16 +53,17 @@ def names(folder):
 KILLED = """
 import os, signal, sys, psutil
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
-from megaenc.data import inputs, preprocess, readers
-readers.BLOCK_BYTES = readers.LINES_BYTES = 300
+from megaenc.data.preprocess import command as preprocess
+from megaenc.data.sources import resolve, text_files
+text_files.BLOCK_BYTES = text_files.LINES_BYTES = 300
 victim, number, parts = sys.argv.pop(), int(sys.argv.pop()), []
-def read_blocks(found, spans, real=inputs.read_blocks):
+def read_blocks(found, spans, real=resolve.read_blocks):
     parts.append(spans)
     for at, block in enumerate(real(found, spans)):
         if len(parts) == 3 and at == 1:
             os.kill(os.getpid() if victim == "main" else psutil.Process().children()[-1].pid, number)
         yield block
-inputs.read_blocks = read_blocks
+resolve.read_blocks = read_blocks
 preprocess.main(sys.argv[1:])
 """
 

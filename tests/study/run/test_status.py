@@ -124,7 +124,7 @@ import sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
 from fake_nodes import Fake
-from megaenc.study import status
+from megaenc.study.run import status
 study = Path({str(tmp_path)!r})
 nodes = [Fake("pretrain/a", study), Fake("export/a", study, ("pretrain/a",))]
 nodes[0].made.touch()

@@ -133,8 +133,8 @@ import signal, sys, pickle
 sys.path.insert(0, {str(HERE)!r})
 from pathlib import Path
 from fake_nodes import Fake
-from megaenc.study.run.slurm import Task
-task = Task(Fake("pretrain/a", Path({str(tmp_path)!r}), script={SAVES!r}), Path({str(tmp_path)!r}))
+from megaenc.study.run.slurm import StageTask
+task = StageTask(Fake("pretrain/a", Path({str(tmp_path)!r}), script={SAVES!r}), Path({str(tmp_path)!r}))
 def over(number, frame):
     again = task.checkpoint().function
     print("again", again == task == pickle.loads(pickle.dumps(task)), flush=True)

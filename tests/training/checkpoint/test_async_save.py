@@ -198,14 +198,14 @@ def test_the_tracker_names_a_checkpoint_that_is_there(engine, tmp_path, monkeypa
     """Written before the checkpoint has its name, it would name nothing after a kill between the two."""
     from megaenc.training.checkpoint import manager
 
-    write, named = manager.write_whole, []
+    write, named = manager.atomic_write, []
 
     def watched(path: Path, content: str) -> None:
         if path.name == manager.TRACKER:
             named.append((content, (tmp_path / f"iter_{int(content):07d}" / "state.json").exists()))
         write(path, content)
 
-    monkeypatch.setattr(manager, "write_whole", watched)
+    monkeypatch.setattr(manager, "atomic_write", watched)
     engine.update(1)
     CheckpointManager(tmp_path).save(engine, 1, {})
     assert named == [("1\n", True)]

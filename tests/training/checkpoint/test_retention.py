@@ -61,7 +61,7 @@ def test_steps_that_a_run_has_gone_back_from_stay(folder):
 
 def test_what_has_read_packs_that_the_run_leaves_out_is_not_counted(folder, monkeypatch):
     """As after a rewind from step 40 to 30 whose next save is at step 50: the one to fall back to is 30."""
-    monkeypatch.setattr("megaenc.training.checkpoint.manager.read_alike", lambda plan, state: state["step"] != 40)
+    monkeypatch.setattr("megaenc.training.checkpoint.manager.saw_same_data", lambda plan, state: state["step"] != 40)
     checkpoints = CheckpointManager(folder, keep_last=2)
     checkpoints.retain(50, plan=object())
     assert checkpoints.steps() == [30, 50]

@@ -114,8 +114,8 @@ def test_a_signal_to_one_rank_stops_both_at_one_step(small_corpus, tmp_path):
 
 SECOND = """
 import os, signal, torch
-from megaenc.training.dist.signals import Stop
-with Stop(None, torch.device("cpu")):
+from megaenc.training.dist.signals import SignalHandler
+with SignalHandler(None, torch.device("cpu")):
     os.kill(os.getpid(), signal.SIGINT)
     print("once", flush=True)
     os.kill(os.getpid(), signal.SIGINT)
@@ -125,11 +125,11 @@ with Stop(None, torch.device("cpu")):
 
 AFTERWARDS = """
 import atexit, os, signal, sys, torch
-from megaenc.training.dist.signals import Stop
+from megaenc.training.dist.signals import SignalHandler
 def repeat():
     for name in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         os.kill(os.getpid(), name)
-with Stop(None, torch.device("cpu")):
+with SignalHandler(None, torch.device("cpu")):
     os.kill(os.getpid(), signal.SIGTERM)
 repeat()
 atexit.register(repeat)
